@@ -1,0 +1,1 @@
+"""areal_agent: train agents by asynchronous reinforcement learning."""

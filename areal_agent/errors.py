@@ -1,0 +1,79 @@
+"""Every error that areal_agent raises on purpose, named by the boundary at which it arises.
+
+::
+
+    ArealAgentError
+    ├── ConfigError            a config, a flag or a file that it names is wrong: one line, exit 2
+    ├── RequestError           an agent's HTTP request is wrong: an OpenAI-shaped error object
+    ├── EngineError            an inference engine failed
+    │   ├── EngineUnreachable  no answer: down, dying or not started
+    │   ├── EngineRejected     it answered that the request is wrong
+    │   └── WeightUpdateError  it did not take new weights; the old version is still serving
+    ├── TrainerError           the trainer process answered with a failure
+    ├── ProcessDied            a process of the run ended by itself
+    ├── LedgerError            the ledger of a run folder is damaged, locked or contradicts itself
+    ├── RolloutsFailing        rollout after rollout fails: going on would train nothing
+    ├── SandboxError           a sandbox failed; never the verdict on the program that ran in it
+    └── Reject                 raised by a workflow: do not train this rollout
+
+A message says what was wrong, the value received, and the remedy.
+"""
+
+
+class ArealAgentError(Exception):
+    """The root: catch it to catch everything that areal_agent raises on purpose."""
+
+
+class ConfigError(ArealAgentError):
+    """A config, a command line, or a file named there is wrong. Commands print it as one line and exit with 2."""
+
+
+class RequestError(ArealAgentError):
+    """A request to the gateway that cannot be honoured, as OpenAI's error object tells it."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class EngineError(ArealAgentError):
+    """An inference engine failed."""
+
+
+class EngineUnreachable(EngineError):
+    """The engine gave no answer: it is down, dying, or not started yet."""
+
+
+class EngineRejected(EngineError):
+    """The engine answered that the request is wrong (HTTP 400): retrying it unchanged is of no use."""
+
+
+class WeightUpdateError(EngineError):
+    """The engine did not take new weights. Its old version is still serving."""
+
+
+class TrainerError(ArealAgentError):
+    """The trainer process answered a command with a failure."""
+
+
+class ProcessDied(ArealAgentError):
+    """A process of the run ended by itself. The message has its exit status and its last log lines."""
+
+
+class LedgerError(ArealAgentError):
+    """The ledger of a run folder is damaged, locked by another run, or contradicts itself."""
+
+
+class RolloutsFailing(ArealAgentError):
+    """Group after group failed as a whole: going on would train nothing."""
+
+
+class SandboxError(ArealAgentError):
+    """A sandbox could not run a program at all. Never the verdict on a program: that is an `ExecResult`."""
+
+
+class Reject(ArealAgentError):
+    """Raise it in a workflow to say that this rollout must not be trained; the reason is recorded."""

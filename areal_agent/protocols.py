@@ -1,0 +1,70 @@
+"""The seams: what one part asks of another, without knowing which implementation answers.
+
+gateway ── Sampler ──▶ engine          weights ── WeightReceiver ──▶ engine
+gateway ── Journal ──▶ ledger          trainer ── (files) ──▶ weights
+"""
+
+from typing import Protocol
+
+from areal_agent.types import (
+    DiskWeights,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    SessionRecord,
+    SharedMemoryWeights,
+    Trajectory,
+    Turn,
+    WeightVersion,
+)
+
+
+class Sampler(Protocol):
+    """Samples tokens. Implementations: `engine.http.HttpEngine`, `engine.fake.FakeEngine`."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Sample until a stop token, `max_tokens` or an abort.
+
+        Cancelling the call aborts the request in the engine.
+        Raises EngineRejected (an id outside the vocabulary, a prompt that is too long) and EngineUnreachable.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its `generate` returns what it has with finish reason `abort`. An unknown id is no error."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """Takes new weights while it serves."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling at a token boundary. Requests that arrive while paused wait."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on sampling. Harmless when not paused."""
+        ...
+
+    async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
+        """Swap the weights: all of them or none.
+
+        Every token sampled afterwards bears `version`. Raises WeightUpdateError when the old version still serves.
+        """
+        ...
+
+
+class Engine(Sampler, WeightReceiver, Protocol):
+    """All that a run asks of an inference engine."""
+
+
+class Journal(Protocol):
+    """Where the gateway writes. Each call returns when its data is durable: a crash after it loses nothing."""
+
+    async def open_session(self, session: SessionRecord) -> None: ...
+
+    async def append_turn(self, session_id: str, turn: Turn) -> None: ...
+
+    async def close_session(self, trajectory: Trajectory) -> None:
+        """Record rewards, status, error and end; the turns are already there."""
+        ...

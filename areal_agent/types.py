@@ -1,0 +1,387 @@
+"""The records that travel between the parts of areal_agent. It knows nothing of I/O, torch or any component.
+
+Every record is frozen, keyword-only and holds plain data: no live handles. Log-probabilities are in nats, times in
+seconds since the epoch unless a name says otherwise, token positions count from 0.
+
+How they nest::
+
+    TrajectoryGroup ── Trajectory ── Turn ── Completion ── VersionSpan ── WeightVersion
+                           └─▶ TokenRecord (what the trainer eats: one a branch)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+JsonObject = Mapping[str, Any]
+"""A decoded JSON object: what tasks, messages and request bodies are made of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class WeightVersion:
+    """The name of one set of weights: `step` counts published optimiser updates, `incarnation` counts restarts.
+
+    >>> str(WeightVersion(incarnation=0, step=17))
+    '0:17'
+    """
+
+    incarnation: int = 0
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}:{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `"0:17"`; raises ValueError for anything else."""
+        incarnation, colon, step = text.partition(":")
+        if not (colon and incarnation.isascii() and incarnation.isdigit() and step.isascii() and step.isdigit()):
+            raise ValueError(f"weight version {text!r} is not of the form 'incarnation:step', for example '0:17'")
+        return cls(incarnation=int(incarnation), step=int(step))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionSpan:
+    """Tokens `[start, end)` of one completion were sampled under `version`.
+
+    >>> VersionSpan(version=WeightVersion(step=7), start=0, end=2).end
+    2
+    """
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # an end token was sampled; it is the last id of the completion
+    LENGTH = "length"  # max_tokens was reached
+    ABORT = "abort"  # aborted; what was sampled until then is kept
+
+
+class Distribution(StrEnum):
+    """Whether the recorded probability is the one that was sampled from (architecture: provable probabilities)."""
+
+    EXACT = "exact"
+    ALTERED = "altered"  # top-p, top-k, greedy ...: counted, and masked from the loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to sample one completion. `top_k=-1` and `top_p=1.0` mean off; `seed=None` lets the engine choose.
+
+    >>> SamplingParams(temperature=1.0, max_tokens=64).distribution
+    <Distribution.EXACT: 'exact'>
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    @property
+    def distribution(self) -> Distribution:
+        """`exact` when temperature is the only knob in use."""
+        only_temperature = self.temperature > 0.0 and self.top_p >= 1.0 and self.top_k in (-1, 0)
+        return Distribution.EXACT if only_temperature else Distribution.ALTERED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """One call of an engine, tokens in. `request_id`s of one run have equal length (SGLang aborts by prefix)."""
+
+    request_id: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateResult:
+    """What an engine sampled: C tokens, the log-probability of each (after temperature) and their version spans."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One sampled answer, as the engine produced it.
+
+    >>> span = VersionSpan(version=WeightVersion(step=7), start=0, end=2)
+    >>> Completion(id="c1", token_ids=(5, 6), logprobs=(-0.1, -0.2), versions=(span,),
+    ...            finish_reason=FinishReason.STOP, distribution=Distribution.EXACT).version_steps()
+    (7, 7)
+    """
+
+    id: str
+    token_ids: tuple[int, ...]  # [C]
+    logprobs: tuple[float, ...]  # [C], nats, after temperature
+    versions: tuple[VersionSpan, ...]  # cover [0, C) without gap or overlap
+    finish_reason: FinishReason
+    distribution: Distribution
+
+    def version_steps(self) -> tuple[int, ...]:
+        """The optimiser step of the weights that sampled each token, [C]."""
+        return tuple(span.version.step for span in self.versions for _ in range(span.start, span.end))
+
+
+class ForkReason(StrEnum):
+    """Why a turn did not simply continue the newest completion of its session."""
+
+    NEW_CONVERSATION = "new_conversation"  # nothing recorded is a prefix of it
+    EDITED = "edited"  # it continues an older completion: the history was rewritten, or a sample was repeated
+    TOOLS_CHANGED = "tools_changed"  # the same messages under other tool definitions
+    TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"  # the old text is no prefix of the new rendering
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One request of an agent and its answers. Only the *new* prompt tokens are held: the rest is the parent's path.
+
+    The full prompt of the turn is the first `fork_at` tokens of the path that ends with completion `parent`,
+    followed by `new_prompt_ids`.
+    """
+
+    id: str
+    parent: str | None  # the completion that this turn continues; None: a new root
+    fork_at: int  # how many tokens of the parent's path (prompt and completion) this turn keeps
+    new_prompt_ids: tuple[int, ...]  # [P']
+    completions: tuple[Completion, ...]  # [n]
+    request_delta: tuple[JsonObject, ...]  # the messages that the parent's conversation did not have
+    sampling: SamplingParams
+    started_s: float
+    ended_s: float
+    fork_reason: ForkReason | None = None
+
+
+class SessionPurpose(StrEnum):
+    """What a session's tokens are for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionRecord:
+    """The start of a session, as the ledger keeps it. `key_hash` is the SHA-256 of its API key, hexadecimal."""
+
+    id: str
+    group_id: str
+    task_id: str
+    purpose: SessionPurpose
+    seed: int
+    key_hash: str
+    started_s: float
+
+
+class Status(StrEnum):
+    """How a rollout ended."""
+
+    COMPLETED = "completed"
+    MISSING_REWARD = "missing_reward"  # it ended without a reward: missing, never 0.0
+    REJECTED = "rejected"  # the workflow said so (rollout.reject, Reject)
+    INFRA = "infra"  # sandbox or engine failed: not the model's fault
+    ERROR = "error"  # the workflow raised, returned no finite reward, or never called the model
+    TIMEOUT = "timeout"  # it ran longer than rollout.timeout_s
+    CANCELLED = "cancelled"  # the run ended first
+    ORPHAN = "orphan"  # its process died
+
+
+class Drop(StrEnum):
+    """Why a trajectory was not trained."""
+
+    STALE = "stale"
+    FILTERED = "filtered"
+    REJECTED = "rejected"
+    MISSING_REWARD = "missing_reward"
+    INFRA = "infra"
+    ERROR = "error"
+    ORPHAN = "orphan"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fate:
+    """The one end of a trajectory: trained in a committed step, or dropped for a reason.
+
+    >>> str(Fate(trained_step=3)), str(Fate(dropped=Drop.STALE))
+    ('trained(3)', 'dropped(stale)')
+    """
+
+    trained_step: int | None = None
+    dropped: Drop | None = None
+
+    def __post_init__(self) -> None:
+        if (self.trained_step is None) == (self.dropped is None):
+            raise ValueError("a fate is either trained_step or dropped, exactly one")
+
+    def __str__(self) -> str:
+        return f"dropped({self.dropped})" if self.dropped else f"trained({self.trained_step})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewards:
+    """What a rollout earned. `final` is None when no final reward was given.
+
+    >>> Rewards(final=1.0, by_completion={"c1": 0.5}).total
+    1.5
+    """
+
+    final: float | None = None
+    by_completion: Mapping[str, float] = field(default_factory=dict[str, float])
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])  # named, for metrics; not in the total
+
+    @property
+    def is_missing(self) -> bool:
+        return self.final is None and not self.by_completion
+
+    @property
+    def total(self) -> float:
+        """Final reward plus all rewards by completion; 0.0 when missing (check `is_missing` first)."""
+        return (self.final or 0.0) + sum(self.by_completion.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """A closed session: everything that was sampled in it, what it earned, and how it ended."""
+
+    session_id: str
+    group_id: str
+    task_id: str
+    turns: tuple[Turn, ...]
+    rewards: Rewards
+    status: Status
+    error: str | None
+    logged: JsonObject  # what the workflow passed to rollout.log
+    started_s: float
+    ended_s: float
+    fate: Fate | None = None
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(completion.token_ids) for turn in self.turns for completion in turn.completions)
+
+    def sampled_steps(self) -> frozenset[int]:
+        """The distinct `WeightVersion.step`s that sampled tokens of this trajectory."""
+        return frozenset(
+            span.version.step
+            for turn in self.turns
+            for completion in turn.completions
+            for span in completion.versions
+            if span.end > span.start
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryGroup:
+    """The sibling rollouts of one task: the unit of admission and of the baseline."""
+
+    group_id: str
+    task_id: str
+    trajectories: tuple[Trajectory, ...]  # [G], failed ones included
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenRecord:
+    """One branch of a trajectory as the trainer sees it, T tokens in K turns.
+
+    A token that several branches share is in the loss of exactly one of them. `behavior_logprobs`, `temperatures`
+    and `versions` are 0.0, 1.0 and -1 where `loss_mask` is False.
+    """
+
+    session_id: str
+    group_id: str
+    branch: int
+    parent_branch: int | None  # the branch that this one forked from
+    token_ids: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T], True: sampled, exact, and trained in this branch
+    turn_index: NDArray[np.int32]  # [T], in 0..K-1
+    behavior_logprobs: NDArray[np.float32]  # [T], nats
+    temperatures: NDArray[np.float32]  # [T]
+    versions: NDArray[np.int32]  # [T], WeightVersion.step
+    turn_rewards: NDArray[np.float32]  # [K], the final reward stands on the last turn
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.token_ids)
+        for name in ("loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions"):
+            if len(getattr(self, name)) != num_tokens:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {num_tokens} tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBatch:
+    """Whole groups, leased for the train step that turns weight version `step - 1` into `step`; the first is 1."""
+
+    step: int
+    groups: tuple[TrajectoryGroup, ...]
+    records: tuple[TokenRecord, ...]
+
+    @property
+    def trained(self) -> tuple[Trajectory, ...]:
+        """The trajectories that have a record in this batch."""
+        ids = {record.session_id for record in self.records}
+        return tuple(t for group in self.groups for t in group.trajectories if t.session_id in ids)
+
+
+class PauseMode(StrEnum):
+    """What a pause does to the requests in flight; SGLang's names."""
+
+    ABORT = "abort"  # they return what they have
+    RETRACT = "retract"  # they stop at a token boundary; after resume the KV cache is recomputed (recompute)
+    IN_PLACE = "in_place"  # they freeze and go on with the old KV cache (keep)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies in a weight file. `dtype` is torch's name without the module: `float32`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedMemoryWeights:
+    """A set of weights in a memory-mapped file of this host. `crc32` is over the bytes of `entries` in their order."""
+
+    path: str
+    entries: tuple[TensorEntry, ...]
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskWeights:
+    """A set of weights as a Hugging Face folder (config.json and safetensors)."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself (`/server_info`, `/model_info`)."""
+
+    model_path: str
+    weight_version: WeightVersion
+    vocab_size: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One thing to roll out. `data` is the dict that the workflow receives; `id` names it in every record."""
+
+    id: str
+    data: JsonObject
+    metadata: JsonObject = field(default_factory=dict[str, Any])
