@@ -1,0 +1,55 @@
+"""What all commands share: a parser that names the nearest valid option, and the exit codes.
+
+It knows no command. Exit codes: 0 done, 1 the work failed, 2 the command line or the config is wrong, 130 interrupted.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from areal_agent.errors import ArealAgentError, ConfigError
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """A remedy for a misspelt name: `did you mean 'seed'?`, or the list of valid names when none is near."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, which answers an unknown option with the nearest valid one and exit code 2."""
+
+    def __init__(self, *, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: list[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].split("=")[0]
+            valid = [name for action in self._actions for name in action.option_strings]
+            self.error(f"unknown option {option!r}; {nearest(option, valid)}")
+        return known
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}\ntry: {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Run a command's `main` and exit with its code; errors raised on purpose become one line, not a traceback."""
+    try:
+        code = main()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except ArealAgentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,113 @@
+"""The child processes of a run: started with a log file, watched, and never outliving their parent.
+
+A child holds the read end of a pipe, its *lifeline*, whose write end only the parent has. However the parent ends,
+SIGKILL included, the pipe closes and `exit_with_parent` ends the child. Knows nothing of what the children do.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, Self
+
+from areal_agent.errors import ProcessDied
+
+LIFELINE_VARIABLE = "AREAL_AGENT_LIFELINE_FD"
+
+
+def exit_with_parent() -> None:
+    """Called by a child at its start: end this process as soon as its parent is gone.
+
+    Does nothing in a process that a person started. Ctrl-C in a terminal reaches every process in the foreground;
+    a child leaves it to its parent to decide what an interruption means.
+    """
+    lifeline = os.environ.get(LIFELINE_VARIABLE)
+    if lifeline is None:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_wait_for_end, args=(int(lifeline),), name="lifeline", daemon=True).start()
+
+
+def _wait_for_end(fd: int) -> NoReturn:
+    while os.read(fd, 1):
+        pass
+    os._exit(1)
+
+
+class ManagedProcess:
+    """One child process. Make it with `start`, end it with `aclose`."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, lifeline: int, log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._process = process
+        self._lifeline: int | None = lifeline
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Self:
+        """Start `argv` with its output appended to `log_path`, in a session of its own."""
+        read_end, write_end = os.pipe()
+        try:
+            with log_path.open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **(env or {}), LIFELINE_VARIABLE: str(read_end)},
+                    pass_fds=(read_end, *pass_fds),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
+        return cls(name, process, write_end, log_path)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def died(self) -> ProcessDied:
+        """Wait until the process has ended by itself; the error tells how, with its last log lines."""
+        returncode = await self._process.wait()
+        how = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with {returncode}"
+        return ProcessDied(f"the {self.name} process {how}; the end of {self.log_path}:\n{self.log_tail()}")
+
+    def log_tail(self, num_lines: int = 12) -> str:
+        """The last lines of its log, indented."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - 16_384))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-num_lines:]) or "    (nothing was logged)"
+
+    async def aclose(self, grace_s: float = 5.0) -> None:
+        """End it: SIGTERM, after `grace_s` SIGKILL. Harmless when it has ended already."""
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), grace_s)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
