@@ -1,0 +1,170 @@
+"""The whole config of a run: loading, overriding, and one-line errors. Each section stands beside its component.
+
+Derived values are computed where they are needed and never asked for. It starts nothing and imports no engine.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast, get_args
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.command import nearest
+from areal_agent.engine.config import EngineConfig
+from areal_agent.errors import ConfigError
+from areal_agent.observe.config import ObserveConfig
+from areal_agent.rollout.config import EvalConfig, RolloutConfig, SandboxConfig, TasksConfig
+from areal_agent.section import Section
+from areal_agent.trainer.config import TrainerConfig
+
+Straggler = Literal["wait", "drop", "mask"]
+
+
+class Config(Section):
+    """Everything that defines a run. `python -m areal_agent.train --config FILE [key=value ...]` reads it."""
+
+    model: Annotated[str, Field(min_length=1)] = "tiny"
+    """A Hugging Face folder, a hub name (`org/name`), or `tiny`: the quickstart's model, built on first use."""
+    workflow: str | None = None
+    """`package.module:name` of the workflow; from Python, `Run(config, workflow=...)` takes the object itself."""
+    tasks: TasksConfig
+    """Where tasks come from."""
+    run_dir: str | None = None
+    """The run's folder; by default `runs/<name of the config file>`, with a number when that is taken."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds the tiny model, the order of tasks, sampling and training."""
+    steps: Annotated[int, Field(ge=1)] = 100
+    """Train steps."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Tasks (groups) a train step."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Rollouts a task."""
+    max_staleness: Annotated[int, Field(ge=0)] = 4
+    """How many versions old the oldest token of a trajectory may be when it is trained; 0 is synchronous."""
+    straggler: Straggler = "wait"
+    """What happens to a rollout that would break the bound: `wait` for it, `drop` it, or `mask` its stale tokens."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """A preset's name, or a section with `preset:` and overrides."""
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    observe: ObserveConfig = ObserveConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _source_alone(cls, value: object) -> object:
+        return {"source": value} if isinstance(value, str) else value
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _preset_alone(cls, value: object) -> object:
+        return {"preset": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.eval.num_tasks and self.eval.tasks is None and self.tasks.source.endswith(".jsonl"):
+            raise ValueError(
+                f"tasks.source {self.tasks.source!r} is one file, and evaluation needs held-out tasks: "
+                "set eval.tasks, or eval.num_tasks=0"
+            )
+        return self
+
+    @property
+    def batch_answers(self) -> int:
+        """Rollouts a train step: B of the staleness bound."""
+        return self.batch_size * self.group_size
+
+    @classmethod
+    def load(cls, path: Path | str, overrides: Sequence[str] = ()) -> Self:
+        """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
+        values = _read_yaml(Path(path))
+        for override in overrides:
+            _apply(values, override)
+        return cls.parse(values, where=str(path))
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], where: str = "config") -> Self:
+        """Validate decoded values. Raises ConfigError with the first fault, the value received and the remedy."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {_explain(error.errors()[0])}") from None
+
+    def to_yaml(self) -> str:
+        """The resolved config, as the run folder keeps it."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a config is a mapping of keys to values, got {type(values).__name__}")
+    return cast(dict[str, Any], values)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not (equals and key):
+        raise ConfigError(f"override {override!r} is not of the form key=value, for example steps=10")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
+    *sections, leaf = key.split(".")
+    place = values
+    for name in sections:
+        inner = place.get(name)
+        if isinstance(inner, str) and name in _SHORTHANDS:
+            inner = {_SHORTHANDS[name]: inner}
+        if inner is None:
+            inner = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {name!r} is a value ({inner!r}), not a section")
+        place[name] = dict(cast(dict[str, Any], inner))
+        place = place[name]
+    place[leaf] = value
+
+
+_SHORTHANDS: Mapping[str, str] = {"tasks": "source", "algorithm": "preset"}
+
+
+def _explain(details: ErrorDetails) -> str:
+    """One line: the key, what is wrong with the value, and what is valid."""
+    location = [str(part) for part in details["loc"]]
+    key = ".".join(location)
+    value = details["input"]
+    match details["type"]:
+        case "extra_forbidden":
+            return f"unknown key {key!r}; {nearest(location[-1], _fields_at(location[:-1]))}"
+        case "missing":
+            return f"{key!r} is missing; give it a value"
+        case "value_error":
+            message = details["msg"].removeprefix("Value error, ")
+            return f"{key}: {message}" if key else message
+        case _:
+            message = details["msg"][0].lower() + details["msg"][1:]
+            return f"{key} is {value!r}; {message}"
+
+
+def _fields_at(location: Sequence[str]) -> Sequence[str]:
+    section: type[Section] = Config
+    for name in location:
+        field = section.model_fields.get(name)
+        if field is None:
+            return ()
+        candidates = [field.annotation, *get_args(field.annotation)]
+        found = [one for one in candidates if isinstance(one, type) and issubclass(one, Section)]
+        if not found:
+            return ()
+        section = found[0]
+    return tuple(section.model_fields)

@@ -1,0 +1,59 @@
+"""How many rollouts may be under way: the staleness bound at the door. Pure accounting; it knows no task and no clock.
+
+AReaL, Eq. 3: floor((N_r - 1) / B) <= i + eta, with N_r rollouts ever admitted (those that were given back excluded), B
+answers a train step, i the published weight version and eta the maximum staleness. Solved for what may be under way:
+
+    running + finished  <=  (eta + i + 1) * B  -  consumed
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Admission:
+    """Counts answers (rollouts). A group is admitted as a whole or not at all.
+
+    `consumed` counts the answers of batches that were handed to the trainer; a sibling that failed within such a
+    group counts too, so that B answers are consumed by every step and failures cannot widen the bound.
+
+    >>> admission = Admission(batch_answers=4, max_staleness=0)
+    >>> admission.start(4); admission.may_admit(2)
+    False
+    >>> admission.finish(4); admission.consume(4); admission.step = 1; admission.may_admit(4)
+    True
+    """
+
+    batch_answers: int
+    max_staleness: int
+    step: int = 0  # the published weight version
+    consumed: int = 0
+    running: int = 0
+    finished: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """How many more answers may be admitted now; negative after a resume that found more than fits."""
+        bound = (self.max_staleness + self.step + 1) * self.batch_answers
+        return bound - self.consumed - self.running - self.finished
+
+    def may_admit(self, group_size: int) -> bool:
+        return self.capacity >= group_size
+
+    def start(self, group_size: int) -> None:
+        self.running += group_size
+
+    def finish(self, group_size: int) -> None:
+        self.running -= group_size
+        self.finished += group_size
+
+    def give_back_running(self, group_size: int) -> None:
+        """A group ended without anything to train: its capacity returns."""
+        self.running -= group_size
+
+    def give_back_finished(self, group_size: int) -> None:
+        """A finished group was dropped before it was consumed: its capacity returns."""
+        self.finished -= group_size
+
+    def consume(self, group_size: int) -> None:
+        self.finished -= group_size
+        self.consumed += group_size

@@ -1,0 +1,61 @@
+"""The config sections of rollouts: how they run, where their tasks come from, and how they are evaluated."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue
+
+from areal_agent.section import Section
+
+
+class RolloutConfig(Section):
+    """How rollouts run."""
+
+    max_concurrent: Annotated[int, Field(ge=1)] = 64
+    """Rollouts at once, in this process."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """A rollout that runs longer is cancelled with its requests and sandboxes, and recorded as `timeout`."""
+    straggler_wait_s: Annotated[float, Field(ge=0)] = 120.0
+    """With `straggler: wait`: how long a batch waits for a group that would be too stale for the next one."""
+    max_failed_groups: Annotated[int, Field(ge=1)] = 8
+    """The run ends when this many groups in a row have failed as a whole."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """Sampling temperature of requests that name none."""
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    """Tokens a request that names no `max_tokens` may generate."""
+    gateway_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the gateway on 127.0.0.1; 0 picks a free one."""
+
+
+class SandboxConfig(Section):
+    """The settings that a workflow finds in `rollout.sandbox`, for `sandboxes.open_pool(**rollout.sandbox)`."""
+
+    backend: Literal["subprocess"] = "subprocess"
+    """`subprocess` limits time, memory and output; it does not isolate (see sandboxes/README.md)."""
+    wall_s: Annotated[float, Field(gt=0)] = 5.0
+    """Seconds that one program may run."""
+    memory_bytes: Annotated[int, Field(ge=16 * 2**20)] = 256 * 2**20
+    """Address space of one program."""
+    output_bytes: Annotated[int, Field(ge=1)] = 64 * 2**10
+    """Bytes that one program may print."""
+    max_concurrent: Annotated[int, Field(ge=1)] = 16
+    """Programs at once."""
+
+
+class TasksConfig(Section):
+    """Where tasks come from. In YAML a bare string is `source`."""
+
+    source: str
+    """`package.module:function`, called as `function(split, seed, **args)`, or the path of a .jsonl file."""
+    args: dict[str, JsonValue] = Field(default_factory=dict[str, Any])
+    """Further arguments of the function."""
+
+
+class EvalConfig(Section):
+    """The evaluation before and after training: the same tasks, seeds and sampling."""
+
+    num_tasks: Annotated[int, Field(ge=0)] = 200
+    """How many held-out tasks; 0 skips evaluation."""
+    tasks: TasksConfig | None = None
+    """Defaults to the training source with split `test`; a .jsonl source needs one of its own."""
+    success_reward: float = 1.0
+    """A rollout whose total reward is at least this is a success."""

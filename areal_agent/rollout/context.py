@@ -1,0 +1,121 @@
+"""`rollout`: what a workflow receives beside its task. It knows nothing of who runs the workflow.
+
+openai and httpx are named here for their types only: `import areal_agent` stays light.
+"""
+
+import asyncio
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+if TYPE_CHECKING:
+    import httpx
+    from openai import AsyncOpenAI
+
+Resource = TypeVar("Resource")
+
+
+def as_reward(value: object) -> float:
+    """A reward as a float: int, bool, float and numpy scalars are rewards.
+
+    Raises TypeError for what is no number, ValueError for NaN and infinity.
+    """
+    item = getattr(value, "item", None)
+    number = item() if callable(item) else value
+    if not isinstance(number, numbers.Real):
+        raise TypeError(f"a reward is a number, got {value!r} ({type(value).__name__})")
+    reward = float(number)
+    if not math.isfinite(reward):
+        raise ValueError(f"a reward is finite, got {value!r}")
+    return reward
+
+
+class SharedResources:
+    """What all rollouts of a process share, opened at first use and closed with the run: a sandbox pool, say."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+        self._opened: dict[object, asyncio.Future[Any]] = {}
+
+    async def get(self, opener: object, open_it: Callable[[], AbstractAsyncContextManager[Resource]]) -> Resource:
+        """The resource of `opener`; the first caller opens it, callers meanwhile wait for him."""
+        if opener not in self._opened:
+            future = self._opened[opener] = asyncio.get_running_loop().create_future()
+            try:
+                future.set_result(await self._stack.enter_async_context(open_it()))
+            except BaseException as error:
+                del self._opened[opener]  # the next caller tries again
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError("opening was cancelled"))
+                future.exception()  # there may be no other waiter: this error is raised here anyway
+                raise
+        return await self._opened[opener]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+
+class Rollout:
+    """One rollout, seen from inside the workflow.
+
+    `client` is a stock `openai.AsyncOpenAI` without retries whose base URL is the gateway and whose key names this
+    session. Everything sampled through it is recorded token by token.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: "AsyncOpenAI",
+        http_client: "httpx.AsyncClient",
+        base_url: str,
+        api_key: str,
+        model: str,
+        seed: int,
+        is_eval: bool,
+        sandbox: Mapping[str, Any],
+        shared: SharedResources,
+    ) -> None:
+        self.client = client
+        self.http_client = http_client
+        self.base_url = base_url
+        self.api_key = api_key
+        self.model = model
+        self.seed = seed
+        self.is_eval = is_eval
+        self.sandbox = sandbox
+        self.rewards: dict[tuple[str | None, str | None], float] = {}  # by (completion id, name)
+        self.logged: dict[str, Any] = {}
+        self.rejected: str | None = None
+        self._shared = shared
+        self._stack = AsyncExitStack()
+
+    def reward(self, value: object, completion: str | None = None, name: str | None = None) -> None:
+        """Give a reward: the final one, that of one completion (by its id), or a named part (for metrics only).
+
+        Said twice, the later one counts. Raises TypeError or ValueError for what is no finite number.
+        """
+        self.rewards[completion, name] = as_reward(value)
+
+    def log(self, **values: object) -> None:
+        """Keep values with the trajectory; JSON types, everything else as its repr."""
+        self.logged.update(values)
+
+    def reject(self, reason: str) -> None:
+        """Say that this rollout must not be trained. `raise Reject(reason)` says the same and ends the workflow."""
+        self.rejected = reason
+
+    async def enter(self, manager: AbstractAsyncContextManager[Resource]) -> Resource:
+        """Enter a context manager that is left when the rollout ends, however it ends."""
+        return await self._stack.enter_async_context(manager)
+
+    async def shared(self, opener: Callable[[Self], AbstractAsyncContextManager[Resource]]) -> Resource:
+        """What `opener(rollout)` opens, shared by all rollouts: opened at the first call, closed with the run."""
+        return await self._shared.get(opener, lambda: opener(self))
+
+    async def aclose(self) -> None:
+        """Leave what was entered, last first. The runner calls it."""
+        await self._stack.aclose()

@@ -1,0 +1,215 @@
+"""One rollout from its session's start to its end. It knows the gateway by its HTTP alone, so it can run anywhere.
+
+    start_session ─▶ workflow(task, rollout) ─▶ set_reward* ─▶ end_session
+
+Whatever a workflow does ends as a status: a failed rollout is data, its siblings go on.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import aiohttp
+import httpx
+import openai
+import orjson
+
+from areal_agent.errors import ArealAgentError, EngineError, Reject, SandboxError
+from areal_agent.rollout.context import Rollout, SharedResources, as_reward
+from areal_agent.rollout.workflow import Workflow
+from areal_agent.types import SessionPurpose, Status, Task
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 5.0
+"""How long a cancelled workflow may take to clean up before it is left behind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSpec:
+    """Which rollout to run: identity, task, seed and purpose."""
+
+    session_id: str
+    group_id: str
+    task: Task
+    seed: int
+    purpose: SessionPurpose
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    status: Status
+    error: str | None = None
+
+
+class RolloutRunner:
+    """Runs a workflow against one gateway, at most `max_concurrent` rollouts at once.
+
+    `http` and `http_client` are shared by all rollouts: a client with a connection pool of its own would cost more
+    CPU than a turn.
+    """
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        *,
+        gateway_url: str,
+        admin_key: str,
+        model: str,
+        http: aiohttp.ClientSession,
+        http_client: httpx.AsyncClient,
+        shared: SharedResources,
+        max_concurrent: int,
+        timeout_s: float,
+        sampling: Mapping[str, Any],
+        sandbox: Mapping[str, Any],
+    ) -> None:
+        self._workflow = workflow
+        self._gateway_url = gateway_url
+        self._admin_key = admin_key
+        self._model = model
+        self._http = http
+        self._http_client = http_client
+        self._client = openai.AsyncOpenAI(
+            api_key="replaced-by-session", base_url=f"{gateway_url}/v1", max_retries=0, http_client=http_client
+        )
+        self._shared = shared
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._timeout_s = timeout_s
+        self._sampling = sampling
+        self._sandbox = sandbox
+        self.num_running = 0
+
+    async def run(self, spec: RolloutSpec) -> Status:
+        """Run one rollout to its end; when this returns, the ledger has its trajectory.
+
+        Only cancellation and a gateway that is gone are raised; everything that the workflow does is a status.
+        """
+        async with self._slots:
+            session = await self._post("/rl/start_session", self._admin_key, self._start_body(spec))
+            rollout = self._rollout(spec, session)
+            self.num_running += 1
+            try:
+                outcome = await self._outcome(spec, rollout)
+            except asyncio.CancelledError:
+                with contextlib.suppress(ArealAgentError, aiohttp.ClientError):
+                    await self._end(rollout, _Outcome(status=Status.CANCELLED, error="the run ended first"))
+                raise
+            finally:
+                self.num_running -= 1
+            await self._end(rollout, outcome)
+            return outcome.status
+
+    def _start_body(self, spec: RolloutSpec) -> dict[str, Any]:
+        return {
+            "task_id": spec.task.id,
+            "group_id": spec.group_id,
+            "session_id": spec.session_id,
+            "purpose": spec.purpose.value,
+            "seed": spec.seed,
+            "sampling": dict(self._sampling),
+        }
+
+    def _rollout(self, spec: RolloutSpec, session: Mapping[str, Any]) -> Rollout:
+        return Rollout(
+            client=self._client.copy(api_key=session["api_key"]),
+            http_client=self._http_client,
+            base_url=session["base_url"],
+            api_key=session["api_key"],
+            model=self._model,
+            seed=spec.seed,
+            is_eval=spec.purpose is SessionPurpose.EVAL,
+            sandbox=self._sandbox,
+            shared=self._shared,
+        )
+
+    async def _outcome(self, spec: RolloutSpec, rollout: Rollout) -> _Outcome:
+        """Run the workflow and clean up after it; failures of either become a status."""
+        try:
+            try:
+                returned = await _run_bounded(self._workflow(dict(spec.task.data), rollout), self._timeout_s)
+            finally:
+                await rollout.aclose()
+            return _outcome_of(returned, rollout)
+        except Reject as reject:
+            return _Outcome(status=Status.REJECTED, error=str(reject))
+        except _TooLong:
+            return _Outcome(status=Status.TIMEOUT, error=f"it ran longer than rollout.timeout_s = {self._timeout_s:g}")
+        except (SandboxError, EngineError, openai.InternalServerError, openai.APIConnectionError) as error:
+            return _Outcome(status=Status.INFRA, error=_describe(error))
+        except (Exception, SystemExit) as error:  # the boundary: what a workflow raises is data
+            return _Outcome(status=Status.ERROR, error=_describe(error))
+
+    async def _end(self, rollout: Rollout, outcome: _Outcome) -> None:
+        if outcome.status is Status.COMPLETED:
+            for (completion, name), reward in rollout.rewards.items():
+                await self._post(
+                    "/rl/set_reward", rollout.api_key, {"reward": reward, "interaction_id": completion, "name": name}
+                )
+        logged = orjson.loads(orjson.dumps(rollout.logged, default=repr, option=orjson.OPT_NON_STR_KEYS))
+        body = {"status": outcome.status.value, "error": outcome.error, "logged": logged}
+        await self._post("/rl/end_session", rollout.api_key, body)
+
+    async def _post(self, path: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        async with self._http.post(
+            self._gateway_url + path,
+            data=orjson.dumps(body),
+            headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+        ) as response:
+            answer = orjson.loads(await response.read())
+            if response.status != 200:
+                raise ArealAgentError(f"the gateway answered {path} with {response.status}: {answer}")
+            return cast(dict[str, Any], answer)
+
+
+class _TooLong(Exception):
+    """The workflow's time is up. Not TimeoutError: a workflow may raise that itself."""
+
+
+async def _run_bounded(workflow: Awaitable[object], timeout_s: float) -> object:
+    """Await it in a task of its own, for `timeout_s` at the most. When it ends early or late, its task has ended."""
+    task = asyncio.ensure_future(workflow)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        await _cancel(task)
+        raise
+    if not done:
+        await _cancel(task)
+        raise _TooLong
+    if task.cancelled():
+        raise RuntimeError("the workflow cancelled itself")
+    return task.result()
+
+
+async def _cancel(task: asyncio.Future[object]) -> None:
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    if not done:
+        logger.warning("a workflow ignores its cancellation; it is left behind: %r", task)
+    elif not task.cancelled():
+        task.exception()  # it is being cancelled: whatever it raised meanwhile is of no interest
+
+
+def _outcome_of(returned: object, rollout: Rollout) -> _Outcome:
+    """Take the returned reward; raises TypeError or ValueError when it is none."""
+    if isinstance(returned, Mapping):
+        for completion, value in cast(Mapping[object, object], returned).items():
+            rollout.reward(value, completion=str(completion))
+    elif returned is not None:
+        rollout.rewards[None, None] = as_reward(returned)
+    if rollout.rejected is not None:
+        return _Outcome(status=Status.REJECTED, error=rollout.rejected)
+    if not any(name is None for _, name in rollout.rewards):
+        return _Outcome(
+            status=Status.MISSING_REWARD, error="the workflow returned None and gave no reward: return a number"
+        )
+    return _Outcome(status=Status.COMPLETED)
+
+
+def _describe(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 2000 else text[:2000] + "..."
