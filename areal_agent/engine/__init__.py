@@ -1,0 +1,12 @@
+"""Inference engines: token ids in, sampled token ids with log-probabilities and weight versions out.
+
+    config.py   the section `engine`
+    limits.py   what an engine can serve, checked before a request is sent and again before it is run
+    wire.py     our records as SGLang's JSON and back; the one encoding that client and server share
+    http.py     `HttpEngine`: the client of any server on that wire
+    fake.py     `FakeEngine`: scripted, deterministic, in this process; for tests, of users too
+    embedded/   the engine that we bring: a server on that wire, on transformers' model code
+    __main__.py `python -m areal_agent.engine`: the embedded engine as a process
+
+`HttpEngine` and `FakeEngine` are `protocols.Engine`. torch is imported only in `embedded/`.
+"""

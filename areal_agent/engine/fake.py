@@ -1,0 +1,234 @@
+"""A scripted engine in this process: no model, no sockets, no clock, the same answers every time.
+
+It keeps the promises of `protocols.Engine`: a pause really holds requests back, an abort returns what was sampled, a
+token bears the version that was current when it was sampled. With `is_stepped` nothing is sampled until the test
+calls `step`, so a weight swap can fall between any two tokens.
+
+>>> import asyncio
+>>> from areal_agent.types import DiskWeights, SamplingParams
+>>> async def interrupted() -> tuple[int, ...]:
+...     engine = FakeEngine([[11, 12, 13, 14]], version=WeightVersion(step=7), is_stepped=True)
+...     request = GenerateRequest(request_id="r1", input_ids=(1,), sampling=SamplingParams(max_tokens=8))
+...     answer = asyncio.ensure_future(engine.generate(request))
+...     await engine.wait_for_requests(1)
+...     engine.step(2)
+...     await engine.pause(PauseMode.RETRACT)
+...     await engine.update_weights(DiskWeights(path="new"), WeightVersion(step=8))
+...     await engine.resume()
+...     engine.step(2)
+...     return tuple(s.version.step for s in (await answer).versions for _ in range(s.start, s.end))
+>>> asyncio.run(interrupted())
+(7, 7, 8, 8)
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from areal_agent.engine.limits import check_request
+from areal_agent.errors import EngineError, EngineRejected
+from areal_agent.types import (
+    DiskWeights,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    SharedMemoryWeights,
+    VersionSpan,
+    WeightVersion,
+)
+
+Reply = Sequence[int] | Exception
+"""The ids that one request is answered with (an end token included where there should be one), or what it raises."""
+
+Script = Sequence[Reply] | Callable[[GenerateRequest], Reply]
+"""One reply a request in the order of their arrival, or a function of the request."""
+
+
+class Operation(StrEnum):
+    """The calls that `fail_next` can make fail."""
+
+    GENERATE = "generate"
+    PAUSE = "pause"
+    RESUME = "resume"
+    UPDATE_WEIGHTS = "update_weights"
+
+
+def fake_logprob(token_id: int, position: int) -> float:
+    """The log-probability that FakeEngine reports for the token at this position of a completion.
+
+    >>> fake_logprob(5, 0)
+    -1.5
+    """
+    return -0.25 * (1 + (token_id + 7 * position) % 17)
+
+
+class FakeEngine:
+    """A `protocols.Engine` that answers from a script. Use it from one event loop."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        version: WeightVersion | None = None,
+        vocab_size: int = 1_000_000,
+        max_context_tokens: int = 1_000_000,
+        is_stepped: bool = False,
+    ) -> None:
+        self.version = version or WeightVersion()
+        self.paused: PauseMode | None = None
+        self.requests: list[GenerateRequest] = []  # every request that was accepted, in order
+        self.aborted_ids: list[str] = []  # every abort that was asked for, cancelled calls included
+        self.weights: list[SharedMemoryWeights | DiskWeights] = []  # every update that was taken
+        self._script = script
+        self._vocab_size = vocab_size
+        self._max_context_tokens = max_context_tokens
+        self._is_stepped = is_stepped
+        self._running: dict[str, _Running] = {}
+        self._failures: dict[Operation, list[Exception]] = {operation: [] for operation in Operation}
+        self._arrived = asyncio.Condition()
+
+    # ------------------------------------------------------------------------------------ protocols.Engine
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._raise_scripted(Operation.GENERATE)
+        check_request(request, self.info())
+        if request.request_id in self._running:
+            raise EngineRejected(f"request_id {request.request_id!r} is in flight already; make ids unique")
+        running = _Running(request=request, reply=self._next_reply(request))
+        self.requests.append(request)
+        self._running[request.request_id] = running
+        try:
+            await self._announce()
+            self._advance()
+            return await running.answer
+        except asyncio.CancelledError:
+            self.aborted_ids.append(request.request_id)
+            raise
+        finally:
+            del self._running[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted_ids.append(request_id)
+        if request_id in self._running:
+            self._running[request_id].finish(FinishReason.ABORT)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._raise_scripted(Operation.PAUSE)
+        self.paused = mode
+        if mode is PauseMode.ABORT:
+            for running in self._running.values():
+                running.finish(FinishReason.ABORT)
+
+    async def resume(self) -> None:
+        self._raise_scripted(Operation.RESUME)
+        self.paused = None
+        self._advance()
+
+    async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
+        self._raise_scripted(Operation.UPDATE_WEIGHTS)
+        self.weights.append(weights)
+        self.version = version
+
+    # -------------------------------------------------------------------------------------- test controls
+
+    def info(self) -> EngineInfo:
+        """What the engine says of itself."""
+        return EngineInfo(
+            model_path="fake",
+            weight_version=self.version,
+            vocab_size=self._vocab_size,
+            max_context_tokens=self._max_context_tokens,
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have no answer yet."""
+        return sum(not running.answer.done() for running in self._running.values())
+
+    def step(self, num_tokens: int = 1) -> int:
+        """Sample up to `num_tokens` for every request in flight, none while paused. Returns how many were sampled."""
+        if self.paused is not None:
+            return 0
+        return sum(running.sample(num_tokens, self.version) for running in self._running.values())
+
+    async def wait_for_requests(self, num_requests: int) -> None:
+        """Wait until this many requests have arrived since the start."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: len(self.requests) >= num_requests)
+
+    def fail_next(self, operation: Operation, error: Exception) -> None:
+        """Make the next call of `operation` raise `error`; several failures queue up."""
+        self._failures[operation].append(error)
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    def _raise_scripted(self, operation: Operation) -> None:
+        if self._failures[operation]:
+            raise self._failures[operation].pop(0)
+
+    def _next_reply(self, request: GenerateRequest) -> tuple[int, ...]:
+        if callable(self._script):
+            reply = self._script(request)
+        elif len(self.requests) < len(self._script):
+            reply = self._script[len(self.requests)]
+        else:
+            raise EngineError(f"the script has {len(self._script)} replies and this is one request more; extend it")
+        if isinstance(reply, Exception):
+            self.requests.append(request)  # it used up its reply
+            raise reply
+        return tuple(reply)
+
+    async def _announce(self) -> None:
+        async with self._arrived:
+            self._arrived.notify_all()
+
+    def _advance(self) -> None:
+        if not self._is_stepped:
+            self.step(self._max_context_tokens)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Running:
+    """One request in flight: its script, and how much of it has been sampled."""
+
+    request: GenerateRequest
+    reply: tuple[int, ...]
+    versions: list[WeightVersion] = field(default_factory=list[WeightVersion])  # one a sampled token
+    answer: asyncio.Future[GenerateResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def sample(self, num_tokens: int, version: WeightVersion) -> int:
+        limit = min(self.request.sampling.max_tokens, len(self.reply))
+        num_before = len(self.versions)
+        while not self.answer.done() and len(self.versions) < min(limit, num_before + num_tokens):
+            self.versions.append(version)
+            if self.reply[len(self.versions) - 1] in self.request.sampling.stop_token_ids:
+                self.finish(FinishReason.STOP)
+        if len(self.versions) == limit:
+            self.finish(FinishReason.STOP if limit == len(self.reply) else FinishReason.LENGTH)
+        return len(self.versions) - num_before
+
+    def finish(self, reason: FinishReason) -> None:
+        if self.answer.done():
+            return
+        token_ids = self.reply[: len(self.versions)]
+        self.answer.set_result(
+            GenerateResult(
+                token_ids=token_ids,
+                logprobs=tuple(fake_logprob(token_id, position) for position, token_id in enumerate(token_ids)),
+                versions=_spans(self.versions),
+                finish_reason=reason,
+            )
+        )
+
+
+def _spans(versions: Sequence[WeightVersion]) -> tuple[VersionSpan, ...]:
+    if not versions:
+        return ()
+    starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+    ends = [*starts[1:], len(versions)]
+    return tuple(
+        VersionSpan(version=versions[start], start=start, end=end) for start, end in zip(starts, ends, strict=True)
+    )

@@ -1,0 +1,33 @@
+"""What an engine can serve. Knows nothing of models or transport.
+
+The client checks before it sends (an id outside the vocabulary kills a real SGLang server), the server before it runs.
+"""
+
+from areal_agent.errors import EngineRejected
+from areal_agent.types import EngineInfo, GenerateRequest
+
+
+def check_request(request: GenerateRequest, info: EngineInfo) -> None:
+    """Raises EngineRejected for a request that an engine with this vocabulary and context cannot serve."""
+    _check_ids(request.input_ids, info.vocab_size)
+    _check_length(len(request.input_ids), request.sampling.max_tokens, info.max_context_tokens)
+
+
+def _check_ids(input_ids: tuple[int, ...], vocab_size: int) -> None:
+    if not input_ids:
+        raise EngineRejected("input_ids is empty; a request needs at least one token to continue")
+    if min(input_ids) >= 0 and max(input_ids) < vocab_size:
+        return
+    position, token_id = next((i, id_) for i, id_ in enumerate(input_ids) if not 0 <= id_ < vocab_size)
+    raise EngineRejected(
+        f"input_ids[{position}] is {token_id}, outside the vocabulary of {vocab_size} ids; "
+        "use the tokenizer of the model that the engine serves"
+    )
+
+
+def _check_length(num_prompt_tokens: int, max_tokens: int, max_context_tokens: int) -> None:
+    if num_prompt_tokens + max_tokens > max_context_tokens:
+        raise EngineRejected(
+            f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} exceed the context of "
+            f"{max_context_tokens} tokens; shorten the prompt, lower max_tokens, or raise engine.max_context_tokens"
+        )
