@@ -100,7 +100,7 @@ class HttpEngine:
         """Wait until it serves. Raises EngineUnreachable when it does not within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not await self.health():
+                while not await self.health():  # noqa: ASYNC110 (nothing in this process tells when another one serves)
                     await asyncio.sleep(READY_POLL_S)
         except TimeoutError:
             raise EngineUnreachable(

@@ -1,0 +1,122 @@
+"""`python -m areal_agent.engine`: the embedded engine as a process.
+
+It prints one line when it serves, and ends on SIGTERM, on Ctrl-C, with its parent, or when its model thread dies.
+Requests in flight are answered with what they have.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from transformers.utils.logging import disable_progress_bar
+
+from areal_agent.command import Parser, run_command
+from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.errors import ConfigError, EngineError
+from areal_agent.process import exit_with_parent
+from areal_agent.types import WeightVersion
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, load, serve; the exit code."""
+    exit_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = _parser().parse_args(None if argv is None else list(argv))
+    config = _config(options)
+    version = _weight_version(options.weight_version)
+    torch.set_num_threads(config.threads)
+    torch.set_num_interop_threads(1)
+    disable_progress_bar()  # the output is a log
+    runner = ModelRunner.load(
+        options.model,
+        device=config.device,
+        num_slots=config.max_running_requests,
+        max_context_tokens=config.max_context_tokens,
+    )
+    asyncio.run(_serve(runner, options.host, config.port, version, options.announce))
+    return 0
+
+
+def _parser() -> Parser:
+    fields = EngineConfig()
+    parser = Parser(
+        prog="python -m areal_agent.engine",
+        description="Serve a Hugging Face model on SGLang's wire: continuous batching, interruption, weight updates.",
+    )
+    parser.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face folder or hub name")
+    parser.add_argument("--port", type=int, default=fields.port, help="0 picks a free one (default)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to bind (default 127.0.0.1); there is no access key"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=fields.device)
+    parser.add_argument("--threads", type=int, default=fields.threads, help="CPU threads (default %(default)s)")
+    parser.add_argument(
+        "--max-running", type=int, default=fields.max_running_requests, help="requests at once (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-context", type=int, default=fields.max_context_tokens, help="tokens a request (default %(default)s)"
+    )
+    parser.add_argument("--weight-version", default="0:0", help="label of the weights it starts with (default 0:0)")
+    parser.add_argument("--announce", type=Path, metavar="FILE", help="write the base URL there once it serves")
+    return parser
+
+
+def _config(options: Namespace) -> EngineConfig:
+    """The options under the bounds that the config section sets."""
+    try:
+        return EngineConfig(
+            port=options.port,
+            device=options.device,
+            threads=options.threads,
+            max_running_requests=options.max_running,
+            max_context_tokens=options.max_context,
+        )
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ConfigError(f"{fault['loc'][0]} is {fault['input']!r}; {fault['msg'].lower()}") from None
+
+
+def _weight_version(text: str) -> WeightVersion:
+    try:
+        return WeightVersion.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--weight-version: {error}") from None
+
+
+async def _serve(runner: ModelRunner, host: str, port: int, version: WeightVersion, announce: Path | None) -> None:
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    server = await EngineServer.start(runner, host=host, port=port, version=version)
+    try:
+        if announce is not None:
+            _write_whole(announce, server.base_url)
+        print(f"engine ready at {server.base_url}", flush=True)
+        async with asyncio.TaskGroup() as group:
+            ends = [group.create_task(stopped.wait()), group.create_task(server.failed())]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            has_failed = ends[1].done()
+            for end in ends:
+                end.cancel()
+    finally:
+        await server.aclose()
+    if has_failed:
+        raise EngineError("the model thread died; its traceback is above")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A reader sees all of the text or no file."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+if __name__ == "__main__":
+    run_command(main)

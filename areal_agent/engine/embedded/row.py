@@ -1,0 +1,64 @@
+"""One request and what it has so far. Knows nothing of models, slots or other rows."""
+
+import secrets
+from collections.abc import Set
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, VersionSpan, WeightVersion
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Row:
+    """A request in flight. Only the model thread touches it; others wait for `answer`."""
+
+    request: GenerateRequest
+    seed: int
+    answer: Future[GenerateResult]
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> "Row":
+        """A row with nothing sampled; a request without a seed gets one here."""
+        answer: Future[GenerateResult] = Future()
+        answer.set_running_or_notify_cancel()  # nobody but the model thread ends it
+        seed = request.sampling.seed
+        return cls(request=request, seed=secrets.randbits(63) if seed is None else seed, answer=answer)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and sampled tokens."""
+        return len(self.request.input_ids) + len(self.token_ids)
+
+    def all_ids(self) -> list[int]:
+        """Prompt and sampled ids: what a prefill computes."""
+        return [*self.request.input_ids, *self.token_ids]
+
+    def append(self, token_id: int, logprob: float, version: WeightVersion) -> None:
+        """Keep one sampled token, stamped with the version that sampled it."""
+        index = len(self.token_ids)
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        is_same = bool(self.spans) and self.spans[-1].version == version
+        start = self.spans.pop().start if is_same else index
+        self.spans.append(VersionSpan(version=version, start=start, end=index + 1))
+
+    def finish_reason(self, eos_token_ids: Set[int]) -> FinishReason | None:
+        """Why the row ends after its last token, or None when it goes on."""
+        sampling = self.request.sampling
+        if self.token_ids[-1] in eos_token_ids or self.token_ids[-1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= sampling.max_tokens else None
+
+    def finish(self, reason: FinishReason) -> None:
+        """Answer with what there is."""
+        self.answer.set_result(
+            GenerateResult(
+                token_ids=tuple(self.token_ids),
+                logprobs=tuple(self.logprobs),
+                versions=tuple(self.spans),
+                finish_reason=reason,
+            )
+        )

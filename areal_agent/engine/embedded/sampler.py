@@ -1,0 +1,99 @@
+"""From logits to tokens and their log-probabilities. Pure functions; knows nothing of requests or models.
+
+A token is drawn by inverse CDF: one uniform number a row, and the first token whose cumulative probability exceeds it.
+The number is a hash of (seed of the request, index of the token), so a sample does not depend on what else is in the
+batch. Recorded is log softmax(logits / temperature) of the token: not renormalised for top-p and top-k, and at
+temperature 0 (greedy) as at 1, as SGLang does.
+
+Shapes: n rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_agent.types import SamplingParams
+
+_UNIFORM_BITS = 24  # what float32 represents exactly: a uniform is never rounded up to 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingRows:
+    """How each of n rows samples. None where no row asks for it, so the common case pays nothing."""
+
+    seeds: NDArray[np.uint64]  # [n]
+    temperatures: Tensor  # [n, 1], 1 where greedy
+    is_greedy: Tensor | None  # [n]
+    top_k: Tensor | None  # [n, 1], V where off
+    top_p: Tensor | None  # [n, 1]
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], *, vocab_size: int, device: torch.device
+    ) -> "SamplingRows":
+        """Gather the parameters of the rows."""
+        greedy = [p.temperature == 0 for p in params]
+        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        top_p = [p.top_p for p in params]
+        is_filtered = any(k < vocab_size for k in top_k) or any(p < 1 for p in top_p)
+
+        def column(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, device=device)[:, None]
+
+        return cls(
+            seeds=np.array(seeds, dtype=np.uint64),
+            temperatures=column([p.temperature or 1.0 for p in params]),
+            is_greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            top_k=column(top_k) if is_filtered else None,
+            top_p=column(top_p) if is_filtered else None,
+        )
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, rows: SamplingRows, token_indices: Sequence[int]) -> tuple[list[int], list[float]]:
+    """One token and its log-probability a row; logits `[n, V]` float32, `token_indices` count within completions."""
+    logprobs = torch.log_softmax(logits / rows.temperatures, dim=-1)
+    uniforms = torch.from_numpy(uniform(rows.seeds, np.array(token_indices, dtype=np.uint64))).to(logits.device)
+    tokens = _draw(_filter(logprobs.exp(), rows), uniforms)
+    if rows.is_greedy is not None:
+        tokens = torch.where(rows.is_greedy, logits.argmax(dim=-1), tokens)
+    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+
+
+def uniform(seeds: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """Numbers in [0, 1), a pure function of (seed, index) `[n]`: two rounds of the splitmix64 finaliser."""
+    bits = _mix(_mix(seeds) + indices)
+    return (bits >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float32) / np.float32(2**_UNIFORM_BITS)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _filter(probabilities: Tensor, rows: SamplingRows) -> Tensor:
+    """Zero what top-k and then top-p cut; the most probable token always stays. `[n, V]`"""
+    if rows.top_k is None or rows.top_p is None:
+        return probabilities
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
+    mass_before = ordered.cumsum(dim=-1) - ordered
+    is_cut = (mass_before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1)
+    return torch.zeros_like(probabilities).scatter_(1, order, ordered.masked_fill(is_cut, 0.0))
+
+
+def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds `uniform * total`: never one of weight 0. `[n]`"""
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1:].contiguous()
+    drawn = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+    # Rounding may put the target on the total itself: the last token with any weight is meant.
+    last = torch.searchsorted(cumulative, total)
+    return torch.minimum(drawn, last)[:, 0]

@@ -1,0 +1,190 @@
+"""The embedded engine on SGLang's wire: aiohttp in front of the model thread.
+
+It knows paths, status codes and what a disconnected client means; the JSON is `wire.py`'s and all state is the
+scheduler's. A request that is wrong is answered with 400 and a message, and everything else goes on.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Self
+
+import orjson
+from aiohttp import web
+
+from areal_agent.engine import wire
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.scheduler import Scheduler
+from areal_agent.engine.embedded.weights import read_weights
+from areal_agent.engine.fields import WireError
+from areal_agent.engine.limits import check_request
+from areal_agent.engine.wire import WeightUpdate
+from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.types import EngineInfo, WeightVersion
+
+MAX_BODY_BYTES = 64 * 2**20
+SHUTDOWN_GRACE_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class EngineServer:
+    """One model, served on one port. Make it with `start`, end it with `aclose`."""
+
+    def __init__(self, runner: ModelRunner, *, version: WeightVersion) -> None:
+        self._runner = runner
+        self._failed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._scheduler = Scheduler(
+            runner, version=version, on_failure=lambda: loop.call_soon_threadsafe(self._failed.set)
+        )
+        self._updates = asyncio.Lock()  # one weight update at a time
+        self._web: web.AppRunner | None = None
+        self.base_url = ""
+
+    @classmethod
+    async def start(
+        cls, runner: ModelRunner, *, host: str = "127.0.0.1", port: int = 0, version: WeightVersion | None = None
+    ) -> Self:
+        """Serve; port 0 picks a free one. Raises ConfigError when the address cannot be bound."""
+        server = cls(runner, version=version or WeightVersion())
+        try:
+            await server._listen(host, port)
+        except BaseException:
+            await server.aclose()
+            raise
+        return server
+
+    async def failed(self) -> None:
+        """Wait until the model thread has died; the log has its traceback."""
+        await self._failed.wait()
+
+    async def aclose(self) -> None:
+        """Answer what is in flight with what it has, and end. Harmless when done before."""
+        await asyncio.to_thread(self._scheduler.close)
+        if self._web is not None:
+            await self._web.cleanup()
+
+    async def _listen(self, host: str, port: int) -> None:
+        # With handler_cancellation a client that disconnects cancels its handler, which aborts its request.
+        self._web = web.AppRunner(
+            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_GRACE_S
+        )
+        await self._web.setup()
+        try:
+            await web.TCPSite(self._web, host, port, backlog=1024).start()
+        except OSError as error:
+            raise ConfigError(
+                f"the engine cannot listen on {host}:{port}: {error.strerror or error}; "
+                "choose another port, or 0 for any free one"
+            ) from error
+        address = self._web.addresses[0]
+        self.base_url = f"http://{address[0]}:{address[1]}"
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app.router.add_post(wire.GENERATE, self._generate)
+        app.router.add_post(wire.ABORT_REQUEST, self._abort)
+        app.router.add_post(wire.PAUSE_GENERATION, self._pause)
+        app.router.add_post(wire.CONTINUE_GENERATION, self._continue)
+        app.router.add_post(wire.UPDATE_FROM_DISK, self._update_from_disk)
+        app.router.add_post(wire.UPDATE_FROM_SHARED_MEMORY, self._update_from_shared_memory)
+        app.router.add_get(wire.HEALTH, self._health)
+        app.router.add_get(wire.SERVER_INFO, self._server_info)
+        app.router.add_get(wire.MODEL_INFO, self._server_info)
+        return app
+
+    # -------------------------------------------------------------------------------------------- handlers
+
+    async def _generate(self, http: web.Request) -> web.Response:
+        request = wire.decode_request(await _json(http))
+        check_request(request, self._info())
+        answer = self._scheduler.submit(request)
+        try:
+            result = await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            self._abort_disconnected(request.request_id)
+            raise
+        return _answer(wire.encode_result(request, result))
+
+    def _abort_disconnected(self, request_id: str) -> None:
+        with contextlib.suppress(EngineUnreachable):  # closed: nothing is sampled any more
+            self._scheduler.abort(request_id)
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        await asyncio.wrap_future(self._scheduler.abort(wire.decode_abort(await _json(http))))
+        return _success("aborted, if it was in flight")
+
+    async def _pause(self, http: web.Request) -> web.Response:
+        mode = wire.decode_pause(await _json(http))
+        await asyncio.wrap_future(self._scheduler.pause(mode))
+        return _success(f"paused: {mode}")
+
+    async def _continue(self, http: web.Request) -> web.Response:
+        await asyncio.wrap_future(self._scheduler.resume())
+        return _success("generation goes on")
+
+    async def _update_from_disk(self, http: web.Request) -> web.Response:
+        return await self._update(wire.decode_disk_update(await _json(http)))
+
+    async def _update_from_shared_memory(self, http: web.Request) -> web.Response:
+        return await self._update(wire.decode_shared_memory_update(await _json(http)))
+
+    async def _update(self, update: WeightUpdate) -> web.Response:
+        """Read and prove beside the model thread; only the copy happens in it."""
+        async with self._updates:
+            weights = await asyncio.to_thread(read_weights, update.weights, self._runner.layout)
+            swapped = self._scheduler.swap(weights, update.version, flush_cache=update.flush_cache)
+            # Once handed over it happens, whether or not the client waits for it.
+            await asyncio.wrap_future(swapped)
+        return _success(f"serving weight version {update.version}")
+
+    async def _health(self, _: web.Request) -> web.Response:
+        if not self._scheduler.is_alive:
+            raise EngineUnreachable("the model thread has ended; see the engine's log")
+        return _answer({})
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return _answer(wire.encode_info(self._info(), self._scheduler.stats()))
+
+    def _info(self) -> EngineInfo:
+        return EngineInfo(
+            model_path=self._runner.model_path,
+            weight_version=self._scheduler.stats().weight_version,
+            vocab_size=self._runner.vocab_size,
+            max_context_tokens=self._runner.max_context_tokens,
+        )
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The boundary of the server: a failure becomes an answer, and the server goes on."""
+    try:
+        return await handler(request)
+    except (WireError, EngineRejected, WeightUpdateError) as error:
+        return _answer(wire.encode_error(str(error)), status=400)
+    except EngineUnreachable as error:
+        return _answer(wire.encode_error(str(error)), status=503)
+    except web.HTTPException as error:
+        return _answer(wire.encode_error(f"{request.method} {request.path}: {error.reason}"), status=error.status)
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _answer(wire.encode_error(f"the engine failed: {error!r}; see its log"), status=500)
+
+
+async def _json(http: web.Request) -> object:
+    try:
+        return orjson.loads(await http.read())
+    except orjson.JSONDecodeError as error:
+        raise WireError(f"the body is not JSON: {error}") from error
+
+
+def _answer(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def _success(message: str) -> web.Response:
+    return _answer({"success": True, "message": message})

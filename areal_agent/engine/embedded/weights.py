@@ -1,0 +1,160 @@
+"""Reads a new set of weights, proves that it is what the model needs, and copies it in place: all of it or none.
+
+Reading and proving may happen in any thread, while the model samples; only `copy` belongs to the model thread. It
+knows nothing of versions or requests.
+"""
+
+import math
+import mmap
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import orjson
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from areal_agent.errors import WeightUpdateError
+from areal_agent.types import DiskWeights, SharedMemoryWeights, TensorEntry
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""What weights may be stored as; copying casts to the model's own dtype."""
+
+
+class WeightLayout:
+    """What a set of weights must hold: the names and shapes of `model.named_parameters()`, no more and no less."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+        self._parameters = parameters
+        self._aliases = aliases  # further names of tied parameters
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "WeightLayout":
+        """The layout of a model; tied parameters count once, under their first name."""
+        parameters = dict(model.named_parameters())
+        name_of = {id(parameter): name for name, parameter in parameters.items()}
+        every_name = model.named_parameters(remove_duplicate=False)
+        aliases = {name: name_of[id(parameter)] for name, parameter in every_name if name not in parameters}
+        return cls(parameters, aliases)
+
+    def prove(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The weights by parameter, each known to fit. Raises WeightUpdateError; nothing has been copied then."""
+        for alias, name in self._aliases.items():
+            if alias in weights and name in weights and not torch.equal(weights[alias], weights[name]):
+                raise WeightUpdateError(
+                    f"{alias!r} and {name!r} are tied in the engine's model and differ in the new weights; "
+                    "publish the model that the engine loaded"
+                )
+        proved = {name: tensor for name, tensor in weights.items() if name not in self._aliases}
+        self._check_names(proved)
+        for name, tensor in proved.items():
+            expected = self._parameters[name]
+            if tensor.shape != expected.shape:
+                raise WeightUpdateError(
+                    f"{name!r} has shape {tuple(tensor.shape)} and the engine's model has {tuple(expected.shape)}; "
+                    "publish the model that the engine loaded"
+                )
+        return proved
+
+    def copy(self, proved: Mapping[str, Tensor]) -> None:
+        """Copy in place: whoever holds the parameters sees the new values."""
+        with torch.no_grad():
+            for name, tensor in proved.items():
+                self._parameters[name].copy_(tensor)
+
+    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
+        missing = sorted(set(self._parameters) - set(weights))
+        unknown = sorted(set(weights) - set(self._parameters))
+        if missing or unknown:
+            raise WeightUpdateError(
+                f"the new weights lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that the "
+                f"engine's model does not know {unknown[:3]}; publish the model that the engine loaded"
+            )
+
+
+def read_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout) -> Mapping[str, Tensor]:
+    """Read and prove a set of weights. Raises WeightUpdateError."""
+    weights = _read_folder(Path(source.path)) if isinstance(source, DiskWeights) else _read_shared_memory(source)
+    return layout.prove(weights)
+
+
+def _read_folder(folder: Path) -> dict[str, Tensor]:
+    try:
+        return {name: tensor for file in _safetensors_files(folder) for name, tensor in _read_file(file).items()}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise WeightUpdateError(
+            f"cannot read weights from {str(folder)!r}: {error}; it must be a Hugging Face folder with safetensors"
+        ) from error
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    return [folder / name for name in sorted(set(orjson.loads(index.read_bytes())["weight_map"].values()))]
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt", device="cpu") as file:  # pyright: ignore[reportUnknownVariableType]
+        weights: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, tensor in weights.items():
+        if tensor.dtype not in DTYPES.values():
+            raise ValueError(f"{name!r} is stored as {tensor.dtype}, and weights must be one of {', '.join(DTYPES)}")
+    return weights
+
+
+def _read_shared_memory(weights: SharedMemoryWeights) -> dict[str, Tensor]:
+    """Views of the mapped file, after their checksum has been found right."""
+    try:
+        with Path(weights.path).open("rb") as file:
+            # Copy-on-write: torch wants a writable buffer, and the file must never be written from here.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise WeightUpdateError(
+            f"cannot map the weight file {weights.path!r}: {error}; engine and trainer must share a host"
+        ) from error
+    for entry in weights.entries:
+        _check_entry(entry, len(mapped))
+    _check_crc32(weights, mapped)
+    return {entry.name: _view(entry, mapped) for entry in weights.entries}
+
+
+def _check_entry(entry: TensorEntry, num_file_bytes: int) -> None:
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise WeightUpdateError(f"{entry.name!r} has dtype {entry.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    expected = math.prod(entry.shape) * dtype.itemsize
+    if entry.num_bytes != expected or expected <= 0:
+        raise WeightUpdateError(
+            f"{entry.name!r} says {entry.num_bytes} bytes for shape {entry.shape} of {entry.dtype}, "
+            f"which take {expected}; the manifest is damaged"
+        )
+    if not 0 <= entry.offset <= num_file_bytes - entry.num_bytes:
+        raise WeightUpdateError(
+            f"{entry.name!r} lies at bytes {entry.offset} to {entry.offset + entry.num_bytes} "
+            f"of a file of {num_file_bytes}; the manifest is damaged"
+        )
+
+
+def _check_crc32(weights: SharedMemoryWeights, mapped: mmap.mmap) -> None:
+    crc32 = 0
+    with memoryview(mapped) as view:
+        for entry in weights.entries:
+            with view[entry.offset : entry.offset + entry.num_bytes] as part:
+                crc32 = zlib.crc32(part, crc32)
+    if crc32 != weights.crc32:
+        raise WeightUpdateError(
+            f"the weights in {weights.path!r} have checksum {crc32:#010x} and the manifest says "
+            f"{weights.crc32:#010x}; they were damaged or overwritten while being read: publish them again"
+        )
+
+
+def _view(entry: TensorEntry, mapped: mmap.mmap) -> Tensor:
+    """A tensor over the mapped bytes; it keeps the mapping alive."""
+    flat = torch.frombuffer(mapped, dtype=DTYPES[entry.dtype], count=math.prod(entry.shape), offset=entry.offset)
+    return flat.view(entry.shape)
