@@ -18,6 +18,7 @@ import openai
 import orjson
 
 from areal_agent.errors import ArealAgentError, EngineError, Reject, SandboxError
+from areal_agent.observe.busy import BusyClock
 from areal_agent.rollout.context import Rollout, SharedResources, as_reward
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.types import SessionPurpose, Status, Task
@@ -81,7 +82,7 @@ class RolloutRunner:
         self._timeout_s = timeout_s
         self._sampling = sampling
         self._sandbox = sandbox
-        self.num_running = 0
+        self.running = BusyClock()
 
     async def run(self, spec: RolloutSpec) -> Status:
         """Run one rollout to its end; when this returns, the ledger has its trajectory.
@@ -91,17 +92,15 @@ class RolloutRunner:
         async with self._slots:
             session = await self._post("/rl/start_session", self._admin_key, self._start_body(spec))
             rollout = self._rollout(spec, session)
-            self.num_running += 1
             try:
-                outcome = await self._outcome(spec, rollout)
+                with self.running.one():
+                    outcome = await self._outcome(spec, rollout)
+                    outcome = await self._give_rewards(rollout, outcome)
             except asyncio.CancelledError:
                 with contextlib.suppress(ArealAgentError, aiohttp.ClientError):
                     await self._end(rollout, _Outcome(status=Status.CANCELLED, error="the run ended first"))
                 raise
-            finally:
-                self.num_running -= 1
-            await self._end(rollout, outcome)
-            return outcome.status
+            return await self._end(rollout, outcome)
 
     def _start_body(self, spec: RolloutSpec) -> dict[str, Any]:
         return {
@@ -143,26 +142,37 @@ class RolloutRunner:
         except (Exception, SystemExit) as error:  # the boundary: what a workflow raises is data
             return _Outcome(status=Status.ERROR, error=_describe(error))
 
-    async def _end(self, rollout: Rollout, outcome: _Outcome) -> None:
-        if outcome.status is Status.COMPLETED:
-            for (completion, name), reward in rollout.rewards.items():
-                await self._post(
-                    "/rl/set_reward", rollout.api_key, {"reward": reward, "interaction_id": completion, "name": name}
-                )
+    async def _give_rewards(self, rollout: Rollout, outcome: _Outcome) -> _Outcome:
+        """Hand the rewards to the gateway; one for a completion that this session never had is the workflow's error."""
+        for (completion, name), reward in rollout.rewards.items():
+            body = {"reward": reward, "interaction_id": completion, "name": name}
+            try:
+                await self._post("/rl/set_reward", rollout.api_key, body)
+            except _Refused as refused:
+                return _Outcome(status=Status.ERROR, error=str(refused))
+        return outcome
+
+    async def _end(self, rollout: Rollout, outcome: _Outcome) -> Status:
+        """End the session; the gateway has the last word on its status (completed without a model call is none)."""
         logged = orjson.loads(orjson.dumps(rollout.logged, default=repr, option=orjson.OPT_NON_STR_KEYS))
         body = {"status": outcome.status.value, "error": outcome.error, "logged": logged}
-        await self._post("/rl/end_session", rollout.api_key, body)
+        return Status((await self._post("/rl/end_session", rollout.api_key, body))["status"])
 
     async def _post(self, path: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
         async with self._http.post(
             self._gateway_url + path,
+            allow_redirects=False,
             data=orjson.dumps(body),
             headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
         ) as response:
             answer = orjson.loads(await response.read())
             if response.status != 200:
-                raise ArealAgentError(f"the gateway answered {path} with {response.status}: {answer}")
+                raise _Refused(f"the gateway answered {path} with {response.status}: {answer}")
             return cast(dict[str, Any], answer)
+
+
+class _Refused(ArealAgentError):
+    """The gateway refused a control call."""
 
 
 class _TooLong(Exception):

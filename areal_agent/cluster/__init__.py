@@ -1,0 +1,1 @@
+"""Starting the processes of a run. local.py starts them on this machine."""

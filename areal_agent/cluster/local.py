@@ -1,0 +1,160 @@
+"""Starts the processes of a run on this machine: the engine, the trainer, and the builder of the tiny model.
+
+It knows how they are started and when they are ready, not what they are used for.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.http import HttpEngine
+from areal_agent.errors import ConfigError
+from areal_agent.process import ManagedProcess
+from areal_agent.trainer.client import TrainerClient
+from areal_agent.types import WeightVersion
+
+Result = TypeVar("Result")
+
+POLL_S = 0.25
+
+
+def check_port(port: int, what: str) -> None:
+    """Raise ConfigError when a fixed port of 127.0.0.1 is in use; 0 always passes."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"{what} = {port}: the port cannot be used ({error.strerror}); choose another, or 0 for any free one"
+            ) from None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def unless_it_dies(process: ManagedProcess, ready: Awaitable[Result]) -> Result:
+    """Await `ready`; raises ProcessDied when the process ends first."""
+    waiting = asyncio.ensure_future(ready)
+    dying = asyncio.ensure_future(process.died())
+    try:
+        await asyncio.wait({waiting, dying}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise dying.result()
+        return waiting.result()
+    finally:
+        for future in (waiting, dying):
+            future.cancel()
+        await asyncio.gather(waiting, dying, return_exceptions=True)
+
+
+@asynccontextmanager
+async def start_engine(
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+) -> AsyncIterator[tuple[ManagedProcess, HttpEngine]]:
+    """An embedded engine that serves `model` as `version`; ended on leaving."""
+    port = config.port or free_port()
+    argv = [sys.executable, "-m", "areal_agent.engine", "--model", str(model), "--port", str(port)]
+    argv += ["--device", config.device, "--threads", str(config.threads), "--weight-version", str(version)]
+    argv += ["--max-running", str(config.max_running_requests), "--max-context", str(config.max_context_tokens)]
+    process = await ManagedProcess.start(
+        "engine", argv, log_path=logs / "engine.log", env=_thread_variables(config.threads)
+    )
+    try:
+        engine = HttpEngine(f"http://127.0.0.1:{port}")
+        try:
+            await unless_it_dies(process, engine.wait_ready(config.startup_timeout_s))
+            yield process, engine
+        finally:
+            await engine.aclose()
+    finally:
+        await process.aclose()
+
+
+@asynccontextmanager
+async def start_trainer(num_threads: int, logs: Path) -> AsyncIterator[tuple[ManagedProcess, TrainerClient]]:
+    """A trainer process, connected but not initialised; ended on leaving."""
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(theirs):
+        argv = [sys.executable, "-m", "areal_agent.trainer", "--fd", str(theirs.fileno())]
+        process = await ManagedProcess.start(
+            "trainer",
+            argv,
+            log_path=logs / "trainer.log",
+            env=_thread_variables(num_threads),
+            pass_fds=[theirs.fileno()],
+        )
+    client = TrainerClient(ours)
+    try:
+        yield process, client
+    finally:
+        await client.aclose()
+        await process.aclose()
+
+
+@contextmanager
+def shared_memory_folder() -> Iterator[Path]:
+    """A private folder in memory where the machine has one (/dev/shm), else on disk; removed on leaving.
+
+    What killed runs left behind is removed first: the name holds the number of the process that made it.
+    """
+    parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    for leftover in parent.glob(f"{_SHARED_PREFIX}*"):
+        owner = leftover.name.removeprefix(_SHARED_PREFIX).partition("-")[0]
+        if owner.isdigit() and not _is_alive(int(owner)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{_SHARED_PREFIX}{os.getpid()}-", dir=parent) as folder:
+        yield Path(folder)
+
+
+_SHARED_PREFIX = "areal_agent-"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+async def build_tiny_model(out: Path, seed: int, logs: Path, on_progress: Callable[[float], None]) -> None:
+    """Build the tiny model in a process of its own, so that torch stays out of this one. Raises ProcessDied."""
+    argv = [sys.executable, "-m", "areal_agent.models.tiny", "--out", str(out), "--seed", str(seed)]
+    log_path = logs / "model.log"
+    process = await ManagedProcess.start("model building", argv, log_path=log_path)
+    try:
+        while process.is_running:
+            await asyncio.sleep(POLL_S)
+            on_progress(last_fraction(process.log_tail(1)))
+        if not (out / "config.json").is_file():
+            raise await process.died()
+    finally:
+        await process.aclose()
+
+
+def last_fraction(line: str) -> float:
+    """Read `  42% ...`; 0.0 for a line of another form."""
+    text, percent, _ = line.strip().partition("%")
+    return float(text) / 100 if percent and text.replace(".", "", 1).isdigit() else 0.0
+
+
+def _thread_variables(num_threads: int) -> dict[str, str]:
+    """Two processes that each use all cores are many times slower than one thread each: the number is explicit."""
+    return {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} | {
+        "TOKENIZERS_PARALLELISM": "false",
+    }

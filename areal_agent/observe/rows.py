@@ -1,0 +1,101 @@
+"""What one train step's row in metrics.jsonl says of its batch, and what the rows of a run add up to.
+
+Names are `group/metric`; times in seconds, counts without a unit. It knows batches and rows, not who writes them.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_agent.types import RolloutBatch, Trajectory
+
+Row = dict[str, Any]
+
+
+def describe_batch(batch: RolloutBatch, success_reward: float) -> Row:
+    """Rewards, staleness, version spans and sizes of what is trained in one step.
+
+    The staleness of a token is `batch.step - 1` minus the version that sampled it; of a trajectory, that of its oldest
+    token in the loss.
+    """
+    trained = batch.trained
+    rewards = [one.rewards.total for one in trained]
+    versions = np.concatenate([record.versions[record.loss_mask] for record in batch.records] or [np.zeros(0)])
+    staleness = batch.step - 1 - versions
+    num_groups = len(batch.groups)
+    ids = {one.session_id for one in trained}
+    spreads = [
+        statistics.pstdev([one.rewards.total for one in group.trajectories if one.session_id in ids] or [0.0])
+        for group in batch.groups
+    ]
+    return {
+        "reward/mean": _mean(rewards),
+        "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+        "reward/success": _mean([float(reward >= success_reward) for reward in rewards]),
+        "reward/zero_std_groups": sum(spread == 0.0 for spread in spreads) / max(1, num_groups),
+        "rollouts/trained": len(trained),
+        "rollouts/turns": _mean([float(len(one.turns)) for one in trained]),
+        "rollouts/seconds": _mean([one.ended_s - one.started_s for one in trained]),
+        "rollouts/spanning": sum(len(one.sampled_steps()) > 1 for one in trained),
+        "rollouts/interrupted_completions": sum(_num_interrupted(one) for one in trained),
+        "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
+        "staleness/max": int(staleness.max()) if len(staleness) else 0,
+        "tokens/trained": len(versions),
+    }
+
+
+def _num_interrupted(trajectory: Trajectory) -> int:
+    """Completions with two or more versions inside."""
+    return sum(len(set(one.version_steps())) > 1 for turn in trajectory.turns for one in turn.completions)
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What the rows of the living lineage add up to: summary.json's figures."""
+
+    steps: int
+    trained_tokens: int
+    generated_tokens: int
+    spanning_fraction: float
+    interrupted_completions: int
+    max_staleness_seen: int
+    idle_fraction: Mapping[str, float]
+
+
+def living_rows(rows: Iterable[Row]) -> list[Row]:
+    """One row a step: after a crash a step is trained again, and its last row is the one that counts."""
+    by_step: dict[int, Row] = {}
+    for row in rows:
+        step = int(row["step"])
+        by_step = {earlier: kept for earlier, kept in by_step.items() if earlier < step}
+        by_step[step] = row
+    return list(by_step.values())
+
+
+def total(rows: Iterable[Row]) -> Totals:
+    """Fold rows into totals. Idle is what a side spent waiting, over the wall time of the same rows."""
+    living = living_rows(rows)
+
+    def add(name: str) -> float:
+        return sum(float(row.get(name) or 0.0) for row in living)
+
+    wall_s = add("seconds/wall")
+    return Totals(
+        steps=len(living),
+        trained_tokens=int(add("tokens/trained")),
+        generated_tokens=int(add("tokens/generated")),
+        spanning_fraction=add("rollouts/spanning") / max(1.0, add("rollouts/trained")),
+        interrupted_completions=int(add("rollouts/interrupted_completions")),
+        max_staleness_seen=max((int(row["staleness/max"]) for row in living), default=0),
+        idle_fraction={
+            "engine": 1.0 - min(1.0, add("seconds/engine/generating") / wall_s) if wall_s else 0.0,
+            "trainer": min(1.0, add("seconds/trainer/waiting_for_rollouts") / wall_s) if wall_s else 0.0,
+        },
+    )

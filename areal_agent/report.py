@@ -1,0 +1,83 @@
+"""What a run leaves for a person: summary.json and curve.png, made from metrics.jsonl. It starts nothing."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal_agent.observe.curve import draw_curve
+from areal_agent.observe.metrics import read_metrics
+from areal_agent.observe.rows import living_rows, total
+from areal_agent.run_folder import RunFolder
+
+
+class RunStatus(StrEnum):
+    """How a run ended."""
+
+    COMPLETED = "completed"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What summary.json holds beside the figures that follow from metrics.jsonl. `success_*` are shares, 0 to 1."""
+
+    status: RunStatus
+    wall_s: float  # model building, evaluation and earlier incarnations included
+    success_before: float | None
+    success_after: float | None
+    num_eval_tasks: int
+    checkpoint: Path | None
+    error: str | None = None
+
+
+def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
+    """Write summary.json and, once there is a step, curve.png; returns the summary."""
+    rows = living_rows(read_metrics(folder.metrics))
+    totals = total(rows)
+    summary: dict[str, Any] = {
+        "status": facts.status.value,
+        "steps": totals.steps,
+        "wall_s": round(facts.wall_s, 2),
+        "success_before": facts.success_before,
+        "success_after": facts.success_after,
+        "num_eval_tasks": facts.num_eval_tasks,
+        "trained_tokens": totals.trained_tokens,
+        "generated_tokens": totals.generated_tokens,
+        "spanning_fraction": round(totals.spanning_fraction, 4),
+        "interrupted_completions": totals.interrupted_completions,
+        "max_staleness_seen": totals.max_staleness_seen,
+        "idle_fraction": {side: round(share, 4) for side, share in totals.idle_fraction.items()},
+        "checkpoint": None if facts.checkpoint is None else str(facts.checkpoint),
+    }
+    if facts.error is not None:
+        summary["error"] = facts.error
+    folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    if rows:
+        draw_curve(rows, folder.curve, success_before=facts.success_before, success_after=facts.success_after)
+    return summary
+
+
+def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
+    """What the terminal shows last: the result, where it lies, and how to go on."""
+    lines = [f"{summary['status']} after {summary['steps']} steps in {summary['wall_s']:.0f} s"]
+    before, after = summary["success_before"], summary["success_after"]
+    if after is not None:
+        lines.append(f"success on {summary['num_eval_tasks']} held-out tasks: {before:.3f} -> {after:.3f}")
+    idle = summary["idle_fraction"]
+    lines.append(
+        f"trained {summary['trained_tokens']} of {summary['generated_tokens']} generated tokens; "
+        f"{summary['spanning_fraction']:.0%} of the trajectories span weight versions, "
+        f"{summary['interrupted_completions']} completions were interrupted; "
+        f"staleness at most {summary['max_staleness_seen']}"
+    )
+    lines.append(f"idle: engine {idle['engine']:.0%}, trainer {idle['trainer']:.0%}")
+    lines.append(f"in {folder.path}: summary.json, curve.png, metrics.jsonl, checkpoint {summary['checkpoint']}")
+    if summary["status"] != RunStatus.COMPLETED:
+        lines.append(f"go on with: python -m areal_agent.train --resume {folder.path}")
+    else:
+        lines.append(f"proof: python -m areal_agent.ledger verify {folder.path}")
+    return "\n".join(lines)

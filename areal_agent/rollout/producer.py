@@ -1,0 +1,256 @@
+"""The producing half of a run: admits tasks while the bound allows, and hands out batches. It owns the admit loop.
+
+    stream ──▶ admit loop ──▶ one task a group ──▶ buffer ──▶ take ──▶ (trainer)
+                  ▲                 │ all failed: capacity back           │
+                  └── publish(step): the bound moves                      └── too stale: dropped, capacity back
+
+The admit loop waits for room under the bound or for free rollout slots; a finished group, a taken batch and a published
+version unblock it. `take` waits for enough groups, and for stragglers at the bound. It knows no trainer and no engine.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from areal_agent.errors import RolloutsFailing
+from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.rollout.admission import Admission
+from areal_agent.rollout.buffer import Buffer, ReadyGroup, oldest_step
+from areal_agent.rollout.tasks import TaskStream
+from areal_agent.tokens.records import token_records
+from areal_agent.types import (
+    Drop,
+    RolloutBatch,
+    Status,
+    Task,
+    TokenRecord,
+    Trajectory,
+    TrajectoryGroup,
+)
+
+logger = logging.getLogger(__name__)
+
+RunGroup = Callable[[str, Task], Awaitable[TrajectoryGroup]]
+"""Runs the siblings of one task under a group id; every trajectory is in the ledger when it returns."""
+
+FATE_OF_STATUS: Mapping[Status, Drop] = {
+    Status.MISSING_REWARD: Drop.MISSING_REWARD,
+    Status.REJECTED: Drop.REJECTED,
+    Status.INFRA: Drop.INFRA,
+    Status.ERROR: Drop.ERROR,
+    Status.TIMEOUT: Drop.ERROR,
+    Status.CANCELLED: Drop.ORPHAN,
+    Status.ORPHAN: Drop.ORPHAN,
+}
+
+
+@dataclass(slots=True)
+class ProducerCounts:
+    """What happened to rollouts since the run started."""
+
+    statuses: Counter[str] = field(default_factory=Counter[str])
+    drops: Counter[str] = field(default_factory=Counter[str])
+    last_error: str = ""
+
+
+class Producer:
+    """Groups on their way from the task stream to a batch."""
+
+    def __init__(
+        self,
+        *,
+        run_group: RunGroup,
+        stream: TaskStream,
+        next_number: int,
+        ledger: Ledger,
+        admission: Admission,
+        group_size: int,
+        straggler: str,
+        straggler_wait_s: float,
+        max_concurrent: int,
+        max_failed_groups: int,
+    ) -> None:
+        self.admission = admission
+        self.buffer = Buffer(admission.max_staleness)
+        self.counts = ProducerCounts()
+        self._run_group = run_group
+        self._stream = stream
+        self._next_number = next_number
+        self._ledger = ledger
+        self._group_size = group_size
+        self._straggler = straggler
+        self._straggler_wait_s = straggler_wait_s
+        self._max_concurrent = max_concurrent
+        self._max_failed_groups = max_failed_groups
+        self._failed_in_a_row = 0
+        self._changed = asyncio.Event()
+
+    async def restore(self, waiting: Iterable[Trajectory]) -> int:
+        """Take back what was finished but not trained when an earlier process of this run ended; how many groups."""
+        groups: dict[str, list[Trajectory]] = {}
+        for trajectory in waiting:
+            groups.setdefault(trajectory.group_id, []).append(trajectory)
+        for group_id, trajectories in groups.items():
+            group = TrajectoryGroup(
+                group_id=group_id, task_id=trajectories[0].task_id, trajectories=tuple(trajectories)
+            )
+            self.admission.start(self._group_size)
+            await self._finish(group)
+        return len(groups)
+
+    async def admit_forever(self) -> None:
+        """The admit loop. Raises RolloutsFailing when group after group fails as a whole."""
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                await self._until(self._may_start)
+                group_id = f"g{self._next_number:06d}"
+                task = self._stream.at(self._next_number)
+                self._next_number += 1
+                self.admission.start(self._group_size)
+                self.buffer.start(group_id, self.admission.step)
+                groups.create_task(self._produce(group_id, task), name=group_id)
+
+    def publish(self, step: int) -> None:
+        """A new weight version serves: the bound moves."""
+        self.admission.step = step
+        self._changed.set()
+
+    async def take(self, step: int, num_groups: int) -> RolloutBatch:
+        """The batch for train step `step`: whole groups, oldest first, within the staleness bound, leased."""
+        deadline: float | None = None
+        while True:
+            await self._drop_stale_groups(step)
+            if self.buffer.num_ready >= num_groups:
+                if not self._must_wait(step):
+                    break
+                deadline = deadline or time.monotonic() + self._straggler_wait_s
+                if time.monotonic() >= deadline:
+                    logger.warning("going on without the stragglers %s", self.buffer.stragglers(step))
+                    break
+            await self._change(deadline)
+        taken = self.buffer.take(num_groups)
+        for ready in taken:
+            self.admission.consume(ready.size)
+        self._changed.set()
+        return await self._lease(step, taken)
+
+    async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
+        """Run exactly these tasks now, outside the bound and the stream, and lease what can be trained of them."""
+        numbers = range(self._next_number, self._next_number + len(tasks))
+        self._next_number = numbers.stop
+        async with asyncio.TaskGroup() as running:
+            groups = [
+                running.create_task(self._run_group(f"g{number:06d}", task))
+                for number, task in zip(numbers, tasks, strict=True)
+            ]
+        self.admission.consumed += len(tasks) * self._group_size
+        ready = [await self._finished(group.result()) for group in groups]
+        return await self._lease(step, [one for one in ready if one is not None])
+
+    async def settle(self, *, is_completed: bool) -> None:
+        """At the end of a run: what was cut off gets its fate, and with `is_completed` what is left over too."""
+        drops = {
+            one.session_id: FATE_OF_STATUS.get(one.status, Drop.ORPHAN)
+            for one in await self._ledger.waiting()
+            if is_completed or one.status is not Status.COMPLETED
+        }
+        await self._drop(drops)
+
+    async def _lease(self, step: int, taken: Iterable[ReadyGroup]) -> RolloutBatch:
+        """Turn taken groups into records; trajectories without a token to train are dropped here."""
+        taken = tuple(taken)
+        records: list[TokenRecord] = []
+        digests: dict[str, str] = {}
+        num_loss_tokens: dict[str, int] = {}
+        drops: dict[str, Drop] = {}
+        for trajectory in (one for ready in taken for one in ready.trainable):
+            if self._straggler != "mask" and self.buffer.is_stale(oldest_step(trajectory), step):
+                drops[trajectory.session_id] = Drop.STALE
+                continue
+            own = [self._without_stale_tokens(record, step) for record in token_records(trajectory)]
+            num_tokens = sum(int(record.loss_mask.sum()) for record in own)
+            if num_tokens == 0:
+                is_stale = self.buffer.is_stale(oldest_step(trajectory), step)
+                drops[trajectory.session_id] = Drop.STALE if is_stale else Drop.FILTERED
+                continue
+            records += own
+            digests[trajectory.session_id] = token_digest(trajectory)
+            num_loss_tokens[trajectory.session_id] = num_tokens
+        await self._drop(drops)
+        await self._ledger.lease(step, digests, num_loss_tokens)
+        return RolloutBatch(step=step, groups=tuple(ready.group for ready in taken), records=tuple(records))
+
+    async def _finished(self, group: TrajectoryGroup) -> ReadyGroup | None:
+        """Give every trajectory that cannot be trained its fate; None when nothing of the group is left."""
+        drops: dict[str, Drop] = {}
+        for trajectory in group.trajectories:
+            self.counts.statuses[trajectory.status] += 1
+            if trajectory.status is not Status.COMPLETED:
+                drops[trajectory.session_id] = FATE_OF_STATUS[trajectory.status]
+                self.counts.last_error = f"{trajectory.status}: {trajectory.error}"
+        await self._drop(drops)
+        trainable = tuple(one for one in group.trajectories if one.session_id not in drops)
+        return ReadyGroup(group=group, trainable=trainable, size=self._group_size) if trainable else None
+
+    async def _produce(self, group_id: str, task: Task) -> None:
+        await self._finish(await self._run_group(group_id, task))
+
+    async def _finish(self, group: TrajectoryGroup) -> None:
+        ready = await self._finished(group)
+        if ready is None:
+            self.admission.give_back_running(self._group_size)
+            self.buffer.abandon(group.group_id)
+            self._failed_in_a_row += 1
+        else:
+            self.admission.finish(self._group_size)
+            self.buffer.finish(ready)
+            self._failed_in_a_row = 0
+        self._changed.set()
+        if self._failed_in_a_row >= self._max_failed_groups:
+            raise RolloutsFailing(
+                f"{self._failed_in_a_row} groups in a row failed as a whole; the last failure was: "
+                f"{self.counts.last_error}"
+            )
+
+    def _may_start(self) -> bool:
+        running = self.admission.running
+        has_slots = running == 0 or running + self._group_size <= self._max_concurrent
+        return has_slots and self.admission.may_admit(self._group_size)
+
+    def _must_wait(self, step: int) -> bool:
+        return self._straggler == "wait" and bool(self.buffer.stragglers(step))
+
+    async def _drop_stale_groups(self, step: int) -> None:
+        for ready in () if self._straggler == "mask" else self.buffer.take_stale(step):
+            self.admission.give_back_finished(ready.size)
+            self._changed.set()
+            await self._drop({one.session_id: Drop.STALE for one in ready.trainable})
+
+    def _without_stale_tokens(self, record: TokenRecord, step: int) -> TokenRecord:
+        """With `straggler: mask`, tokens beyond the bound leave the loss."""
+        if self._straggler != "mask":
+            return record
+        fresh = step - 1 - record.versions <= self.admission.max_staleness
+        return replace(record, loss_mask=record.loss_mask & fresh)
+
+    async def _drop(self, drops: Mapping[str, Drop]) -> None:
+        if drops:
+            self.counts.drops.update(drop.value for drop in drops.values())
+            await self._ledger.drop(drops)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._change(None)
+
+    async def _change(self, deadline: float | None) -> None:
+        """Wait for the next change, at most until `deadline` (monotonic). The caller looks again what changed."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                await self._changed.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,353 @@
+"""One run: builds every part, owns the loops, and is the Python API of the asynchronous trainer.
+
+    ┌─────────────────────────── main process ───────────────────────────┐
+    │ tasks ─▶ admit loop ─▶ rollouts ─▶ buffer ─▶ prepare_batch          │     trainer process
+    │             ▲             │ HTTP                   │ batch          │   ┌──────────────────┐
+    │             │          gateway ─▶ ledger           └────────────────┼──▶│ train_step       │
+    │             │             │ HTTP                                    │   │     │            │
+    │             │             ▼                                         │   │  publish         │
+    │             │       engine process ◀── push: pause, swap, resume ◀──┼───┤     ▼            │
+    │             └── the bound moves ◀───────┘                           │   │  shared memory   │
+    └─────────────────────────────────────────────────────────────────────┘   └──────────────────┘
+
+Tasks of the event loop, all owned by one TaskGroup: the admit loop (waits for the staleness bound and for rollout
+slots; unblocks `prepare_batch`), one task a group, and two watchers that end the run when the engine or the trainer
+dies. Rollouts go on while `train_step`, `push` and `save` run; nothing waits for the slowest rollout but the bound.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from areal_agent.cluster.local import shared_memory_folder, start_trainer, unless_it_dies
+from areal_agent.cluster.models import obtain_model
+from areal_agent.config import Config
+from areal_agent.errors import ArealAgentError
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.observe.clock import TimeAccount
+from areal_agent.observe.metrics import MetricsLog
+from areal_agent.observe.progress import Progress
+from areal_agent.observe.rows import Row, describe_batch, view_of
+from areal_agent.preflight import Preflight
+from areal_agent.process import ManagedProcess
+from areal_agent.rollout.admission import Admission
+from areal_agent.rollout.producer import Producer
+from areal_agent.rollout.tasks import TaskStream
+from areal_agent.serving import EvalReport, open_serving
+from areal_agent.trainer.checkpoint import Checkpoint, latest_checkpoint
+from areal_agent.trainer.client import StepReport
+from areal_agent.types import PauseMode, RolloutBatch, Task, WeightVersion
+from areal_agent.weights.push import PushReport, push
+
+Result = TypeVar("Result")
+
+
+class Run:
+    """A run as an async context manager: inside, rollouts are produced and weights are served.
+
+    ::
+
+        async with Run(config, workflow=solve) as run:
+            while run.step < config.steps:
+                batch = await run.prepare_batch()
+                await run.train_step(batch)
+                await run.push()
+
+    Leaving ends every process of the run, however it is left. Raises ConfigError before anything is started,
+    ProcessDied when the engine or the trainer ends by itself, RolloutsFailing when nothing can be trained.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        workflow: object = None,
+        name: str = "run",
+        resume: str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.preflight = Preflight.check(config, workflow=workflow, name=name, resume=resume)
+        self.config = config
+        self.folder = self.preflight.folder
+        self.version = WeightVersion()  # that serves
+        self.step = 0  # train steps done
+        self.progress = progress or Progress(total_steps=config.steps, mode="off")
+        self._stack = AsyncExitStack()
+        self._account = TimeAccount()  # of the trainer's side
+        self._row: Row = {}
+        self._push_stall_s = 0.0
+        self._counted: dict[str, float] = {}
+        self._producing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        try:
+            await self._stack.__aexit__(*exc_info)
+        except BaseExceptionGroup as group:
+            raise _first_error(group) from group
+
+    # ------------------------------------------------------------------ the loop's four calls
+
+    async def prepare_batch(self) -> RolloutBatch:
+        """Asynchronous: the oldest `batch_size` finished groups within the staleness bound, leased for the next step.
+
+        The first call starts the admit loop. Waits until there are enough groups.
+        """
+        if self._producing is None:
+            self._counted = self._count()  # rows begin here: start and evaluation are not in them
+            self._producing = self._spawn(self._producer.admit_forever(), "admit loop")
+        with self._account.during("waiting_for_rollouts"):
+            return await self._producer.take(self.step + 1, self.config.batch_size)
+
+    async def rollout_batch(self, tasks: Sequence[Task]) -> RolloutBatch:
+        """Synchronous: roll out exactly these tasks under the weights that serve now, leased for the next step."""
+        with self._account.during("waiting_for_rollouts"):
+            return await self._producer.roll_out(self.step + 1, tasks)
+
+    async def train_step(self, batch: RolloutBatch) -> StepReport:
+        """One train step in the trainer process. Not cut short by cancellation: it ends, then that is raised."""
+        return await _uninterrupted(self._train_step(batch))
+
+    async def push(self) -> PushReport:
+        """Publish the trainer's weights as the next version and swap them into the engine, mid-sentence."""
+        return await _uninterrupted(self._push())
+
+    async def _train_step(self, batch: RolloutBatch) -> StepReport:
+        with self._account.during("training"):
+            report = await self._trainer.train_step(batch)
+        self.step = batch.step
+        self._row = describe_batch(batch, self.config.eval.success_reward)
+        self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
+        return report
+
+    async def _push(self) -> PushReport:
+        version = WeightVersion(incarnation=self.version.incarnation, step=self.step)
+        with self._account.during("pushing"):
+            weights = await self._trainer.publish()
+            report = await push([self._serving.engine], weights, version, PauseMode.RETRACT)
+        self.version = version
+        self._producer.publish(version.step)
+        self._push_stall_s += report.stall_s
+        self._row |= {f"push/{name}": value for name, value in asdict(report).items()}
+        self._end_row()
+        return report
+
+    def _end_row(self) -> None:
+        """Complete the step's row with what both sides did since the last one, write it and show it."""
+        counted = self._count()
+        delta = {name: value - self._counted.get(name, 0.0) for name, value in counted.items()}
+        self._counted = counted
+        admission, counts = self._producer.admission, self._producer.counts
+        wall_s = max(delta["seconds/wall"], 1e-9)
+        row: Row = {
+            "step": self.step,
+            "incarnation": self.version.incarnation,
+            "time": time.time(),
+            **self._row,
+            **delta,
+        }
+        row |= {
+            "tokens_per_s/generated": delta["tokens/generated"] / wall_s,
+            "tokens_per_s/trained": self._row.get("tokens/trained", 0) / wall_s,
+            "rollouts/running": admission.running,
+            "rollouts/finished_untrained": admission.finished,
+            **{f"statuses/{status}": number for status, number in counts.statuses.items()},
+            **{f"drops/{reason}": number for reason, number in counts.drops.items()},
+        }
+        self._metrics.append(row)
+        self.progress.step(view_of(row))
+
+    def _count(self) -> dict[str, float]:
+        """Seconds and tokens since the start. Each side's activities add up to the wall time.
+
+        The engine's side is generating while a request is in flight and no push holds it; else it waits for agents
+        (their tools, their own work) while rollouts run, and for admission (the staleness bound) while none does.
+        """
+        stats = self._serving.gateway.stats()
+        trainer = self._account.seconds()
+        wall_s = sum(trainer.values())
+        rolling_s = self._serving.runner.running.busy_s
+        return {
+            "seconds/wall": wall_s,
+            **{f"seconds/trainer/{activity}": seconds for activity, seconds in trainer.items()},
+            "seconds/engine/generating": stats.engine_busy_s - self._push_stall_s,
+            "seconds/engine/paused_for_push": self._push_stall_s,
+            "seconds/engine/waiting_for_agents": max(0.0, rolling_s - stats.engine_busy_s),
+            "seconds/engine/waiting_for_admission": max(0.0, wall_s - rolling_s),
+            "tokens/generated": stats.generated_tokens,
+            "gateway/turns": stats.turns,
+            "gateway/forks": sum(stats.forks.values()),
+            "gateway/malformed_tool_calls": stats.malformed_tool_calls,
+            "gateway/errors": sum(stats.errors.values()),
+        }
+
+    # ------------------------------------------------------------------ evaluation, checkpoints, the end
+
+    async def evaluate(self, label: str) -> EvalReport:
+        """Roll out the held-out tasks under the weights that serve now; the same tasks, seeds and sampling each time.
+
+        Its sessions are in the ledger as `eval-<label>-...` and are never trained.
+        """
+        tasks = self.preflight.eval_tasks
+        num_done = 0
+        self.progress.phase(f"evaluating {label}")
+
+        def on_done() -> None:
+            nonlocal num_done
+            num_done += 1
+            self.progress.phase_progress(num_done / len(tasks), f"{num_done}/{len(tasks)} tasks")
+
+        with self._account.during("evaluating"):
+            return await self._serving.evaluate(tasks, f"eval-{label}-{self.version.incarnation}", on_done)
+
+    async def save(self) -> Path:
+        """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on."""
+        return await _uninterrupted(self._save())
+
+    async def _save(self) -> Path:
+        with self._account.during("saving"):
+            path = await self._trainer.save(
+                self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation
+            )
+            await self._ledger.commit_checkpoint(self.step, str(path))
+        return path
+
+    async def stop_producing(self) -> None:
+        """End the admit loop and every rollout under way; unfinished ones are recorded as `cancelled`."""
+        if self._producing is not None:
+            self._producing.cancel()
+            await asyncio.wait({self._producing})
+            self._producing = None
+
+    async def settle(self, *, is_completed: bool) -> None:
+        """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them."""
+        await self._producer.settle(is_completed=is_completed)
+        await self.remember("status", "completed" if is_completed else "interrupted")
+
+    async def remember(self, name: str, value: Any) -> None:
+        """Keep a fact about the run in its ledger, over restarts."""
+        await self._ledger.set_note(name, value)
+
+    async def recall(self, name: str) -> Any:
+        """A fact that was remembered, or None."""
+        return await self._ledger.get_note(name)
+
+    # ------------------------------------------------------------------ building
+
+    async def _start(self) -> None:
+        config, folder, progress = self.config, self.folder, self.progress
+        folder.make()
+        folder.config.write_text(config.to_yaml())
+        model = await obtain_model(config.model, config.seed, folder.logs, progress)
+        checkpoint = latest_checkpoint(folder.checkpoints)
+        self._ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
+        self._stack.push_async_callback(self._ledger.aclose)
+        self.step = checkpoint.step if checkpoint else 0
+        incarnation = await self._ledger.begin_incarnation(self.step)
+        self.version = WeightVersion(incarnation=incarnation.number, step=self.step)
+        self._metrics = MetricsLog(folder.metrics)
+        self._stack.callback(self._metrics.close)
+        await self._start_processes(model, checkpoint)
+        await self._start_producer()
+
+    async def _start_processes(self, model: Path, checkpoint: Checkpoint | None) -> None:
+        config, folder = self.config, self.folder
+        self.progress.phase("starting engine and trainer")
+        weights = checkpoint.path if checkpoint else model
+        shared_memory = self._stack.enter_context(shared_memory_folder())
+        self._trainer_process, self._trainer = await self._stack.enter_async_context(
+            start_trainer(config.trainer.threads, folder.logs)
+        )
+        self._serving = await self._stack.enter_async_context(
+            open_serving(
+                config,
+                self.preflight.workflow,
+                self._ledger,
+                weights=weights,
+                tokenizer=model,
+                version=self.version,
+                logs=folder.logs,
+            )
+        )
+        await self._trainer.init(
+            model=weights,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            seed=config.seed,
+            shared_memory=shared_memory,
+        )
+
+    async def _start_producer(self) -> None:
+        config = self.config
+        admission = Admission(
+            batch_answers=config.batch_answers,
+            max_staleness=config.max_staleness,
+            step=self.step,
+            consumed=self.step * config.batch_answers,
+        )
+        self._producer = Producer(
+            run_group=self._serving.run_group,
+            stream=TaskStream(self.preflight.tasks, config.seed),
+            next_number=await self._ledger.next_group_number(),
+            ledger=self._ledger,
+            admission=admission,
+            group_size=config.group_size,
+            straggler=config.straggler,
+            straggler_wait_s=config.rollout.straggler_wait_s,
+            max_concurrent=config.rollout.max_concurrent,
+            max_failed_groups=config.rollout.max_failed_groups,
+        )
+        await self._producer.restore(await self._ledger.waiting())
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._children: list[asyncio.Task[None]] = []
+        self._stack.callback(self._cancel_children)
+        for process in (self._serving.engine_process, self._trainer_process):
+            self._spawn(_raise_when_dead(process), f"watcher of the {process.name}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = self._tasks.create_task(work, name=name)
+        self._children.append(task)
+        return task
+
+    def _cancel_children(self) -> None:
+        for task in self._children:
+            task.cancel()
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended the run: one of ours if there is one, else the first."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending = [*error.exceptions, *pending]
+        else:
+            leaves.append(error)
+    return next((leaf for leaf in leaves if isinstance(leaf, ArealAgentError)), leaves[0])
+
+
+async def _raise_when_dead(process: ManagedProcess) -> None:
+    raise await process.died()
+
+
+async def _uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work` to its end even when cancelled meanwhile; the cancellation is raised afterwards."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            await asyncio.wait({task})
+        raise

@@ -1,0 +1,131 @@
+"""The house stands: imports run downward only, and packages of one row never import each other.
+
+1. no module imports a layer above its own, nor a sibling in its row; 2. torch stays in the rooms that need it;
+3. sandboxes knows nothing of areal_agent but its errors; 4. areal_agent imports neither envs nor sandboxes nor
+examples; 5. `import areal_agent` loads none of torch, transformers, openai; 6. there is no import cycle.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LAYERS = [
+    ["types", "errors", "protocols", "section"],
+    ["observe", "command", "process"],
+    ["ledger", "engine", "tokens", "algorithms", "models"],
+    ["gateway", "weights"],
+    ["rollout", "trainer"],
+    ["config", "cluster", "run_folder"],
+    ["preflight", "serving"],
+    ["run", "report"],
+    ["train", "eval"],
+]
+FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live
+COMMANDS = {
+    "engine.__main__",
+    "ledger.__main__",
+    "models.tiny",
+    "trainer.__main__",
+}  # thin; may use command and process
+TORCH_ROOMS = ("algorithms", "trainer", "weights", "models", "engine.embedded", "engine.__main__")
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Every module of a package by its dotted name."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    """The dotted names a file imports, wherever in the file; `from a import b` gives a and a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def layer_of(room: str) -> int:
+    return next(number for number, row in enumerate(LAYERS) if room in row)
+
+
+OURS = modules("areal_agent")
+
+
+@pytest.mark.parametrize("module", [name for name in OURS if name != FACADE])
+def test_imports_run_downward(module: str) -> None:
+    room = room_of(module)
+    for name in imports_of(OURS[module]):
+        if not name.startswith("areal_agent.") or (name.count(".") == 1 and name not in OURS):
+            continue
+        other = room_of(name)
+        if other == room:
+            continue
+        assert layer_of(other) <= layer_of(room), f"{module} imports {name}, which is above it"
+        is_sideways = layer_of(other) == layer_of(room)
+        assert not (is_sideways and room in PACKAGES and other in PACKAGES), f"{module} imports {name} in its own row"
+
+
+PACKAGES = {path.name for path in (ROOT / "areal_agent").iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize("module", OURS)
+def test_torch_stays_in_its_rooms(module: str) -> None:
+    uses_torch = any(name.split(".")[0] == "torch" for name in imports_of(OURS[module]))
+    allowed = module.removeprefix("areal_agent.").startswith(TORCH_ROOMS)
+    assert allowed or not uses_torch, f"{module} imports torch"
+
+
+def test_sandboxes_stand_alone() -> None:
+    for module, path in modules("sandboxes").items():
+        foreign = {name for name in imports_of(path) if name.startswith(("areal_agent", "envs", "examples"))}
+        assert all(name.startswith("areal_agent.errors") for name in foreign), f"{module}: {foreign}"
+
+
+def test_areal_agent_imports_no_environment() -> None:
+    for module, path in OURS.items():
+        foreign = {
+            name for name in imports_of(path) if name.split(".")[0] in ("envs", "sandboxes", "examples", "tests")
+        }
+        assert not foreign, f"{module}: {foreign}"
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {room_of(module) for module in OURS if module != FACADE}
+    assert rooms == {room for row in LAYERS for room in row}
+
+
+def test_import_areal_agent_is_light() -> None:
+    code = "import areal_agent, sys; print([m for m in ('torch', 'transformers', 'openai') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_no_import_cycle() -> None:
+    graph = {module: {name for name in imports_of(path) if name in OURS} - {module} for module, path in OURS.items()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for name in graph[module]:
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
