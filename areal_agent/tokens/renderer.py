@@ -58,8 +58,9 @@ class Renderer:
         self.end_token_id = cast("int", self._backend.token_to_id(self._end_text))
         self.vocab_size = len(tokenizer)
         eos_token_id = cast("int | None", tokenizer.eos_token_id)
-        is_other = eos_token_id is not None and eos_token_id != self.end_token_id
-        self.stop_token_ids = (self.end_token_id, eos_token_id) if is_other else (self.end_token_id,)
+        self.stop_token_ids: tuple[int, ...] = (self.end_token_id,)
+        if eos_token_id is not None and eos_token_id != self.end_token_id:
+            self.stop_token_ids += (eos_token_id,)
 
     @classmethod
     def load(cls, path: Path, *, history_thinking: HistoryThinking = HistoryThinking.TEMPLATE) -> Self:

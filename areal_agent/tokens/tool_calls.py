@@ -34,7 +34,7 @@ class ToolCall:
 
     @property
     def arguments_json(self) -> str:
-        return json.dumps(self.arguments, ensure_ascii=False)
+        return format_json(self.arguments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +88,16 @@ def format_answer(content: str, tool_calls: Iterable[ToolCall]) -> str:
     return content + "".join(blocks)
 
 
+def format_json(value: JsonObject) -> str:
+    """As JSON text. Integers keep all their digits, however many."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
 def parse_json_object(text: str) -> dict[str, Any] | None:
     """The object that `text` is in JSON, or None when it is none: NaN, Infinity and lone surrogates are not JSON."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        format_json(value).encode()
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

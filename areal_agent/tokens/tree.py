@@ -67,6 +67,11 @@ class Prompt:
         return self.parent.path_length if self.parent else 0
 
     @property
+    def num_known_messages(self) -> int:
+        """How many of the messages belong to the turns before."""
+        return self.parent.prompt.num_messages + 1 if self.parent else 0
+
+    @property
     def num_tokens(self) -> int:
         return self.fork_at + len(self.new_ids)
 

@@ -1,0 +1,16 @@
+"""The OpenAI-compatible HTTP in front of the engine: agents speak text, the ledger gets every token.
+
+::
+
+    app.py           the routes: who may call what, and how an answer leaves
+    auth.py          keys                              replies.py       JSON answers and OpenAI's error objects
+    chat.py          /v1/chat/completions, its body and its answer
+    conversation.py  messages and tools of a body      sampling.py      temperature, max_tokens ... of a body
+    fields.py        reading decoded JSON strictly     control.py       bodies of /rl/*
+    session.py       one rollout's conversation: the one mutable noun
+    sessions.py      all of them, by id and by key     stats.py         what the gateway counts
+    serve.py         the listening socket
+
+A turn on its way: `app` finds the session by its key, `chat` reads the body, `session` places it in its forest
+(`tokens.tree`), asks the engine, appends the turn to the journal, and only then lets the answer leave.
+"""

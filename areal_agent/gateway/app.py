@@ -1,0 +1,205 @@
+"""The gateway: its routes, who may call them, and how their answers leave.
+
+Agents call `/v1/chat/completions` with the key of their session and see that session only; the owner of a rollout
+calls `/rl/*`; whoever has the admin key starts sessions and exports them. All the work is done in `session`.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from areal_agent.errors import ConfigError, RequestError
+from areal_agent.gateway.auth import bearer_hash, is_same_key, key_hash, new_key
+from areal_agent.gateway.chat import ChatRequest
+from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
+from areal_agent.gateway.replies import error_boundary, json_reply, read_body
+from areal_agent.gateway.serve import ServedGateway, serve_app
+from areal_agent.gateway.session import Services, Session
+from areal_agent.gateway.sessions import Sessions
+from areal_agent.gateway.stats import Counters, GatewayStats
+from areal_agent.protocols import Journal, Sampler
+from areal_agent.tokens.records import token_records
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import JsonObject, SessionRecord
+
+MAX_BODY_BYTES = 32 * 2**20
+
+DEFAULT_MODEL = "default"
+"""A model name that every gateway understands, for agents that know none."""
+
+
+class Gateway:
+    """An OpenAI-compatible front of one model, recording every token.
+
+    ::
+
+        gateway = Gateway(sampler=engine, renderer=Renderer.load(model_folder), journal=ledger, model_name="tiny",
+                          admin_key=key, max_context_tokens=1024, vocab_size=360)
+        served = await gateway.serve("127.0.0.1", 0)
+        ...                                                # agents talk to f"{served.base_url}/v1"
+        await served.aclose()
+    """
+
+    def __init__(
+        self,
+        *,
+        sampler: Sampler,
+        renderer: Renderer,
+        journal: Journal,
+        model_name: str,
+        admin_key: str,
+        max_context_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        if renderer.vocab_size > vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {renderer.vocab_size} ids and the model {vocab_size}: they do not belong together"
+            )
+        self._counters = Counters()
+        self._services = Services(
+            sampler=sampler,
+            renderer=renderer,
+            journal=journal,
+            counters=self._counters,
+            max_context_tokens=max_context_tokens,
+        )
+        self._journal = journal
+        self._model_name = model_name
+        self._admin_key_hash = key_hash(admin_key)
+        self._sessions = Sessions()
+
+    def app(self) -> web.Application:
+        """The web application; `serve` runs it the right way."""
+        boundary = error_boundary(self._count_error)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary])
+        for prefix in ("/v1", ""):
+            app.router.add_post(f"{prefix}/chat/completions", self._for_session(self._chat_completions))
+            app.router.add_get(f"{prefix}/models", self._models)
+        app.router.add_post("/rl/start_session", self._start_session)
+        app.router.add_post("/rl/set_reward", self._for_session(self._set_reward))
+        app.router.add_post("/rl/end_session", self._for_session(self._end_session))
+        app.router.add_post("/export_trajectories", self._export_trajectories)
+        app.router.add_get("/health", self._health)
+        return app
+
+    async def serve(self, host: str = "127.0.0.1", port: int = 0) -> ServedGateway:
+        """Listen there; port 0 picks a free one. Raises ConfigError when the port is taken."""
+        return await serve_app(self.app(), host, port)
+
+    def stats(self) -> GatewayStats:
+        """What was counted until now."""
+        return self._counters.snapshot(num_open_sessions=self._sessions.num_open)
+
+    # -------------------------------------------------------------------------------------------- agents
+
+    async def _chat_completions(self, session: Session, body: JsonObject) -> web.Response:
+        request = ChatRequest.read(body)
+        if request.model not in (self._model_name, DEFAULT_MODEL):
+            raise RequestError(
+                f"the model {request.model!r} does not exist; this gateway has {self._model_name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        answer = await session.chat(request)
+        return json_reply(answer.body())
+
+    async def _models(self, request: web.Request) -> web.Response:
+        caller = bearer_hash(request.headers)
+        if not self._is_admin(caller):
+            self._session_of(caller)
+        model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "areal_agent"}
+        return json_reply({"object": "list", "data": [model]})
+
+    # ------------------------------------------------------------------------------------------- rollouts
+
+    async def _start_session(self, request: web.Request) -> web.Response:
+        self._require_admin(request)
+        start = StartRequest.read(await read_body(request))
+        self._sessions.require_free(start.session_id)
+        api_key = new_key()
+        record = SessionRecord(
+            id=start.session_id,
+            group_id=start.group_id,
+            task_id=start.task_id,
+            purpose=start.purpose,
+            seed=start.seed,
+            key_hash=key_hash(api_key),
+            started_s=time.time(),
+        )
+        session = Session(record, defaults=start.sampling, services=self._services, on_ended=self._sessions.retire)
+        self._sessions.add(session)
+        try:
+            await self._journal.open_session(record)
+        except BaseException:
+            self._sessions.remove(session)
+            raise
+        base_url = f"{request.url.origin()}/v1"  # whoever came this way can come again
+        return json_reply({"session_id": record.id, "api_key": api_key, "base_url": base_url})
+
+    async def _set_reward(self, session: Session, body: JsonObject) -> web.Response:
+        session.reward(RewardRequest.read(body))
+        return json_reply({"session_id": session.record.id})
+
+    async def _end_session(self, session: Session, body: JsonObject) -> web.Response:
+        trajectory = await session.end(EndRequest.read(body))
+        return json_reply(
+            {
+                "session_id": trajectory.session_id,
+                "status": trajectory.status,
+                "num_turns": len(trajectory.turns),
+                "num_sampled_tokens": trajectory.num_sampled_tokens,
+            }
+        )
+
+    async def _export_trajectories(self, request: web.Request) -> web.Response:
+        self._require_admin(request)
+        session = self._sessions.ended(read_export(await read_body(request)))
+        assert session.trajectory is not None  # it has ended
+        return json_reply({"trajectory": session.trajectory, "records": token_records(session.trajectory)})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        stats = self.stats()
+        return json_reply(
+            {
+                "status": "ok",
+                "model": self._model_name,
+                "open_sessions": stats.num_open_sessions,
+                "engine_requests": stats.num_engine_requests,
+            }
+        )
+
+    # ----------------------------------------------------------------------------------------------- keys
+
+    def _for_session(
+        self, handle: Callable[[Session, JsonObject], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """A handler for the session whose key the request came with."""
+
+        async def handler(request: web.Request) -> web.Response:
+            session = self._session_of(bearer_hash(request.headers))
+            return await handle(session, await read_body(request))
+
+        return handler
+
+    def _session_of(self, caller: str) -> Session:
+        session = self._sessions.with_key(caller)
+        if session is not None:
+            return session
+        if self._is_admin(caller):
+            raise RequestError("this is the admin key; use the key that /rl/start_session gave", status=403)
+        raise RequestError("the API key is not that of any session", status=401, code="invalid_api_key")
+
+    def _require_admin(self, request: web.Request) -> None:
+        caller = bearer_hash(request.headers)
+        if self._is_admin(caller):
+            return
+        self._session_of(caller)
+        raise RequestError("this needs the admin key of the gateway, not that of a session", status=403)
+
+    def _is_admin(self, caller: str) -> bool:
+        return is_same_key(caller, self._admin_key_hash)
+
+    def _count_error(self, status: int) -> None:
+        self._counters.errors[status] += 1

@@ -1,0 +1,103 @@
+"""The bodies of `/rl/*` and `/export_trajectories`: how a rollout starts, what it earned, how it ended."""
+
+import secrets
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Self
+
+from areal_agent.gateway.fields import (
+    as_integer,
+    as_member,
+    as_name,
+    as_number,
+    as_object,
+    as_text,
+    refuse_unknown,
+)
+from areal_agent.gateway.sampling import MAX_SEED, WISH_FIELDS, SamplingWishes
+from areal_agent.types import JsonObject, SessionPurpose, Status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartRequest:
+    """The body of `/rl/start_session`; what it leaves out is made up."""
+
+    session_id: str
+    group_id: str
+    task_id: str
+    purpose: SessionPurpose
+    seed: int
+    sampling: SamplingWishes
+
+    @classmethod
+    def read(cls, body: JsonObject) -> Self:
+        refuse_unknown(body, ("task_id", "group_id", "session_id", "purpose", "seed", "sampling"))
+        session_id = _optional_name(body, "session_id") or f"session-{secrets.token_hex(8)}"
+        purpose, seed = body.get("purpose"), body.get("seed")
+        return cls(
+            session_id=session_id,
+            group_id=_optional_name(body, "group_id") or session_id,
+            task_id=as_name(body.get("task_id"), "task_id"),
+            purpose=SessionPurpose.TRAIN if purpose is None else as_member(SessionPurpose, purpose, "purpose"),
+            seed=_seed_of(session_id) if seed is None else as_integer(seed, "seed", low=0, high=MAX_SEED),
+            sampling=_read_sampling(body),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardRequest:
+    """The body of `/rl/set_reward`: the final reward, that of one completion, or a named part (for metrics only)."""
+
+    reward: float
+    completion_id: str | None
+    name: str | None
+
+    @classmethod
+    def read(cls, body: JsonObject) -> Self:
+        refuse_unknown(body, ("reward", "interaction_id", "name"))
+        return cls(
+            reward=as_number(body.get("reward"), "reward"),
+            completion_id=_optional_name(body, "interaction_id"),
+            name=_optional_name(body, "name"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndRequest:
+    """The body of `/rl/end_session`."""
+
+    status: Status
+    error: str | None
+    logged: JsonObject
+
+    @classmethod
+    def read(cls, body: JsonObject) -> Self:
+        refuse_unknown(body, ("status", "error", "logged"))
+        status, error, logged = body.get("status"), body.get("error"), body.get("logged")
+        return cls(
+            status=Status.COMPLETED if status is None else as_member(Status, status, "status"),
+            error=None if error is None else as_text(error, "error"),
+            logged={} if logged is None else as_object(logged, "logged"),
+        )
+
+
+def read_export(body: JsonObject) -> str:
+    """The session id in the body of `/export_trajectories`."""
+    refuse_unknown(body, ("session_id",))
+    return as_name(body.get("session_id"), "session_id")
+
+
+def _optional_name(body: JsonObject, key: str) -> str | None:
+    return None if body.get(key) is None else as_name(body[key], key)
+
+
+def _read_sampling(body: JsonObject) -> SamplingWishes:
+    if body.get("sampling") is None:
+        return SamplingWishes()
+    sampling = as_object(body["sampling"], "sampling")
+    refuse_unknown(sampling, WISH_FIELDS, "sampling.")
+    return SamplingWishes.read(sampling, "sampling.")
+
+
+def _seed_of(session_id: str) -> int:
+    return int.from_bytes(blake2b(session_id.encode(), digest_size=8).digest()) & MAX_SEED

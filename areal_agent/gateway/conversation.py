@@ -1,0 +1,121 @@
+"""The messages and tools of a request, checked and normalised for the chat template and for comparison.
+
+Normalised: content is one string, arguments of tool calls are the parsed object, keys without a value are gone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_agent.errors import RequestError
+from areal_agent.gateway.fields import as_list, as_name, as_object, as_text, refuse, refuse_unknown
+from areal_agent.tokens.tool_calls import parse_json_object
+from areal_agent.types import JsonObject
+
+_KEYS: Mapping[str, frozenset[str]] = {
+    "system": frozenset({"role", "content", "name"}),
+    "developer": frozenset({"role", "content", "name"}),
+    "user": frozenset({"role", "content", "name"}),
+    "assistant": frozenset({"role", "content", "name", "tool_calls", "reasoning_content"}),
+    "tool": frozenset({"role", "content", "name", "tool_call_id"}),
+}
+
+
+def read_messages(value: object) -> tuple[JsonObject, ...]:
+    """Check and normalise `messages`; raises RequestError naming the place."""
+    messages = as_list(value, "messages")
+    if not messages:
+        refuse("messages", value, "a list of at least one message")
+    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def read_tools(value: object) -> tuple[JsonObject, ...]:
+    """Check `tools`; they are kept as they are, key order included: the template prints them."""
+    tools = as_list(value, "tools")
+    for index, tool in enumerate(tools):
+        _check_tool(tool, f"tools[{index}]")
+    return tuple(tools)
+
+
+def _message(value: object, param: str) -> JsonObject:
+    message = as_object(value, param)
+    role = message.get("role")
+    keys = _KEYS.get(role) if isinstance(role, str) else None
+    if keys is None or not isinstance(role, str):
+        refuse(f"{param}.role", role, f"one of {', '.join(_KEYS)}")
+    _refuse_unsupported(message, keys, param)
+    normalised: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,  # a chat template knows no developer
+        "content": _content(message.get("content"), f"{param}.content", is_optional=role == "assistant"),
+    }
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if message.get(key) is not None:
+            normalised[key] = as_text(message[key], f"{param}.{key}")
+    if message.get("tool_calls"):
+        calls = as_list(message["tool_calls"], f"{param}.tool_calls")
+        normalised["tool_calls"] = [_tool_call(call, f"{param}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return normalised
+
+
+def _refuse_unsupported(message: JsonObject, keys: frozenset[str], param: str) -> None:
+    """Client libraries echo answers with all their fields: those that are empty say nothing."""
+    for key in message.keys() - keys:
+        if message[key]:
+            raise RequestError(
+                f"{param}.{key} is not supported in a message of role {message['role']!r}; leave it out",
+                param=f"{param}.{key}",
+                code="unknown_parameter",
+            )
+
+
+def _content(value: object, param: str, *, is_optional: bool) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None and is_optional:
+        return ""
+    if isinstance(value, list):
+        return "".join(_text_part(part, f"{param}[{index}]") for index, part in enumerate(as_list(value, param)))
+    return refuse(param, value, "a string or a list of text parts")
+
+
+def _text_part(value: object, param: str) -> str:
+    part = as_object(value, param)
+    if part.get("type") != "text":
+        raise RequestError(
+            f"{param} has type {part.get('type')!r:.80}; this model reads text only", param=param, code="invalid_value"
+        )
+    return as_text(part.get("text"), f"{param}.text")
+
+
+def _tool_call(value: object, param: str) -> JsonObject:
+    call = as_object(value, param)
+    if call.get("type", "function") != "function":
+        refuse(f"{param}.type", call["type"], "'function'")
+    function = as_object(call.get("function"), f"{param}.function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, dict):
+        text = as_text(arguments, f"{param}.function.arguments")
+        arguments = parse_json_object(text)
+        arguments = text if arguments is None else arguments
+    return {
+        "id": as_text(call.get("id") or "", f"{param}.id"),
+        "type": "function",
+        "function": {"name": as_text(function.get("name"), f"{param}.function.name"), "arguments": arguments},
+    }
+
+
+def _check_tool(value: object, param: str) -> None:
+    tool = as_object(value, param)
+    if tool.get("type") != "function":
+        refuse(f"{param}.type", tool.get("type"), "'function'")
+    function = as_object(tool.get("function"), f"{param}.function")
+    refuse_unknown(function, {"name", "description", "parameters", "strict"}, f"{param}.function.")
+    as_name(function.get("name"), f"{param}.function.name")
+    if function.get("parameters") is not None:
+        as_object(function["parameters"], f"{param}.function.parameters")
+    if function.get("strict"):
+        raise RequestError(
+            f"{param}.function.strict asks for grammar-constrained sampling, which this gateway does not do; "
+            "leave it out",
+            param=f"{param}.function.strict",
+            code="unsupported_parameter",
+        )

@@ -1,0 +1,49 @@
+"""What a gateway counts. Knows nothing of who reads it."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from areal_agent.observe.busy import BusyClock
+from areal_agent.types import ForkReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayStats:
+    """The counts of a gateway since its start, at one moment."""
+
+    num_open_sessions: int
+    num_engine_requests: int  # in flight
+    engine_busy_s: float  # seconds with at least one engine request in flight
+    generated_tokens: int
+    turns: int
+    altered_completions: int  # their recorded probability is not the one they were sampled with
+    malformed_tool_calls: int
+    forks: Mapping[ForkReason, int]
+    errors: Mapping[int, int]  # answers by HTTP status, 400 and up
+
+
+class Counters:
+    """The counts while they are counted."""
+
+    def __init__(self) -> None:
+        self.engine = BusyClock()
+        self.generated_tokens = 0
+        self.turns = 0
+        self.altered_completions = 0
+        self.malformed_tool_calls = 0
+        self.forks: Counter[ForkReason] = Counter()
+        self.errors: Counter[int] = Counter()
+
+    def snapshot(self, *, num_open_sessions: int) -> GatewayStats:
+        return GatewayStats(
+            num_open_sessions=num_open_sessions,
+            num_engine_requests=self.engine.num_running,
+            engine_busy_s=self.engine.busy_s,
+            generated_tokens=self.generated_tokens,
+            turns=self.turns,
+            altered_completions=self.altered_completions,
+            malformed_tool_calls=self.malformed_tool_calls,
+            forks=dict(self.forks),
+            errors=dict(self.errors),
+        )
