@@ -1,0 +1,186 @@
+"""Records to rows and back. The round trip is exact: token ids are int32, log-probabilities float32.
+
+A row is a NamedTuple whose fields are the columns that `schema.py` names. A row that is no record, because the file
+was damaged, raises LedgerError.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from areal_agent.errors import LedgerError
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    Drop,
+    Fate,
+    FinishReason,
+    ForkReason,
+    Rewards,
+    SamplingParams,
+    Status,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+DAMAGE = (ValueError, TypeError, KeyError)
+"""What decoding raises for a row that is no record (orjson's and the enums' errors are ValueErrors)."""
+
+
+class TurnRow(NamedTuple):
+    id: str
+    parent: str | None
+    fork_at: int
+    fork_reason: str | None
+    new_prompt_ids: bytes
+    request_delta: str
+    sampling: str
+    started_s: float
+    ended_s: float
+
+
+class CompletionRow(NamedTuple):
+    id: str
+    token_ids: bytes
+    logprobs: bytes
+    versions: str
+    finish_reason: str
+    distribution: str
+
+
+class EndingRow(NamedTuple):
+    status: str
+    error: str | None
+    final_reward: float | None
+    rewards: str
+    parts: str
+    logged: str
+    ended_s: float
+
+
+def encode_turn(turn: Turn) -> TurnRow:
+    return TurnRow(
+        id=turn.id,
+        parent=turn.parent,
+        fork_at=turn.fork_at,
+        fork_reason=turn.fork_reason,
+        new_prompt_ids=_encode_ids(turn.new_prompt_ids),
+        request_delta=_encode_json("the messages", turn.request_delta),
+        sampling=_encode_json("the sampling parameters", turn.sampling),
+        started_s=turn.started_s,
+        ended_s=turn.ended_s,
+    )
+
+
+def decode_turn(row: TurnRow, completions: Iterable[CompletionRow]) -> Turn:
+    try:
+        return Turn(
+            id=row.id,
+            parent=row.parent,
+            fork_at=row.fork_at,
+            fork_reason=None if row.fork_reason is None else ForkReason(row.fork_reason),
+            new_prompt_ids=_decode_ids(row.new_prompt_ids),
+            completions=tuple(_decode_completion(completion) for completion in completions),
+            request_delta=tuple(orjson.loads(row.request_delta)),
+            sampling=_decode_sampling(row.sampling),
+            started_s=row.started_s,
+            ended_s=row.ended_s,
+        )
+    except DAMAGE as error:
+        raise LedgerError(f"turn {row.id!r} is damaged: {error}") from error
+
+
+def _decode_sampling(text: str) -> SamplingParams:
+    fields: dict[str, Any] = orjson.loads(text)
+    fields["stop_token_ids"] = tuple(fields["stop_token_ids"])
+    return SamplingParams(**fields)
+
+
+def encode_completion(completion: Completion) -> CompletionRow:
+    spans = [(str(span.version), span.start, span.end) for span in completion.versions]
+    return CompletionRow(
+        id=completion.id,
+        token_ids=_encode_ids(completion.token_ids),
+        logprobs=np.asarray(completion.logprobs, dtype="<f4").tobytes(),
+        versions=_encode_json("the version spans", spans),
+        finish_reason=completion.finish_reason,
+        distribution=completion.distribution,
+    )
+
+
+def _decode_completion(row: CompletionRow) -> Completion:
+    return Completion(
+        id=row.id,
+        token_ids=_decode_ids(row.token_ids),
+        logprobs=tuple(np.frombuffer(row.logprobs, dtype="<f4").tolist()),
+        versions=tuple(
+            VersionSpan(version=WeightVersion.parse(version), start=start, end=end)
+            for version, start, end in orjson.loads(row.versions)
+        ),
+        finish_reason=FinishReason(row.finish_reason),
+        distribution=Distribution(row.distribution),
+    )
+
+
+def encode_ending(trajectory: Trajectory) -> EndingRow:
+    """How it ended. Its turns have rows of their own."""
+    rewards = trajectory.rewards
+    return EndingRow(
+        status=trajectory.status,
+        error=trajectory.error,
+        final_reward=rewards.final,
+        rewards=_encode_json("the rewards by completion", dict(rewards.by_completion)),
+        parts=_encode_json("the reward parts", dict(rewards.parts)),
+        logged=_encode_json("what was logged", dict(trajectory.logged)),
+        ended_s=trajectory.ended_s,
+    )
+
+
+def decode_status(row: EndingRow) -> Status:
+    try:
+        return Status(row.status)
+    except DAMAGE as error:
+        raise LedgerError(f"an ending is damaged: {error}") from error
+
+
+def decode_rewards(row: EndingRow) -> Rewards:
+    return Rewards(final=row.final_reward, by_completion=decode_object(row.rewards), parts=decode_object(row.parts))
+
+
+def decode_object(text: str) -> Mapping[str, Any]:
+    try:
+        value = orjson.loads(text)
+    except DAMAGE as error:
+        raise LedgerError(f"{text!r:.80} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LedgerError(f"{text!r:.80} is no JSON object")
+    return value
+
+
+def decode_fate(trained_step: int | None, dropped: str | None) -> Fate | None:
+    """None when both are NULL: it has no fate yet."""
+    if trained_step is None and dropped is None:
+        return None
+    try:
+        return Fate(trained_step=trained_step, dropped=None if dropped is None else Drop(dropped))
+    except DAMAGE as error:
+        raise LedgerError(f"a fate is damaged: {error}") from error
+
+
+def _encode_ids(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def _decode_ids(blob: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(blob, dtype="<i4").tolist())
+
+
+def _encode_json(what: str, value: object) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as error:  # orjson's own error is one
+        raise LedgerError(f"{what} cannot be written as JSON: {error}") from error

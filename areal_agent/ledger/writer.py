@@ -1,0 +1,131 @@
+"""The writer thread with its queue: all that is queued goes into one transaction; callers hear after the commit.
+
+    callers (event loop) ── work, future ──▶ queue ──▶ writer thread: BEGIN, work*, COMMIT ──▶ futures resolve
+
+One fsync serves everybody who waited for it (group commit). Work that fails is undone alone; its neighbours stay. It
+knows nothing of the tables.
+"""
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from areal_agent.errors import LedgerError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    work: Callable[[sqlite3.Connection], Any]
+    future: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What a request came to: `error` when it failed, else `result`."""
+
+    request: _Request
+    result: Any = None
+    error: Exception | None = None
+
+
+class GroupCommitWriter:
+    """Owns the thread and its connection. Belongs to the event loop that made it; end it with `stop`, then `close`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._is_closed = False
+        # A daemon: what it has not committed was promised to nobody, so it must not keep a dying process alive.
+        self._thread = threading.Thread(target=self._serve, name="ledger-writer", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Do `work` in the next transaction; what it returns, or raises, arrives when that is decided and durable.
+
+        A caller that is cancelled while it waits does not know: the work may be done or not.
+        """
+        if self._is_closed:
+            raise LedgerError("the ledger is closed: nothing can be written any more; open it again")
+        future: asyncio.Future[Result] = self._loop.create_future()
+        self._queue.put(_Request(work=work, future=future))
+        return await future
+
+    def stop(self) -> None:
+        """Take no more work. Called in the event loop, so that nothing slips in behind the end of the queue."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._queue.put(None)
+
+    def close(self) -> None:
+        """After `stop`: block until what is queued is committed and the file is closed. Harmless when repeated."""
+        self._thread.join()
+        self._connection.close()
+
+    def _serve(self) -> None:
+        is_open = True
+        while is_open:
+            waiting = self._take_waiting()
+            group = [request for request in waiting if request is not None]
+            is_open = len(group) == len(waiting)
+            if group:
+                self._loop.call_soon_threadsafe(_deliver, self._commit(group))
+
+    def _take_waiting(self) -> Sequence[_Request | None]:
+        """All that is queued, at least one."""
+        waiting = [self._queue.get()]
+        while not self._queue.empty():
+            waiting.append(self._queue.get())
+        return waiting
+
+    def _commit(self, group: Sequence[_Request]) -> Sequence[_Outcome]:
+        """Perform a group in one transaction. When that fails (a full disk, say), nothing of it has happened."""
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            outcomes = [self._perform(request) for request in group]
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            failure = LedgerError(f"the ledger could not be written: {error}; make room on its disk and resume the run")
+            return [_Outcome(request=request, error=failure) for request in group]
+        return outcomes
+
+    def _perform(self, request: _Request) -> _Outcome:
+        """Do one request's work. If it fails it is undone; the boundary at which an exception becomes its answer."""
+        self._connection.execute("SAVEPOINT request")
+        try:
+            outcome = _Outcome(request=request, result=request.work(self._connection))
+        except Exception as error:
+            self._connection.execute("ROLLBACK TO request")  # fails with the whole transaction, as on a full disk
+            outcome = _Outcome(request=request, error=_explain(error))
+        self._connection.execute("RELEASE request")
+        return outcome
+
+
+def _explain(error: Exception) -> Exception:
+    if isinstance(error, sqlite3.IntegrityError):
+        return LedgerError(
+            f"the ledger refuses a contradiction: {error}; each session, turn and answer is written once"
+        )
+    if isinstance(error, sqlite3.Error):
+        return LedgerError(f"the ledger could not be written: {error}")
+    return error
+
+
+def _deliver(outcomes: Sequence[_Outcome]) -> None:
+    """In the event loop: answer those who still wait."""
+    for outcome in outcomes:
+        future = outcome.request.future
+        if future.done():  # its caller was cancelled
+            continue
+        if outcome.error is None:
+            future.set_result(outcome.result)
+        else:
+            future.set_exception(outcome.error)
