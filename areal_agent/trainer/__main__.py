@@ -1,0 +1,34 @@
+"""`python -m areal_agent.trainer --fd N`: the trainer process. A run starts it; N is its end of a socket pair."""
+
+import logging
+import socket
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from areal_agent.command import Parser, run_command
+from areal_agent.process import exit_with_parent
+from areal_agent.trainer.worker import Worker
+
+
+def main() -> int:
+    parser = Parser(
+        prog="python -m areal_agent.trainer", description="The trainer process of a run; `areal_agent.train` starts it."
+    )
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket that commands come over")
+    arguments = parser.parse_args()
+    exit_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    transformers_logging.disable_progress_bar()
+    torch.set_num_interop_threads(1)
+    try:
+        sock = socket.socket(fileno=arguments.fd)
+    except OSError as error:
+        parser.error(f"--fd {arguments.fd} is no open socket ({error.strerror}); a run passes one that it made")
+    with sock:
+        Worker().serve(sock)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

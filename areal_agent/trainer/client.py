@@ -1,0 +1,151 @@
+"""The main process's end of the trainer: commands as coroutines. Imports no torch and starts no process.
+
+One command is under way at a time. A reader task, owned by the client, waits for answers and hands each to the command
+with its number: a cancelled command leaves its answer behind without confusing the next one.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.errors import ArealAgentError, ConfigError, ProcessDied, TrainerError
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.framing import Arrays, Frame, receive_frame
+from areal_agent.trainer.records import encode_records
+from areal_agent.trainer.reports import StepReport, TrainerInfo
+from areal_agent.types import JsonObject, RolloutBatch, SharedMemoryWeights, TensorEntry
+
+
+class TrainerClient:
+    """Speaks to `python -m areal_agent.trainer` over a connected socket, which it owns."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Frame]] = {}
+        self._end: ProcessDied | None = None
+
+    async def init(
+        self,
+        *,
+        model: Path,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        seed: int,
+        shared_memory: Path,
+    ) -> TrainerInfo:
+        """Load `model`, a Hugging Face folder; when it is a checkpoint, its training state too. The first command.
+
+        `shared_memory` is the folder in which weights are published. Raises ConfigError for a model or a device that
+        cannot be used.
+        """
+        answer = await self._call(
+            "init",
+            {
+                "model": str(model),
+                "trainer": trainer.model_dump(mode="json"),
+                "algorithm": algorithm.model_dump(mode="json"),
+                "seed": seed,
+                "shared_memory": str(shared_memory),
+            },
+        )
+        return TrainerInfo(**answer)
+
+    async def train_step(self, batch: RolloutBatch) -> StepReport:
+        """Train one step on a batch's records; the baselines use the total rewards of its trajectories."""
+        rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
+        names, arrays = await asyncio.to_thread(encode_records, batch.records)
+        answer = await self._call("train_step", {"step": batch.step, "records": names, "rewards": rewards}, arrays)
+        # JSON has no NaN: what is not finite arrives as null
+        metrics = {name: math.nan if value is None else value for name, value in answer["metrics"].items()}
+        return StepReport(step=batch.step, metrics=metrics, seconds=answer["seconds"])
+
+    async def publish(self) -> SharedMemoryWeights:
+        """Copy the weights into shared memory. What it returned last stays whole until the call after the next."""
+        answer = await self._call("publish", {})
+        entries = tuple(_tensor_entry(one) for one in answer["entries"])
+        return SharedMemoryWeights(path=answer["path"], entries=entries, crc32=answer["crc32"])
+
+    async def save(self, directory: Path, *, step: int, incarnation: int) -> Path:
+        """Publish a checkpoint in `directory` and remove old ones, as checkpoint.py says; returns its folder."""
+        answer = await self._call("save", {"directory": str(directory), "step": step, "incarnation": incarnation})
+        return Path(answer["path"])
+
+    async def shutdown(self) -> None:
+        """Ask the process to end by itself."""
+        await self._call("shutdown", {})
+
+    async def aclose(self) -> None:
+        """Close the socket, which ends the process if it still runs. Commands under way raise ProcessDied."""
+        self._fail(ProcessDied("the connection to the trainer is closed"))
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+        if self._writer is None:
+            self._socket.close()
+        else:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+
+    async def _call(self, command: str, arguments: JsonObject, arrays: Arrays | None = None) -> dict[str, Any]:
+        """Send one command and wait for its answer."""
+        number = next(self._numbers)
+        frame = Frame(header={"number": number, "command": command, **arguments}, arrays=arrays or {})
+        encoded = await asyncio.to_thread(frame.encode)
+        async with self._lock:
+            writer = await self._connect()
+            answer = self._answers[number] = asyncio.get_running_loop().create_future()
+            try:
+                writer.write(encoded)
+                header = (await answer).header
+            finally:
+                del self._answers[number]
+        if "error" in header:
+            raise _error_of(command, header["error"])
+        return header["result"]
+
+    async def _connect(self) -> asyncio.StreamWriter:
+        if self._end is not None:
+            raise self._end
+        if self._writer is None:
+            reader, self._writer = await asyncio.open_connection(sock=self._socket)
+            self._reading = asyncio.create_task(self._read(reader), name="trainer answers")
+        return self._writer
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand every answer to its command until the trainer closes its end."""
+        try:
+            while True:
+                frame = await receive_frame(reader)
+                answer = self._answers.get(frame.header["number"])
+                if answer is not None and not answer.done():
+                    answer.set_result(frame)
+        except (EOFError, OSError):
+            self._fail(ProcessDied("the trainer process ended before it answered; its log says why"))
+
+    def _fail(self, error: ProcessDied) -> None:
+        self._end = self._end or error
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+def _tensor_entry(values: dict[str, Any]) -> TensorEntry:
+    values["shape"] = tuple(values["shape"])
+    return TensorEntry(**values)
+
+
+def _error_of(command: str, error: JsonObject) -> ArealAgentError:
+    if error["type"] == ConfigError.__name__:
+        return ConfigError(error["message"])
+    where = "".join(f"\n    {line}" for line in error["traceback"])
+    return TrainerError(f"the trainer's {command} failed: {error['type']}: {error['message']}{where}")

@@ -1,0 +1,38 @@
+"""The config section of the trainer process. Imports no torch."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from areal_agent.section import Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainerConfig(Section):
+    """How weights are updated; the defaults are the AReaL paper's (Table 3)."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
+    """Of AdamW; constant after the warm-up."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the root of AdamW's second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    """Of matrices; norms and biases are not decayed."""
+    gradient_clip: Annotated[float, Field(gt=0)] = 1.0
+    """The gradient's norm is scaled down to it."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimiser updates over which the learning rate rises linearly."""
+    tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
+    """Tokens that go through the model at once, padding included; a longer sequence goes alone."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """CPU threads of the trainer process."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: cuda when there is one. Weights are float32; on cuda the matrices are multiplied in bfloat16."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 10
+    """Train steps between checkpoints."""
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints that are kept."""
+    startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long the process may take to load the model."""

@@ -1,0 +1,100 @@
+"""What a train step counts on its way through micro-batches: sums and maxima, which do not depend on the split."""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from areal_agent.algorithms.losses import LossStats, k3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """How far the trainer's log-probabilities at the start of a step are from those that the engine recorded.
+
+    Over all tokens that includes the drift of the policy since they were sampled; over *fresh* tokens, sampled by the
+    very weights that the step starts from, only numerical differences remain.
+    """
+
+    num_tokens: int = 0
+    diff_sum: float = 0.0  # |proximal - behaviour|, nats
+    diff_max: float = 0.0
+    kl_sum: float = 0.0  # of the proximal to the behaviour policy, estimator k3
+    num_fresh: int = 0
+    fresh_diff_max: float = 0.0
+
+    @classmethod
+    def of(cls, proximal: Tensor, behavior: Tensor, is_fresh: Tensor) -> Self:
+        """Shapes: all [M]."""
+        if len(proximal) == 0:
+            return cls()
+        diff = (proximal - behavior).abs()
+        fresh_diff = torch.where(is_fresh, diff, 0.0)
+        values = [diff.sum(), diff.max(), k3(proximal - behavior).sum(), is_fresh.sum(), fresh_diff.max()]
+        diff_sum, diff_max, kl_sum, num_fresh, fresh_diff_max = torch.stack(values).tolist()
+        return cls(
+            num_tokens=len(proximal),
+            diff_sum=diff_sum,
+            diff_max=diff_max,
+            kl_sum=kl_sum,
+            num_fresh=round(num_fresh),
+            fresh_diff_max=fresh_diff_max,
+        )
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(
+            num_tokens=self.num_tokens + other.num_tokens,
+            diff_sum=self.diff_sum + other.diff_sum,
+            diff_max=max(self.diff_max, other.diff_max),
+            kl_sum=self.kl_sum + other.kl_sum,
+            num_fresh=self.num_fresh + other.num_fresh,
+            fresh_diff_max=max(self.fresh_diff_max, other.fresh_diff_max),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        count = max(self.num_tokens, 1)
+        return {
+            "logp_diff_mean": self.diff_sum / count,
+            "logp_diff_max": self.diff_max,
+            "logp_diff_fresh_max": self.fresh_diff_max,
+            "num_fresh_tokens": self.num_fresh,
+            "mismatch_kl": self.kl_sum / count,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """The counts of some micro-batches."""
+
+    loss: float = 0.0
+    entropy_sum: float = 0.0
+    num_input_tokens: int = 0  # without padding
+    num_padded_tokens: int = 0  # with it
+    num_micro_batches: int = 0
+    losses: LossStats = field(default_factory=LossStats)
+    mismatch: Mismatch = field(default_factory=Mismatch)
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(
+            loss=self.loss + other.loss,
+            entropy_sum=self.entropy_sum + other.entropy_sum,
+            num_input_tokens=self.num_input_tokens + other.num_input_tokens,
+            num_padded_tokens=self.num_padded_tokens + other.num_padded_tokens,
+            num_micro_batches=self.num_micro_batches + other.num_micro_batches,
+            losses=self.losses.merge(other.losses),
+            mismatch=self.mismatch.merge(other.mismatch),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Means over tokens, by name; the loss is not among them: it adds up over the micro-batches of one update."""
+        padding = self.num_padded_tokens - self.num_input_tokens
+        return {
+            "entropy": self.entropy_sum / max(self.losses.num_tokens, 1),
+            "num_loss_tokens": self.losses.num_tokens,
+            "num_input_tokens": self.num_input_tokens,
+            "num_micro_batches": self.num_micro_batches,
+            "padding_fraction": padding / max(self.num_padded_tokens, 1),
+            **self.losses.metrics(),
+            **self.mismatch.metrics(),
+        }

@@ -1,0 +1,115 @@
+"""The trainer as one object: model, optimiser, random state, and the way that weights leave. No process, no wire.
+
+worker.py calls it for every command; it is usable alone, in one process.
+"""
+
+import time
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.errors import ConfigError
+from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, publish_checkpoint, read_checkpoint
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.model import Policy, choose_device
+from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.reports import StepReport, TrainerInfo
+from areal_agent.trainer.state import read_training, write_export, write_training
+from areal_agent.trainer.step import StepInput, Stepper
+from areal_agent.types import SharedMemoryWeights
+from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
+
+
+class Trainer:
+    """One policy in training. Make it with `load`, end it with `close`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        source: Path,
+        config: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        seed: int,
+        shared_memory: Path,
+    ) -> None:
+        self._policy = policy
+        self._source = source
+        self._config = config
+        self._step = 0
+        self._optimizer = Optimizer(policy.model.parameters(), config)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._stepper = Stepper(policy, self._optimizer, self._generator, algorithm, config.tokens_per_micro_batch)
+        self._channel = SharedMemoryChannel(
+            shared_memory, layout(policy.named_parameters().items(), policy.publish_dtype)
+        )
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, config: TrainerConfig, algorithm: AlgorithmConfig, seed: int, shared_memory: Path
+    ) -> Self:
+        """Load a Hugging Face folder; a checkpoint goes on exactly where it was saved. Raises ConfigError."""
+        device = choose_device(config.device)
+        checkpoint = _checkpoint_in(folder)
+        trainer = cls(
+            Policy.load(folder, device),
+            source=folder,
+            config=config,
+            algorithm=algorithm,
+            seed=seed,
+            shared_memory=shared_memory,
+        )
+        if checkpoint is not None:
+            read_training(folder, trainer._optimizer, trainer._generator)
+            trainer._step = checkpoint.step
+        return trainer
+
+    @property
+    def info(self) -> TrainerInfo:
+        return TrainerInfo(
+            step=self._step,
+            num_parameters=sum(one.numel() for one in self._policy.named_parameters().values()),
+            device=str(self._policy.device),
+        )
+
+    def train_step(self, given: StepInput) -> StepReport:
+        """Train one step. Raises ValueError unless it makes the version after the last."""
+        if given.step != self._step + 1:
+            raise ValueError(f"step {given.step} was asked for, but the weights are those of step {self._step}")
+        started_s = time.perf_counter()
+        metrics = self._stepper.train(given)
+        self._step = given.step
+        return StepReport(step=given.step, metrics=metrics, seconds=time.perf_counter() - started_s)
+
+    def publish(self) -> SharedMemoryWeights:
+        """Copy the weights to where engines read them."""
+        return self._channel.write(self._policy.named_parameters())
+
+    def save(self, directory: Path, *, step: int, incarnation: int) -> Checkpoint:
+        """Publish a checkpoint. Raises ValueError unless `step` is the one that was trained last."""
+        if step != self._step:
+            raise ValueError(
+                f"a checkpoint of step {step} was asked for, but the weights are those of step {self._step}"
+            )
+        return publish_checkpoint(
+            directory, step=step, incarnation=incarnation, write=self._write, keep_last=self._config.keep_last
+        )
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _write(self, folder: Path) -> None:
+        write_export(folder, self._policy, self._source)
+        write_training(folder, self._optimizer, self._generator)
+
+
+def _checkpoint_in(folder: Path) -> Checkpoint | None:
+    """The checkpoint that `folder` is, or None for a plain model folder. Raises ConfigError for a damaged one."""
+    if not (folder / TRAINING).is_dir():
+        return None
+    try:
+        return read_checkpoint(folder)
+    except ValueError as error:
+        raise ConfigError(f"cannot resume: {error}; remove that checkpoint to resume from the one before") from None

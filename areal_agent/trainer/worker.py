@@ -1,0 +1,112 @@
+"""The trainer process's end of the socket: reads a command, carries it out, answers; a failure is an answer too.
+
+It ends with the command `shutdown`, or when the main process closes its end.
+"""
+
+import logging
+import socket
+import traceback
+from dataclasses import asdict
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.framing import Arrays, Frame, read_frame
+from areal_agent.trainer.records import decode_records
+from areal_agent.trainer.step import StepInput
+from areal_agent.trainer.trainer import Trainer
+from areal_agent.types import JsonObject
+
+NUM_TRACEBACK_LINES = 8
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Carries out commands one after the other. `trainer` is there after `init`."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._is_done = False
+
+    def serve(self, sock: socket.socket) -> None:
+        """Answer commands until `shutdown` or the other side is gone."""
+        try:
+            with sock.makefile("rwb") as file:
+                while not self._is_done:
+                    self._answer(file)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            logger.info("the main process is gone; ending")
+        finally:
+            if self._trainer is not None:
+                self._trainer.close()
+
+    def _answer(self, file: BufferedRWPair) -> None:
+        request = read_frame(file)
+        number = request.header["number"]
+        try:
+            answer: dict[str, Any] = {"number": number, "result": self._carry_out(request)}
+        except Exception as error:  # the boundary that turns a failure into an answer; the process lives on
+            logger.exception("the command %r failed", request.header.get("command"))
+            answer = {"number": number, "error": _describe(error)}
+        file.write(Frame(header=answer).encode())
+        file.flush()
+
+    def _carry_out(self, request: Frame) -> JsonObject:
+        arguments = request.header
+        match arguments["command"]:
+            case "init":
+                return self._init(arguments)
+            case "train_step":
+                return self._train_step(arguments, request.arrays)
+            case "publish":
+                return asdict(self._ready().publish())
+            case "save":
+                saved = self._ready().save(
+                    Path(arguments["directory"]), step=arguments["step"], incarnation=arguments["incarnation"]
+                )
+                return {"path": str(saved.path)}
+            case "shutdown":
+                self._is_done = True
+                return {}
+            case unknown:
+                raise ValueError(f"unknown command {unknown!r}")
+
+    def _init(self, arguments: JsonObject) -> JsonObject:
+        if self._trainer is not None:
+            raise ValueError("init came a second time; a trainer process loads one model")
+        config = TrainerConfig.model_validate(arguments["trainer"])
+        torch.set_num_threads(config.threads)
+        self._trainer = Trainer.load(
+            Path(arguments["model"]),
+            config=config,
+            algorithm=AlgorithmConfig.model_validate(arguments["algorithm"]),
+            seed=arguments["seed"],
+            shared_memory=Path(arguments["shared_memory"]),
+        )
+        info = self._trainer.info
+        logger.info("loaded %s: %d parameters on %s", arguments["model"], info.num_parameters, info.device)
+        return asdict(info)
+
+    def _train_step(self, arguments: JsonObject, arrays: Arrays) -> JsonObject:
+        given = StepInput(
+            step=arguments["step"],
+            records=decode_records(arguments["records"], arrays),
+            rewards=arguments["rewards"],
+        )
+        report = self._ready().train_step(given)
+        return {"metrics": report.metrics, "seconds": report.seconds}
+
+    def _ready(self) -> Trainer:
+        if self._trainer is None:
+            raise ValueError("no model is loaded; init has to come first, and to succeed")
+        return self._trainer
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return {"type": type(error).__name__, "message": str(error), "traceback": lines[-NUM_TRACEBACK_LINES:]}
