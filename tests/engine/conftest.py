@@ -1,0 +1,216 @@
+"""A tiny random model, its plain transformers forward as the truth, and the embedded engine served over real HTTP."""
+
+import asyncio
+import threading
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.engine.http import HttpEngine
+from areal_agent.types import GenerateRequest, SamplingParams, SharedMemoryWeights, TensorEntry, WeightVersion
+
+VOCAB_SIZE = 97
+MAX_CONTEXT = 512
+DEADLINE_S = 30.0  # only a hang is longer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Save a random model and answer with its folder. Weights are large enough for peaked, distinct distributions."""
+
+    def make(family: str = "qwen3", seed: int = 0, **overrides: object) -> Path:
+        kind = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}[family]
+        shape = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": MAX_CONTEXT,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.15,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(kind(**(shape | overrides)))
+        model.generation_config.eos_token_id = model.config.eos_token_id
+        folder = tmp_path_factory.mktemp(f"{family}_{seed}")
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_model: Callable[..., Path]) -> Path:
+    """The model that most tests serve; it has no end token, so lengths are what a test asks for."""
+    return make_model(seed=0)
+
+
+@pytest.fixture(scope="session")
+def other(make_model: Callable[..., Path]) -> Path:
+    """Other weights for the same model."""
+    return make_model(seed=1)
+
+
+class Truth:
+    """Log-probabilities by transformers' own attention, one sequence at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.model.eval()
+
+    def distribution(self, ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+        """log softmax(logits / temperature) after each token, [T, V]."""
+        with torch.no_grad():
+            return torch.log_softmax(self.model(torch.tensor([list(ids)])).logits[0] / temperature, dim=-1)
+
+    def logprobs(self, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Of each sampled token after prompt and the tokens before it."""
+        rows = self.distribution([*prompt, *sampled], temperature)[len(prompt) - 1 : -1]
+        return rows.gather(1, torch.tensor(list(sampled))[:, None])[:, 0].tolist()
+
+
+@pytest.fixture(scope="session")
+def truth() -> Callable[[Path], Truth]:
+    known: dict[Path, Truth] = {}
+    return lambda folder: known.setdefault(folder, Truth(folder))
+
+
+class Gate:
+    """A ModelRunner whose decode steps a test lets through one by one."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._permits = threading.Semaphore(0)
+        self._is_open = True
+        self.is_blocked = threading.Event()
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name)
+
+    def decode(self, *args):
+        if not self._is_open and not self._permits.acquire(blocking=False):
+            self.is_blocked.set()
+            self._permits.acquire()
+            self.is_blocked.clear()
+        return self._runner.decode(*args)
+
+    def shut(self) -> None:
+        """From now on every decode step needs a permit."""
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+        self._permits.release()
+
+    async def steps(self, num_steps: int) -> None:
+        """Let exactly this many decode steps through; the model thread then stands before the next one."""
+        for _ in range(num_steps):
+            await asyncio.to_thread(self.is_blocked.wait, DEADLINE_S)
+            self.is_blocked.clear()
+            self._permits.release()
+        await asyncio.to_thread(self.is_blocked.wait, DEADLINE_S)
+
+    async def meanwhile(self, call: Awaitable):
+        """Await a call that needs the model thread, while the model takes as few steps as it needs to."""
+        task = asyncio.ensure_future(call)
+        while not task.done():
+            if self.is_blocked.is_set():
+                self.is_blocked.clear()
+                self._permits.release()
+            await asyncio.sleep(0)
+        return await task
+
+
+class Served:
+    """An engine behind HTTP with everything that a test may want to hold."""
+
+    def __init__(self, engine: HttpEngine, server: EngineServer, gate: Gate) -> None:
+        self.engine = engine
+        self.server = server
+        self.gate = gate
+
+    async def until(self, is_so: Callable[[object], bool]) -> None:
+        """Wait until the engine's stats say so."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not is_so(await self.engine.stats()):
+                pass
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture
+def serve() -> Serve:
+    @asynccontextmanager
+    async def serving(folder: Path, *, num_slots: int = 8, max_context: int = MAX_CONTEXT):
+        gate = Gate(ModelRunner.load(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
+        server = await EngineServer.start(gate, version=WeightVersion(step=7))
+        engine = HttpEngine(server.base_url)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                yield Served(engine, server, gate)
+        finally:
+            gate.open()
+            await engine.aclose()
+            await server.aclose()
+
+    return serving
+
+
+@pytest.fixture
+def ask() -> Callable[..., GenerateRequest]:
+    """A request; its prompt is drawn from its number."""
+
+    def make(number: int = 0, *, prompt_length: int = 10, **sampling: object) -> GenerateRequest:
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(VOCAB_SIZE, (prompt_length,), generator=generator).tolist()
+        params = SamplingParams(**({"max_tokens": 12, "seed": number} | sampling))
+        return GenerateRequest(request_id=f"request-{number:04}", input_ids=tuple(ids), sampling=params)
+
+    return make
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Callable[[Path], SharedMemoryWeights]:
+    """Write the weights of a folder into one mapped file, as the trainer does."""
+
+    def write(folder: Path) -> SharedMemoryWeights:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        path = tmp_path / f"{folder.name}.weights"
+        entries: list[TensorEntry] = []
+        crc32 = 0
+        with path.open("wb") as file:
+            for name, parameter in model.named_parameters():
+                data = parameter.detach().numpy().tobytes()
+                entries.append(
+                    TensorEntry(
+                        name=name,
+                        dtype="float32",
+                        shape=tuple(parameter.shape),
+                        offset=file.tell(),
+                        num_bytes=len(data),
+                    )
+                )
+                crc32 = zlib.crc32(data, crc32)
+                file.write(data)
+        return SharedMemoryWeights(path=str(path), entries=tuple(entries), crc32=crc32)
+
+    return write

@@ -1,0 +1,206 @@
+"""Interruption and weight swaps, through HTTP, at a token boundary in the middle of a completion:
+
+- retract: tokens before the swap are the old model's, those after it the new model's over prompt and sampled tokens;
+  spans say which; by shared memory and from disk
+- in place: the completion goes on with its old KV; the spans still tell the versions
+- abort: what is in flight returns partial; what arrives while paused waits
+- an update without a pause recomputes; no request is lost; new requests run on the new version only
+- a pause holds requests back, twice pausing and twice resuming are harmless
+"""
+
+import asyncio
+
+import pytest
+
+from areal_agent.engine import wire
+from areal_agent.errors import WeightUpdateError
+from areal_agent.types import DiskWeights, FinishReason, PauseMode, VersionSpan, WeightVersion
+
+TOLERANCE = 1e-4
+OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
+
+
+def spans(*ends: int) -> tuple[VersionSpan, ...]:
+    """Spans of version 7, 8, ... that end there."""
+    starts = [0, *ends[:-1]]
+    return tuple(
+        VersionSpan(version=WeightVersion(step=7 + i), start=start, end=end)
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+    )
+
+
+@pytest.fixture(params=["shared_memory", "disk"])
+def new_weights(request, other, share):
+    return share(other) if request.param == "shared_memory" else DiskWeights(path=str(other))
+
+
+async def test_retract_goes_on_under_the_new_weights(tiny, other, serve, ask, truth, new_weights):
+    requests = [ask(i, prompt_length=5 + 9 * i, max_tokens=40) for i in range(3)]
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answers = [asyncio.create_task(served.engine.generate(request)) for request in requests]
+        await served.gate.steps(12)
+        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
+        await served.engine.update_weights(new_weights, NEW)
+        served.gate.open()
+        await served.engine.resume()
+        results = await asyncio.gather(*answers)
+    for request, result in zip(requests, results, strict=True):
+        split = result.versions[0].end
+        assert 0 < split < 40 and result.versions == spans(split, 40)
+        old = truth(tiny).logprobs(request.input_ids, result.token_ids)
+        new = truth(other).logprobs(request.input_ids, result.token_ids)
+        assert result.logprobs == pytest.approx([*old[:split], *new[split:]], abs=TOLERANCE)
+
+
+async def test_an_update_without_a_pause_recomputes(tiny, other, serve, ask, truth, new_weights):
+    request = ask(1, max_tokens=200)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.update_weights(new_weights, NEW))
+        served.gate.open()
+        result = await answer
+    split = result.versions[0].end
+    assert result.versions == spans(split, 200)
+    new = truth(other).logprobs(request.input_ids, result.token_ids)
+    assert result.logprobs[split:] == pytest.approx(new[split:], abs=TOLERANCE)
+
+
+async def test_two_swaps_three_spans(tiny, other, serve, ask, share):
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=300)))
+        for step, folder in ((8, other), (9, tiny)):
+            await served.gate.steps(4)
+            await served.gate.meanwhile(served.engine.update_weights(share(folder), WeightVersion(step=step)))
+        served.gate.open()
+        result = await answer
+    assert result.versions == spans(result.versions[0].end, result.versions[1].end, 300)
+
+
+async def test_in_place_keeps_the_old_keys_and_values(tiny, other, serve, ask, truth, share):
+    request = ask(1, max_tokens=60)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(12)
+        await served.gate.meanwhile(served.engine.pause(PauseMode.IN_PLACE))
+        await served.engine.update_weights(share(other), NEW)
+        served.gate.open()
+        await served.engine.resume()
+        result = await answer
+    split = result.versions[0].end
+    assert result.versions == spans(split, 60)
+    new = truth(other).logprobs(request.input_ids, result.token_ids)
+    assert result.logprobs[split:] != pytest.approx(new[split:], abs=0.05)
+
+
+async def test_in_place_without_a_swap_changes_nothing(tiny, serve, ask, truth):
+    request = ask(1, max_tokens=40)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.pause(PauseMode.IN_PLACE))
+        served.gate.open()
+        await served.engine.resume()
+        result = await answer
+        undisturbed = await served.engine.generate(ask(1, max_tokens=40))
+    assert result.token_ids == undisturbed.token_ids
+    assert result.versions == spans(40)
+
+
+async def test_retract_without_a_swap_changes_nothing(tiny, serve, ask):
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=40)))
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
+        served.gate.open()
+        await served.engine.resume()
+        result = await answer
+        undisturbed = await served.engine.generate(ask(1, max_tokens=40))
+    assert result.token_ids == undisturbed.token_ids
+    assert result.logprobs == pytest.approx(undisturbed.logprobs, abs=TOLERANCE)
+
+
+async def test_pause_abort_returns_partials(tiny, serve, ask, truth):
+    request = ask(1, max_tokens=400)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(8)
+        await served.gate.meanwhile(served.engine.pause(PauseMode.ABORT))
+        result = await answer
+    assert result.finish_reason is FinishReason.ABORT
+    assert 8 <= len(result.token_ids) < 400
+    assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+async def test_requests_that_arrive_while_paused_wait_and_run_on_the_new_version(mode, tiny, other, serve, ask, share):
+    async with serve(tiny) as served:
+        await served.engine.pause(mode)
+        answer = asyncio.create_task(served.engine.generate(ask(1)))
+        await served.until(lambda stats: stats.num_queued == 1)
+        await served.engine.update_weights(share(other), NEW)
+        assert (await served.engine.stats()).generated_tokens == 0
+        await served.engine.resume()
+        result = await answer
+    assert result.versions == (VersionSpan(version=NEW, start=0, end=12),)
+
+
+async def test_pausing_and_resuming_twice_is_harmless(tiny, serve, ask):
+    async with serve(tiny) as served:
+        await served.engine.resume()
+        await served.engine.pause(PauseMode.IN_PLACE)
+        await served.engine.pause(PauseMode.RETRACT)
+        await served.engine.resume()
+        await served.engine.resume()
+        assert len((await served.engine.generate(ask(1))).token_ids) == 12
+
+
+async def test_more_requests_than_slots_all_survive_a_swap(tiny, other, serve, ask, truth, share):
+    requests = [ask(i, prompt_length=4 + i, max_tokens=20 + i) for i in range(12)]
+    async with serve(tiny, num_slots=4) as served:
+        served.gate.shut()
+        answers = [asyncio.create_task(served.engine.generate(request)) for request in requests]
+        await served.gate.steps(10)
+        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
+        await served.engine.update_weights(share(other), NEW)
+        served.gate.open()
+        await served.engine.resume()
+        results = await asyncio.gather(*answers)
+    for request, result in zip(requests, results, strict=True):
+        split = result.versions[0].end if result.versions[0].version == OLD else 0
+        new = truth(other).logprobs(request.input_ids, result.token_ids)
+        assert len(result.token_ids) == request.sampling.max_tokens
+        assert result.logprobs[split:] == pytest.approx(new[split:], abs=TOLERANCE)
+
+
+async def test_version_is_told_after_an_update(tiny, other, serve, share):
+    async with serve(tiny) as served:
+        await served.engine.update_weights(share(other), WeightVersion(incarnation=2, step=9))
+        assert (await served.engine.info()).weight_version == WeightVersion(incarnation=2, step=9)
+
+
+async def test_a_failed_update_while_paused_lets_the_old_version_go_on(tiny, serve, ask, truth):
+    request = ask(1, max_tokens=40)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
+        with pytest.raises(WeightUpdateError, match="no_such_folder"):
+            await served.engine.update_weights(DiskWeights(path="no_such_folder"), NEW)
+        served.gate.open()
+        await served.engine.resume()
+        result = await answer
+    assert result.versions == spans(40)
+    assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+
+
+def test_the_wire_carries_every_mode():
+    assert [wire.decode_pause(wire.encode_pause(mode)) for mode in PauseMode] == list(PauseMode)

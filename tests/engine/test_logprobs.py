@@ -1,0 +1,124 @@
+"""The embedded engine's log-probabilities are those of transformers' plain forward, within 1e-4:
+
+- for every model family that it serves, tied and untied
+- whatever the batch: different lengths, rows that end at different times, more requests than slots, rows in buckets
+- divided by the temperature; greedy as at temperature 1; not renormalised for top-k and top-p
+And the same seed gives the same tokens, whoever else is in the batch. An end token ends a completion and is part of it.
+"""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from areal_agent.engine.embedded.attention import bucket_rows
+from areal_agent.types import FinishReason
+
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
+async def test_every_family(family, make_model, serve, ask, truth):
+    folder = make_model(family, seed=3, tie_word_embeddings=family != "llama", sliding_window=None)
+    request = ask(1, max_tokens=20)
+    async with serve(folder) as served:
+        result = await served.engine.generate(request)
+    expected = truth(folder).logprobs(request.input_ids, result.token_ids)
+    assert len(result.token_ids) == 20
+    assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_batches_of_different_lengths(tiny, serve, ask, truth):
+    requests = [ask(i, prompt_length=1 + 13 * i % 60, max_tokens=1 + 7 * i % 40) for i in range(20)]
+    async with serve(tiny, num_slots=8) as served:
+        results = await asyncio.gather(*(served.engine.generate(request) for request in requests))
+    for request, result in zip(requests, results, strict=True):
+        assert len(result.token_ids) == request.sampling.max_tokens
+        assert result.finish_reason is FinishReason.LENGTH
+        expected = truth(tiny).logprobs(request.input_ids, result.token_ids)
+        assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_rows_in_buckets(tiny, serve, ask, truth):
+    lengths = [300] * 4 + [5] * 28
+    assert len(bucket_rows(lengths)) > 1
+    requests = [ask(i, prompt_length=length) for i, length in enumerate(lengths)]
+    async with serve(tiny, num_slots=32) as served:
+        results = await asyncio.gather(*(served.engine.generate(request) for request in requests))
+    for request, result in zip(requests, results, strict=True):
+        expected = truth(tiny).logprobs(request.input_ids, result.token_ids)
+        assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_buckets_cover_every_row_once():
+    for num_rows in (1, 15, 16, 17, 64):
+        parts = bucket_rows([1000] + [10] * (num_rows - 1))
+        assert parts[0][0] == 0 and parts[-1][1] == num_rows
+        assert all(before[1] == after[0] for before, after in pairwise(parts))
+
+
+async def test_temperature_divides_the_logits(tiny, serve, ask, truth):
+    request = ask(2, temperature=0.6, max_tokens=30)
+    async with serve(tiny) as served:
+        result = await served.engine.generate(request)
+    expected = truth(tiny).logprobs(request.input_ids, result.token_ids, temperature=0.6)
+    assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_greedy_takes_the_best_token_and_reports_temperature_one(tiny, serve, ask, truth):
+    request = ask(3, temperature=0.0, max_tokens=15)
+    async with serve(tiny) as served:
+        result = await served.engine.generate(request)
+    rows = truth(tiny).distribution([*request.input_ids, *result.token_ids])[len(request.input_ids) - 1 : -1]
+    assert list(result.token_ids) == rows.argmax(dim=-1).tolist()
+    assert result.logprobs == pytest.approx(rows.max(dim=-1).values.tolist(), abs=TOLERANCE)
+
+
+async def test_top_k_limits_the_choice_and_not_the_probability(tiny, serve, ask, truth):
+    request = ask(4, top_k=3, max_tokens=40)
+    async with serve(tiny) as served:
+        result = await served.engine.generate(request)
+    rows = truth(tiny).distribution([*request.input_ids, *result.token_ids])[len(request.input_ids) - 1 : -1]
+    ranks = [int((row > row[token]).sum()) for row, token in zip(rows, result.token_ids, strict=True)]
+    assert set(ranks) == {0, 1, 2}
+    expected = truth(tiny).logprobs(request.input_ids, result.token_ids)
+    assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_same_seed_same_tokens_whoever_else_is_in_the_batch(tiny, serve, ask):
+    request = ask(5, max_tokens=40)
+    others = [ask(i, prompt_length=3 * i, max_tokens=5 * i, top_p=0.9) for i in range(6, 12)]
+    async with serve(tiny) as served:
+        alone = await served.engine.generate(request)
+        together, *_ = await asyncio.gather(*(served.engine.generate(r) for r in [request, *others]))
+    assert together.token_ids == alone.token_ids
+
+
+async def test_other_seed_other_tokens(tiny, serve, ask):
+    async with serve(tiny) as served:
+        first = await served.engine.generate(ask(6, max_tokens=30, seed=1))
+        second = await served.engine.generate(ask(6, max_tokens=30, seed=2))
+    assert first.token_ids != second.token_ids
+
+
+async def test_without_a_seed_every_call_draws_anew(tiny, serve, ask):
+    async with serve(tiny) as served:
+        first = await served.engine.generate(ask(6, max_tokens=30, seed=None))
+        second = await served.engine.generate(ask(6, max_tokens=30, seed=None))
+    assert first.token_ids != second.token_ids
+
+
+async def test_a_stop_token_ends_the_completion_and_is_its_last_id(tiny, serve, ask):
+    async with serve(tiny) as served:
+        free = await served.engine.generate(ask(7, max_tokens=30))
+        stop = free.token_ids[9]
+        result = await served.engine.generate(ask(7, max_tokens=30, stop_token_ids=(stop,)))
+    assert result.finish_reason is FinishReason.STOP
+    assert result.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+async def test_the_end_token_of_the_model_stops_too(make_model, serve, ask):
+    every_token = list(range(97))
+    async with serve(make_model(seed=0, eos_token_id=every_token)) as served:
+        result = await served.engine.generate(ask(8, max_tokens=30))
+    assert (result.finish_reason, len(result.token_ids)) == (FinishReason.STOP, 1)
