@@ -48,7 +48,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         code = 2
     except ArealAgentError as error:
-        print(f"error: {error}", file=sys.stderr)
+        notes = getattr(error, "__notes__", ())
+        print("\n".join((f"error: {error}", *notes)), file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         code = 130

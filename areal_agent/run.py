@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from areal_agent.cluster.local import shared_memory_folder, start_trainer, unless_it_dies
+from areal_agent.cluster.local import shared_memory_folder, start_trainer
 from areal_agent.cluster.models import obtain_model
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError

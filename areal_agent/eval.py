@@ -1,0 +1,88 @@
+"""`python -m areal_agent.eval`: grade a model with the config's workflow on its held-out tasks. Nothing is trained.
+
+The tasks, seeds and sampling are those of the evaluations of `train`, so a checkpoint graded here gives the figure that
+`summary.json` has.
+"""
+
+import argparse
+import asyncio
+from pathlib import Path
+
+import orjson
+
+from areal_agent.cluster.models import obtain_model
+from areal_agent.command import Parser, run_command
+from areal_agent.config import Config
+from areal_agent.errors import ConfigError
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.observe.progress import Progress
+from areal_agent.preflight import Preflight
+from areal_agent.serving import EvalReport, open_serving
+from areal_agent.types import WeightVersion
+
+
+def main() -> int:
+    args = _parse()
+    config = Config.load(args.config, args.overrides)
+    preflight = Preflight.check(config, name=f"{Path(args.config).stem}-eval")
+    if not preflight.eval_tasks:
+        raise ConfigError("eval.num_tasks is 0: there is nothing to evaluate")
+    report = asyncio.run(_evaluate(preflight))
+    summary = {
+        "status": "completed",
+        "model": config.model,
+        "success": report.success,
+        "reward_mean": report.reward_mean,
+        "num_tasks": report.num_tasks,
+        "num_failed": report.num_failed,
+    }
+    preflight.folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    print(f"success {report.success:.3f} on {report.num_tasks} held-out tasks (mean reward {report.reward_mean:.3f}, ")
+    print(f"{report.num_failed} rollouts failed); every token is in {preflight.folder.path}")
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m areal_agent.eval", description="Grade a model on the held-out tasks of a config, as train does."
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="the YAML config of a run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=runs/x/checkpoints/step_N")
+    return parser.parse_args()
+
+
+async def _evaluate(preflight: Preflight) -> EvalReport:
+    config, folder = preflight.config, preflight.folder
+    progress = Progress(total_steps=config.steps, mode=config.observe.progress)
+    folder.make()
+    folder.config.write_text(config.to_yaml())
+    num_done = 0
+
+    def on_done() -> None:
+        nonlocal num_done
+        num_done += 1
+        progress.phase_progress(num_done / len(preflight.eval_tasks), f"{num_done}/{len(preflight.eval_tasks)} tasks")
+
+    model = await obtain_model(config.model, config.seed, folder.logs, progress)
+    ledger = await Ledger.open(folder.ledger, create=True)
+    try:
+        await ledger.begin_incarnation(0)
+        progress.phase("starting the engine")
+        async with open_serving(
+            config,
+            preflight.workflow,
+            ledger,
+            weights=model,
+            tokenizer=model,
+            version=WeightVersion(),
+            logs=folder.logs,
+        ) as serving:
+            progress.phase("evaluating")
+            return await serving.evaluate(preflight.eval_tasks, "eval", on_done)
+    finally:
+        await ledger.aclose()
+        progress.close()
+
+
+if __name__ == "__main__":
+    run_command(main)

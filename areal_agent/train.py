@@ -1,0 +1,173 @@
+"""`python -m areal_agent.train`: the main job. Thin: the parts are in run.py, the loop is here.
+
+Ctrl-C and SIGTERM end it cleanly: rollouts are cancelled, a checkpoint is published, the line that resumes is printed.
+A second Ctrl-C ends it at once; the ledger and the last checkpoint still hold what they hold.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_agent.command import Parser, run_command
+from areal_agent.config import Config
+from areal_agent.errors import ArealAgentError
+from areal_agent.observe.progress import Progress
+from areal_agent.report import RunFacts, RunStatus, closing_lines, write_report
+from areal_agent.run import Run
+
+
+def main() -> int:
+    args = _parse()
+    config_file = Path(args.config) if args.config else Path(args.resume) / "config.yaml"
+    config = Config.load(config_file, args.overrides)
+    progress = Progress(total_steps=config.steps, mode="off" if args.dry_run else config.observe.progress)
+    run = Run(config, name=config_file.stem, resume=args.resume, progress=progress)
+    if args.dry_run:
+        print(run.preflight.summary())
+        print("dry run: nothing was started and no file was made")
+        return 0
+    return asyncio.run(_train(run))
+
+
+def _parse() -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m areal_agent.train",
+        description="Train a model with an agent workflow by asynchronous reinforcement learning.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="the YAML config; with --resume, the run folder's by default")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key: steps=10 engine.threads=2")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and start nothing")
+    parser.add_argument("--resume", metavar="RUN_DIR", help="go on with an interrupted or crashed run")
+    args = parser.parse_args()
+    if not args.config and not args.resume:
+        parser.error("give --config FILE, or --resume RUN_DIR")
+    return args
+
+
+class Interruption:
+    """SIGINT and SIGTERM, turned into one cancellation of the task that asked for it."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    @contextmanager
+    def cancels(self, task: "asyncio.Task[int]") -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            self.happened = True
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)  # the second one ends the process at once
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+async def _train(run: Run) -> int:
+    """Run the loop under the signals; whatever happens, the run folder says how it ended."""
+    task = asyncio.current_task()
+    assert task is not None  # asyncio.run made one
+    interruption = Interruption()
+    started_s = time.monotonic()
+    outcome = Outcome()
+    try:
+        with interruption.cancels(task):
+            async with run:
+                try:
+                    await _learn(run, outcome)
+                    outcome.status = RunStatus.COMPLETED
+                except asyncio.CancelledError:
+                    if not interruption.happened:
+                        raise
+                    task.uncancel()
+                    run.progress.note("interrupted: saving a checkpoint; Ctrl-C again ends at once")
+                    outcome.status = RunStatus.INTERRUPTED
+                await _wind_up(run, outcome, started_s)
+    except asyncio.CancelledError:
+        if not interruption.happened:
+            raise
+        run.progress.close()
+        print("interrupted before training started", file=sys.stderr)
+        return 130
+    except ArealAgentError as error:
+        run.progress.close()
+        if run.folder.metrics.exists():
+            outcome.error = str(error)
+            write_report(run.folder, _facts(run, outcome, started_s))
+            error.add_note(f"go on with: python -m areal_agent.train --resume {run.folder.path}")
+        raise
+    run.progress.close()
+    print(closing_lines(run.folder, write_report(run.folder, _facts(run, outcome, started_s))))
+    return 0 if outcome.status is RunStatus.COMPLETED else 130
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is known of the run's end so far."""
+
+    status: RunStatus = RunStatus.FAILED
+    success_before: float | None = None
+    success_after: float | None = None
+    checkpoint: Path | None = None
+    error: str | None = None
+    earlier_wall_s: float = 0.0  # of the incarnations before this one
+
+
+async def _learn(run: Run, outcome: Outcome) -> None:
+    """The paper's loop. Rollouts go on in the background from the first `prepare_batch` on."""
+    outcome.earlier_wall_s = await run.recall("wall_s") or 0.0
+    outcome.success_before = await run.recall("success_before")
+    if run.preflight.eval_tasks and outcome.success_before is None:
+        outcome.success_before = (await run.evaluate("before")).success
+        await run.remember("success_before", outcome.success_before)
+    run.progress.note(f"success before training: {_share(outcome.success_before)}")
+    while run.step < run.config.steps:
+        batch = await run.prepare_batch()
+        await run.train_step(batch)
+        await run.push()
+        if run.step % run.config.trainer.checkpoint_every == 0:
+            outcome.checkpoint = await run.save()
+    await run.stop_producing()
+    if run.preflight.eval_tasks:
+        outcome.success_after = (await run.evaluate("after")).success
+        run.progress.note(f"success after training: {_share(outcome.success_after)}")
+
+
+async def _wind_up(run: Run, outcome: Outcome, started_s: float) -> None:
+    """Stop rolling out, publish the last checkpoint, and leave every trajectory with a fate or waiting for a resume."""
+    await run.stop_producing()
+    outcome.checkpoint = await run.save()
+    await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
+    await run.remember("wall_s", outcome.earlier_wall_s + time.monotonic() - started_s)
+
+
+def _facts(run: Run, outcome: Outcome, started_s: float) -> RunFacts:
+    return RunFacts(
+        status=outcome.status,
+        wall_s=outcome.earlier_wall_s + time.monotonic() - started_s,
+        success_before=outcome.success_before,
+        success_after=outcome.success_after,
+        num_eval_tasks=len(run.preflight.eval_tasks),
+        checkpoint=outcome.checkpoint,
+        error=outcome.error,
+    )
+
+
+def _share(success: float | None) -> str:
+    return "not evaluated" if success is None else f"{success:.3f}"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,88 @@
+"""Config faults are one line with the value and the remedy: 1. unknown keys, at every depth, with the nearest valid
+one; 2. wrong types and bounds; 3. missing keys and files; 4. bad overrides. And: 5. shorthands, overrides and the
+resolved file mean the same."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_agent import ConfigError
+from areal_agent.config import Config
+
+MINIMAL = {"tasks": "envs.calculator.tasks:load", "workflow": "envs.calculator.workflow:solve"}
+
+
+def write(tmp_path: Path, **values: object) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stepz=3", r"unknown key 'stepz'; did you mean 'steps'\?"),
+        ("rollout.timeout=3", r"unknown key 'rollout.timeout'; did you mean 'timeout_s'\?"),
+        ("tasks.argz=3", r"unknown key 'tasks.argz'; did you mean 'args'\?"),
+        ("eval.tasks.sauce=3", "unknown key 'eval.tasks.sauce'; did you mean 'source'|'eval.tasks.source' is missing"),
+        ("zzz=3", r"unknown key 'zzz'; valid: algorithm, batch_size"),
+        ("steps=abc", r"steps is 'abc'; input should be a valid integer"),
+        ("steps=-1", r"steps is -1; input should be greater than or equal to 1"),
+        ("steps=2.5", r"steps is 2.5"),
+        ("trainer.learning_rate=-1e-3", r"trainer.learning_rate is .*-1e-3|trainer.learning_rate is -0.001"),
+        ("trainer.learning_rate=.nan", r"trainer.learning_rate is nan"),
+        ("straggler=hope", r"straggler is 'hope'; input should be 'wait', 'drop' or 'mask'"),
+        ("algorithm=ppo9", r"algorithm.preset is 'ppo9'"),
+        ("algorithm.presett=grpo", r"unknown key 'algorithm.presett'; did you mean 'preset'\?"),
+        ("seed.x=3", r"override 'seed.x=3': 'seed' is a value \(3\), not a section"),
+        ("steps", r"override 'steps' is not of the form key=value"),
+        ("steps=[1", r"override 'steps=\[1': '\[1' is not a YAML value"),
+    ],
+)
+def test_faults_name_the_value_and_the_remedy(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        Config.load(write(tmp_path, seed=3), [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_keys_are_named() -> None:
+    with pytest.raises(ConfigError, match="config: 'tasks' is missing"):
+        Config.parse({"workflow": "a:b"})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the config '.*none.yaml': No such file"):
+        Config.load(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just text"])
+def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"c\.yaml"):
+        Config.load(path)
+
+
+def test_one_file_of_tasks_needs_held_out_tasks() -> None:
+    with pytest.raises(ConfigError, match=r"set eval\.tasks, or eval\.num_tasks=0"):
+        Config.parse({"tasks": "tasks.jsonl"})
+
+
+def test_shorthands_and_overrides(tmp_path: Path) -> None:
+    config = Config.load(
+        write(tmp_path, algorithm="rloo"), ["tasks.args={num: 3}", "algorithm.clip_low=0.1", "engine.threads=2"]
+    )
+    assert (config.tasks.source, config.tasks.args) == (MINIMAL["tasks"], {"num": 3})
+    assert (config.algorithm.preset, config.algorithm.clip_low, config.engine.threads) == ("rloo", 0.1, 2)
+
+
+def test_the_resolved_file_means_the_same(tmp_path: Path) -> None:
+    config = Config.load(write(tmp_path), ["steps=7", "eval.num_tasks=0"])
+    (tmp_path / "resolved.yaml").write_text(config.to_yaml())
+    assert Config.load(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=str)
+def test_every_config_of_the_project_is_valid(path: Path) -> None:
+    Config.load(path)

@@ -1,0 +1,75 @@
+"""Children of a run: 1. they end with their parent, even one killed by SIGKILL; 2. one that dies by itself is reported
+with its status and its last log lines; 3. closing ends one that ignores SIGTERM."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from areal_agent.process import ManagedProcess
+
+CHILD = "from areal_agent.process import exit_with_parent; exit_with_parent(); import time; print('up', flush=True); "
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
+    parent = f"""
+import asyncio, sys, time
+from pathlib import Path
+from areal_agent.process import ManagedProcess
+
+async def main():
+    child = await ManagedProcess.start("child", [sys.executable, "-c", {CHILD + "time.sleep(600)"!r}],
+                                       log_path=Path({str(tmp_path / "log")!r}))
+    print(child.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        child_pid = int(process.stdout.readline())
+        wait_until(lambda: "up" in (tmp_path / "log").read_text())
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not is_alive(child_pid))
+
+
+async def test_a_death_is_told_with_the_last_lines(tmp_path: Path) -> None:
+    code = "import sys; print('the last words'); sys.exit(3)"
+    process = await ManagedProcess.start("worker", [sys.executable, "-c", code], log_path=tmp_path / "worker.log")
+    error = await process.died()
+    await process.aclose()
+    assert "the worker process exited with 3" in str(error)
+    assert "the last words" in str(error)
+
+
+async def test_a_kill_is_told_by_its_signal(tmp_path: Path) -> None:
+    process = await ManagedProcess.start(
+        "worker", [sys.executable, "-c", "import time; time.sleep(600)"], log_path=tmp_path / "worker.log"
+    )
+    os.kill(process.pid, signal.SIGKILL)
+    assert "was killed by SIGKILL" in str(await process.died())
+    await process.aclose()
+
+
+async def test_closing_ends_one_that_ignores_sigterm(tmp_path: Path) -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    process = await ManagedProcess.start("stubborn", [sys.executable, "-c", code], log_path=tmp_path / "log")
+    wait_until(lambda: "up" in (tmp_path / "log").read_text())
+    await process.aclose(grace_s=0.1)
+    assert not process.is_running
+    await process.aclose()
