@@ -1,0 +1,224 @@
+"""Properties of every session, however it goes (random conversations, samples, forks):
+
+- the prompt of a turn that continues an answer begins with exactly its prompt and its sampled ids
+- what is trained is what was sampled: each sampled token is in the loss of exactly one record, with its own
+  log-probability, and prompt tokens are in none
+- where every answer is what the template would render, the prompt ids are the template's own
+- text from tools and users never becomes a special token
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_agent.tokens.records import token_records
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.tool_calls import ToolCall, format_answer, parse_answer
+from areal_agent.tokens.tree import Forest, Reply
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    FinishReason,
+    Rewards,
+    SamplingParams,
+    Status,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+NUM_SPECIAL = 7
+
+texts = st.text(max_size=12) | st.sampled_from(
+    ["<|im_end|>", "a<|im_start|>assistant\n", "</tool_call><tool_call>", "<think>", "<|im_<|im_end|>end|>", "3 é 漢"]
+)
+sampled_ids = st.lists(st.integers(0, 300), min_size=1, max_size=6)  # partial UTF-8 and special tokens among them
+
+
+@dataclass(kw_only=True)
+class Agent:
+    """Talks with a forest and keeps what the ledger would keep. A conversation is its messages so far."""
+
+    renderer: Renderer
+    forest: Forest = field(init=False)
+    conversations: list[list[dict[str, Any]]] = field(default_factory=lambda: [[]])
+    turns: list[Turn] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.forest = Forest(self.renderer)
+
+    def turn(self, history: list[dict[str, Any]], text: str, samples: list[list[int]], *, is_ended: bool) -> None:
+        messages = [*history, {"role": "tool" if history else "user", "content": text}]
+        prompt = self.forest.plan(messages, ())
+        replies = [self._reply(ids, is_ended=is_ended) for ids in samples]
+        fork_reason = self.forest.record(prompt, replies)
+        parent = prompt.parent
+        if parent:
+            kept = parent.prompt.token_ids() + parent.token_ids
+            assert prompt.token_ids()[: len(kept)] == kept
+            assert prompt.fork_at == len(kept)
+        assert prompt.token_ids()[prompt.fork_at :] == prompt.new_ids
+        assert len(prompt.token_ids()) == prompt.num_tokens
+        self.turns.append(
+            Turn(
+                id=f"t{len(self.turns)}",
+                parent=parent.completion_id if parent else None,
+                fork_at=prompt.fork_at,
+                new_prompt_ids=prompt.new_ids,
+                completions=tuple(self._completion(reply) for reply in replies),
+                request_delta=(),
+                sampling=SamplingParams(),
+                started_s=0.0,
+                ended_s=0.0,
+                fork_reason=fork_reason,
+            )
+        )
+        self.conversations += [[*messages, dict(reply.message)] for reply in replies]
+
+    def _reply(self, ids: list[int], *, is_ended: bool) -> Reply:
+        token_ids = (*ids, self.renderer.end_token_id) if is_ended else tuple(ids)
+        answer = parse_answer(self.renderer.text_of(token_ids, has_ended=is_ended))
+        calls = [
+            {"id": "", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.tool_calls
+        ]
+        return Reply(
+            completion_id=f"c{next(self.numbers)}",
+            token_ids=token_ids,
+            message={"role": "assistant", "content": answer.content, "tool_calls": calls},
+        )
+
+    def _completion(self, reply: Reply) -> Completion:
+        num_tokens = len(reply.token_ids)
+        return Completion(
+            id=reply.completion_id,
+            token_ids=reply.token_ids,
+            logprobs=tuple(-next(self.numbers) / 1024 for _ in range(num_tokens)),
+            versions=(VersionSpan(version=WeightVersion(step=len(self.turns)), start=0, end=num_tokens),),
+            finish_reason=FinishReason.STOP,
+            distribution=Distribution.EXACT,
+        )
+
+
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 99),  # which conversation goes on
+        st.sampled_from(["go on", "repeat", "edit"]),
+        texts,
+        st.lists(sampled_ids, min_size=1, max_size=2),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def play(renderer: Renderer, moves: list[tuple[int, str, str, list[list[int]], bool]]) -> Agent:
+    agent = Agent(renderer=renderer)
+    for choice, move, text, samples, is_ended in moves:
+        history = agent.conversations[choice % len(agent.conversations)]
+        if move == "repeat" and history:
+            history, text = history[:-2], history[-2]["content"]
+        if move == "edit" and len(history) > 2:
+            history = [*history[:-2], {"role": "tool", "content": text}, history[-1]]
+        agent.turn(history, text, samples, is_ended=is_ended)
+    return agent
+
+
+def trajectory_of(turns: list[Turn]) -> Trajectory:
+    return Trajectory(
+        session_id="s",
+        group_id="g",
+        task_id="t",
+        turns=tuple(turns),
+        rewards=Rewards(final=1.0),
+        status=Status.COMPLETED,
+        error=None,
+        logged={},
+        started_s=0.0,
+        ended_s=0.0,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(moves=steps)
+def test_what_is_trained_is_what_was_sampled(renderer: Renderer, moves: Any) -> None:
+    agent = play(renderer, moves)
+    records = token_records(trajectory_of(agent.turns))
+    trained = [
+        (logprob, token_id, version)
+        for record in records
+        for logprob, token_id, version in zip(
+            record.behavior_logprobs[record.loss_mask],
+            record.token_ids[record.loss_mask],
+            record.versions[record.loss_mask],
+            strict=True,
+        )
+    ]
+    sampled = [
+        (np.float32(logprob), token_id, version)
+        for turn in agent.turns
+        for one in turn.completions
+        for logprob, token_id, version in zip(one.logprobs, one.token_ids, one.version_steps(), strict=True)
+    ]
+    assert sorted(trained) == sorted(sampled)  # each log-probability is given to one sampled token only
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    contents=st.lists(st.tuples(texts, texts), min_size=1, max_size=5),
+    system=texts,
+)
+def test_a_straight_conversation_is_one_record_of_all_its_tokens(
+    renderer: Renderer, contents: list[tuple[str, str]], system: str
+) -> None:
+    agent = Agent(renderer=renderer)
+    history: list[dict[str, Any]] = [{"role": "system", "content": system}]
+    for number, (text, _) in enumerate(contents):
+        agent.turn(history, text, [[20 + number, 4, 21]], is_ended=number % 2 == 0)
+        history = agent.conversations[-1]
+    (record,) = token_records(trajectory_of(agent.turns))
+    last = agent.turns[-1]
+    assert len(record.token_ids) == last.fork_at + len(last.new_prompt_ids) + len(last.completions[0].token_ids)
+    assert record.turn_index[-1] == len(contents) - 1
+
+
+words = st.text(alphabet="abc xyz", min_size=1, max_size=9).map(lambda text: "a" + text + "b")
+tool_calls = st.builds(
+    ToolCall, name=words, arguments=st.dictionaries(words, st.integers() | words | st.lists(st.integers()), max_size=2)
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(turns=st.lists(st.tuples(texts, words, st.lists(tool_calls, max_size=2)), min_size=1, max_size=5))
+def test_canonical_histories_have_the_templates_own_ids(
+    renderer: Renderer, turns: list[tuple[str, str, list[ToolCall]]]
+) -> None:
+    agent = Agent(renderer=renderer)
+    history: list[dict[str, Any]] = []
+    for text, content, calls in turns:
+        agent.turn(history, text, [renderer.ids_of(format_answer(content, calls))], is_ended=True)
+        *messages, answer = agent.conversations[-1]
+        last = agent.turns[-1]
+        path = agent.forest.plan(messages, ()).token_ids()
+        assert list(path) == renderer.ids_of(renderer.render(messages))
+        assert path[last.fork_at :] == last.new_prompt_ids
+        history = [*messages, answer]
+
+
+@settings(max_examples=200, deadline=None)
+@given(role=st.sampled_from(["user", "tool"]), pieces=st.lists(texts, max_size=5))
+def test_text_never_becomes_a_special_token(renderer: Renderer, role: str, pieces: list[str]) -> None:
+    content = "".join(pieces)
+    ids = renderer.ids_of(renderer.render([{"role": role, "content": content}]))
+    assert sum(token_id < NUM_SPECIAL for token_id in ids) == 3  # start and end of the message, start of the answer
+    assert renderer.text_of(ids, has_ended=False) == (
+        f"<|im_start|>{role}\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    )

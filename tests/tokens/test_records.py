@@ -1,0 +1,166 @@
+"""A trajectory as token records, by hand:
+
+- two turns: ids, mask, turn index, log-probabilities, temperatures, versions, and rewards at their turns
+- a fork: the newest branch trains what is shared, the other names it as its parent; rewards count once
+- a turn that keeps a part of its parent's tokens continues exactly that part
+- altered and aborted completions are masked
+- several answers of one turn are branches of their own
+- a turn whose parent does not exist, or that forks behind its end, is an error
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_agent.errors import LedgerError
+from areal_agent.tokens.records import token_records
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    FinishReason,
+    Rewards,
+    SamplingParams,
+    Status,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+
+def completion(completion_id: str, *token_ids: int, step: int = 0, **changes: Any) -> Completion:
+    fields: dict[str, Any] = {
+        "id": completion_id,
+        "token_ids": token_ids,
+        "logprobs": tuple(-token_id / 8 for token_id in token_ids),
+        "versions": (VersionSpan(version=WeightVersion(step=step), start=0, end=len(token_ids)),),
+        "finish_reason": FinishReason.STOP,
+        "distribution": Distribution.EXACT,
+    }
+    return Completion(**(fields | changes))
+
+
+def turn(prompt: tuple[int, ...], *completions: Completion, parent: str | None = None, fork_at: int = 0) -> Turn:
+    return Turn(
+        id=f"turn-{completions[0].id}",
+        parent=parent,
+        fork_at=fork_at,
+        new_prompt_ids=prompt,
+        completions=completions,
+        request_delta=(),
+        sampling=SamplingParams(temperature=0.5),
+        started_s=0.0,
+        ended_s=0.0,
+    )
+
+
+def trajectory(*turns: Turn, final: float | None = 1.0, **by_completion: float) -> Trajectory:
+    return Trajectory(
+        session_id="s",
+        group_id="g",
+        task_id="t",
+        turns=turns,
+        rewards=Rewards(final=final, by_completion=by_completion),
+        status=Status.COMPLETED,
+        error=None,
+        logged={},
+        started_s=0.0,
+        ended_s=0.0,
+    )
+
+
+def test_two_turns_by_hand() -> None:
+    (record,) = token_records(
+        trajectory(
+            turn((1, 2), completion("c1", 3, 4, step=6)),
+            turn((5,), completion("c2", 6, step=7), parent="c1", fork_at=4),
+            c1=0.25,
+        )
+    )
+    assert (record.session_id, record.group_id, record.branch, record.parent_branch) == ("s", "g", 0, None)
+    assert record.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert record.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert record.turn_index.tolist() == [0, 0, 0, 0, 1, 1]
+    assert record.behavior_logprobs.tolist() == [0, 0, -3 / 8, -4 / 8, 0, -6 / 8]
+    assert record.temperatures.tolist() == [1, 1, 0.5, 0.5, 1, 0.5]
+    assert record.versions.tolist() == [-1, -1, 6, 6, -1, 7]
+    assert record.turn_rewards.tolist() == [0.25, 1.0]
+    assert record.token_ids.dtype == record.versions.dtype == np.int32
+    assert record.behavior_logprobs.dtype == record.turn_rewards.dtype == np.float32
+
+
+def test_a_completion_with_several_versions() -> None:
+    spans = tuple(VersionSpan(version=WeightVersion(step=step), start=step, end=step + 1) for step in (0, 1))
+    (record,) = token_records(trajectory(turn((1,), completion("c1", 3, 4, versions=spans))))
+    assert record.versions.tolist() == [-1, 0, 1]
+
+
+def test_a_fork_trains_shared_tokens_in_the_newest_branch() -> None:
+    first, second = token_records(
+        trajectory(
+            turn((1,), completion("c1", 2)),
+            turn((3,), completion("c2", 4), parent="c1", fork_at=2),
+            turn((5,), completion("c3", 6), parent="c1", fork_at=2),
+            c1=0.5,
+            c2=0.25,
+        )
+    )
+    assert first.token_ids.tolist() == [1, 2, 5, 6]
+    assert first.loss_mask.tolist() == [False, True, False, True]
+    assert first.turn_rewards.tolist() == [0.5, 1.0]
+    assert (first.branch, first.parent_branch) == (0, None)
+    assert second.token_ids.tolist() == [1, 2, 3, 4]
+    assert second.loss_mask.tolist() == [False, False, False, True]
+    assert second.turn_rewards.tolist() == [0.0, 1.25]
+    assert (second.branch, second.parent_branch) == (1, 0)
+
+
+def test_a_turn_may_keep_a_part_of_its_parent() -> None:
+    newest, oldest = token_records(
+        trajectory(
+            turn((1, 2), completion("c1", 3, 4)),
+            turn((9,), completion("c2", 8), parent="c1", fork_at=3),
+        )
+    )
+    assert newest.token_ids.tolist() == [1, 2, 3, 9, 8]
+    assert newest.loss_mask.tolist() == [False, False, True, False, True]
+    assert oldest.token_ids.tolist() == [1, 2, 3, 4]
+    assert oldest.loss_mask.tolist() == [False, False, False, True]
+    assert oldest.parent_branch == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"distribution": Distribution.ALTERED}, {"finish_reason": FinishReason.ABORT}], ids=str
+)
+def test_altered_and_aborted_completions_are_masked(change: dict[str, Any]) -> None:
+    (record,) = token_records(
+        trajectory(turn((1,), completion("c1", 2, **change)), turn((3,), completion("c2", 4), parent="c1", fork_at=2))
+    )
+    assert record.loss_mask.tolist() == [False, False, False, True]
+    assert record.behavior_logprobs.tolist() == [0, 0, 0, -0.5]
+    assert record.temperatures.tolist() == [1, 1, 1, 0.5]
+
+
+def test_several_answers_of_a_turn_are_branches() -> None:
+    records = token_records(trajectory(turn((1,), completion("c1-0", 2), completion("c1-1", 3))))
+    assert [record.token_ids.tolist() for record in records] == [[1, 3], [1, 2]]
+    assert [record.loss_mask.tolist() for record in records] == [[False, True]] * 2
+    assert [record.parent_branch for record in records] == [None, None]
+
+
+def test_no_final_reward_adds_nothing() -> None:
+    (record,) = token_records(trajectory(turn((1,), completion("c1", 2)), final=None, c1=2.0))
+    assert record.turn_rewards.tolist() == [2.0]
+
+
+def test_no_turns_are_no_records() -> None:
+    assert token_records(trajectory()) == ()
+
+
+@pytest.mark.parametrize(("parent", "fork_at"), [("c9", 1), ("c1", 3)])
+def test_a_contradiction_is_an_error(parent: str, fork_at: int) -> None:
+    with pytest.raises(LedgerError, match=r"continues|behind"):
+        token_records(
+            trajectory(turn((1,), completion("c1", 2)), turn((3,), completion("c2", 4), parent=parent, fork_at=fork_at))
+        )

@@ -1,0 +1,219 @@
+"""The forest of a session's turns:
+
+- a conversation that goes on keeps every token, and adds only what is new
+- an answer is recognised by what it says, not by its layout: white space, null content, ids, JSON spacing
+- a prompt that is repeated, or whose later messages are edited, branches where it left: `edited`
+- concurrent calls each continue their own answer, whatever their order
+- a first message of another kind is a root: `new_conversation`; other tools too: `tools_changed`
+- of two answers that say the same, the one whose tool-call ids are repeated is continued, then the unused one
+- a template that rewrites or strips the history starts a new root: `template_rewrites_history`
+- a request's identity is the same in every session, and tells repetitions apart
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_agent.tokens.renderer import HistoryThinking, Renderer
+from areal_agent.tokens.tree import Forest, Prompt, Reply
+from areal_agent.types import ForkReason, JsonObject
+
+HELLO = {"role": "user", "content": "hello"}
+MORE = {"role": "user", "content": "more"}
+TOOLS = ({"type": "function", "function": {"name": "f"}},)
+
+
+class Chat:
+    """A forest, and an agent that talks with it: names its answers c1, c2 ... in their order."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.forest = Forest(renderer)
+        self.renderer = renderer
+        self.num_answers = 0
+
+    def answer(self, prompt: Prompt, message: JsonObject, ids: Sequence[int] = ()) -> ForkReason | None:
+        self.num_answers += 1
+        token_ids = tuple(ids) or (*self.renderer.ids_of(message["content"]), self.renderer.end_token_id)
+        has_thinking = "</think>" in message["content"]
+        return self.forest.record(
+            prompt,
+            [
+                Reply(
+                    completion_id=f"c{self.num_answers}",
+                    token_ids=token_ids,
+                    message=message,
+                    has_thinking=has_thinking,
+                )
+            ],
+        )
+
+    def say(self, *messages: JsonObject, tools: Sequence[JsonObject] = ()) -> Prompt:
+        return self.forest.plan(messages, tools)
+
+    def turn(self, *messages: JsonObject, reply: str, tools: Sequence[JsonObject] = ()) -> ForkReason | None:
+        return self.answer(self.say(*messages, tools=tools), assistant(reply))
+
+
+@pytest.fixture
+def chat(renderer: Renderer) -> Chat:
+    return Chat(renderer)
+
+
+def assistant(content: str, *calls: JsonObject) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+def call(call_id: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def parent_of(prompt: Prompt) -> str | None:
+    return prompt.parent.completion_id if prompt.parent else None
+
+
+def test_a_conversation_that_goes_on_keeps_every_token(chat: Chat) -> None:
+    first = chat.say(HELLO)
+    sampled = (300, 7, 250, chat.renderer.end_token_id)  # not what tokenising the text would give
+    chat.answer(first, assistant("hi"), sampled)
+    second = chat.say(HELLO, assistant("hi"), MORE)
+    assert second.token_ids()[: len(first.token_ids()) + 4] == first.token_ids() + sampled
+    bridge = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.renderer.text_of(second.new_ids, has_ended=False) == bridge
+    assert second.fork_at == second.num_tokens - len(second.new_ids)
+    assert second.num_known_messages == 2
+
+
+def test_going_on_is_no_fork(chat: Chat) -> None:
+    assert chat.turn(HELLO, reply="hi") is None
+    assert chat.turn(HELLO, assistant("hi"), MORE, reply="yes") is None
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        assistant("  hm\n", call("c", x=1, y=[2])),
+        {"role": "assistant", "content": "hm", "tool_calls": [call("", y=[2], x=1)]},
+    ],
+    ids=["white space", "another id and key order"],
+)
+def test_an_answer_is_recognised_by_what_it_says(chat: Chat, echo: JsonObject) -> None:
+    chat.answer(chat.say(HELLO), assistant("hm", call("c", x=1, y=[2])), (9,))
+    assert parent_of(chat.say(HELLO, echo, MORE)) == "c1"
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        assistant("hm", call("c", x=2)),
+        assistant("hm"),
+        assistant("no", call("c", x=1)),
+        assistant("hm", call("c", x=1), call("d", x=1)),
+        {**assistant("hm", call("c", x=1)), "reasoning_content": "I think"},
+    ],
+)
+def test_another_answer_is_not_recognised(chat: Chat, echo: JsonObject) -> None:
+    chat.answer(chat.say(HELLO), assistant("hm", call("c", x=1)), (9,))
+    assert parent_of(chat.say(HELLO, echo, MORE)) is None
+
+
+def test_a_repeated_prompt_branches(chat: Chat) -> None:
+    chat.turn(HELLO, reply="hi")
+    assert chat.turn(HELLO, reply="ho") is ForkReason.EDITED
+    chat.turn(HELLO, assistant("hi"), MORE, reply="yes")
+    assert chat.turn(HELLO, assistant("hi"), MORE, reply="no") is ForkReason.EDITED
+
+
+def test_an_edited_history_branches_where_it_left(chat: Chat) -> None:
+    chat.turn(HELLO, reply="hi")
+    chat.turn(HELLO, assistant("hi"), MORE, reply="yes")
+    edited = chat.say(HELLO, assistant("hi"), {"role": "user", "content": "else"}, assistant("yes"), MORE)
+    assert parent_of(edited) == "c1"
+    assert chat.answer(edited, assistant("so"), (9,)) is ForkReason.EDITED
+
+
+def test_an_edited_answer_is_plain_text(chat: Chat) -> None:
+    chat.turn(HELLO, reply="hi")
+    prompt = chat.say(HELLO, assistant("hi there"), MORE)
+    assert parent_of(prompt) is None
+    assert list(prompt.new_ids) == chat.renderer.ids_of(chat.renderer.render([HELLO, assistant("hi there"), MORE]))
+
+
+def test_concurrent_calls_continue_their_own_answers(chat: Chat) -> None:
+    left, right = chat.say(HELLO), chat.say(MORE)
+    chat.answer(right, assistant("right"))
+    chat.answer(left, assistant("left"))
+    assert parent_of(chat.say(MORE, assistant("right"), HELLO)) == "c1"
+    assert parent_of(chat.say(HELLO, assistant("left"), MORE)) == "c2"
+
+
+def test_another_beginning_is_a_new_conversation(chat: Chat) -> None:
+    chat.turn(HELLO, reply="hi")
+    assert chat.turn({"role": "system", "content": "be brief"}, HELLO, reply="hi") is ForkReason.NEW_CONVERSATION
+
+
+def test_other_tools_are_a_new_root(chat: Chat) -> None:
+    chat.turn(HELLO, reply="hi")
+    assert chat.turn(HELLO, reply="hi", tools=TOOLS) is ForkReason.TOOLS_CHANGED
+    other_tools = ({"type": "function", "function": {"name": "g"}},)
+    prompt = chat.say(HELLO, assistant("hi"), MORE, tools=other_tools)
+    assert parent_of(prompt) is None
+    assert chat.answer(prompt, assistant("so")) is ForkReason.TOOLS_CHANGED
+
+
+def test_each_set_of_tools_has_its_own_branch(chat: Chat) -> None:
+    chat.turn(HELLO, reply="hi")
+    chat.turn(HELLO, reply="hi", tools=TOOLS)
+    assert parent_of(chat.say(HELLO, assistant("hi"), MORE)) == "c1"
+    assert parent_of(chat.say(HELLO, assistant("hi"), MORE, tools=TOOLS)) == "c2"
+
+
+def test_equal_answers_are_told_apart_by_their_call_ids(chat: Chat) -> None:
+    for call_id in ("a", "b"):
+        chat.answer(chat.say(HELLO), assistant("", call(call_id, x=1)), (9,))
+    result = {"role": "tool", "content": "1"}
+    assert parent_of(chat.say(HELLO, assistant("", call("b", x=1)), result)) == "c2"
+    assert parent_of(chat.say(HELLO, assistant("", call("a", x=1)), result)) == "c1"
+
+
+def test_equal_answers_without_ids_are_used_in_turn(chat: Chat) -> None:
+    for ids in ((9,), (10,)):
+        chat.answer(chat.say(HELLO), assistant("yes"), ids)
+    assert chat.turn(HELLO, assistant("yes"), MORE, reply="a") is None
+    assert parent_of(chat.say(HELLO, assistant("yes"), MORE)) == "c2"
+
+
+def test_a_template_that_rewrites_history_starts_a_root(rewriting_folder: Path) -> None:
+    chat = Chat(Renderer.load(rewriting_folder))
+    chat.turn(HELLO, reply="hi")
+    prompt = chat.say(HELLO, assistant("hi"), MORE)
+    assert parent_of(prompt) is None
+    assert chat.answer(prompt, assistant("so")) is ForkReason.TEMPLATE_REWRITES_HISTORY
+    assert list(prompt.new_ids) == chat.renderer.ids_of(chat.renderer.render([HELLO, assistant("hi"), MORE]))
+
+
+@pytest.mark.parametrize(
+    ("history_thinking", "reason"),
+    [(HistoryThinking.TEMPLATE, ForkReason.TEMPLATE_REWRITES_HISTORY), (HistoryThinking.KEEP, None)],
+)
+def test_stripped_thinking_starts_a_root_unless_it_is_kept(
+    stripping_folder: Path, history_thinking: HistoryThinking, reason: ForkReason | None
+) -> None:
+    chat = Chat(Renderer.load(stripping_folder, history_thinking=history_thinking))
+    thoughtful = "<think>\nhm\n</think>\n\nhi"
+    chat.turn(HELLO, reply=thoughtful)
+    prompt = chat.say(HELLO, assistant(thoughtful), MORE)
+    assert chat.answer(prompt, assistant("so")) is reason
+    assert ("hm" in chat.renderer.text_of(prompt.token_ids(), has_ended=False)) is (reason is None)
+
+
+def test_identity_is_the_same_in_every_session(renderer: Renderer) -> None:
+    one, other = Chat(renderer), Chat(renderer)
+    other.say(MORE)  # another order of events
+    assert one.say(HELLO).identity == other.say(HELLO).identity
+
+
+def test_identity_tells_repetitions_apart(chat: Chat) -> None:
+    identities = {chat.say(HELLO).identity, chat.say(HELLO).identity, chat.say(HELLO, tools=TOOLS).identity}
+    assert len(identities) == 3
