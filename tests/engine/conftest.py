@@ -100,12 +100,15 @@ class Gate:
         self._runner = runner
         self._permits = threading.Semaphore(0)
         self._is_open = True
+        self.breaks_with: Exception | None = None
         self.is_blocked = threading.Event()
 
     def __getattr__(self, name: str):
         return getattr(self._runner, name)
 
     def decode(self, *args):
+        if self.breaks_with is not None:
+            raise self.breaks_with
         if not self._is_open and not self._permits.acquire(blocking=False):
             self.is_blocked.set()
             self._permits.acquire()

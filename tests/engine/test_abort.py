@@ -1,0 +1,107 @@
+"""An abort always answers, with what was sampled, and frees what the request held:
+
+- while running, queued, retracted, and frozen in place
+- of an unknown id, and of one request among others with similar ids
+- by cancelling `generate`, and by a client that just disconnects
+"""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from areal_agent.engine import wire
+from areal_agent.types import FinishReason, PauseMode
+
+
+async def test_of_a_running_request(tiny, serve, ask, truth):
+    request = ask(1, max_tokens=400)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(6)
+        await served.gate.meanwhile(served.engine.abort(request.request_id))
+        result = await answer
+        assert (await served.engine.stats()).num_running == 0
+    assert result.finish_reason is FinishReason.ABORT
+    assert 6 <= len(result.token_ids) < 400
+    assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=1e-4)
+
+
+async def test_of_a_queued_request(tiny, serve, ask):
+    async with serve(tiny, num_slots=1) as served:
+        served.gate.shut()
+        running = asyncio.create_task(served.engine.generate(ask(1, max_tokens=300)))
+        await served.gate.steps(2)
+        queued = asyncio.create_task(served.engine.generate(ask(2)))
+        await served.gate.meanwhile(served.until(lambda stats: stats.num_queued == 1))
+        await served.gate.meanwhile(served.engine.abort(ask(2).request_id))
+        result = await queued
+        served.gate.open()
+        assert len((await running).token_ids) == 300
+    assert (result.finish_reason, result.token_ids, result.versions) == (FinishReason.ABORT, (), ())
+
+
+@pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
+async def test_of_an_interrupted_request_while_paused(mode, tiny, serve, ask):
+    request = ask(1, max_tokens=400)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(6)
+        await served.gate.meanwhile(served.engine.pause(mode))
+        await served.engine.abort(request.request_id)
+        result = await answer  # answered although still paused
+    assert result.finish_reason is FinishReason.ABORT
+    assert len(result.token_ids) >= 6
+
+
+async def test_of_an_unknown_id_is_no_error(tiny, serve, ask):
+    async with serve(tiny) as served:
+        await served.engine.abort("nobody")
+        assert len((await served.engine.generate(ask(1))).token_ids) == 12
+
+
+async def test_matches_the_whole_id(tiny, serve, ask):
+    async with serve(tiny) as served:
+        await served.engine.pause(PauseMode.RETRACT)
+        answer = asyncio.create_task(served.engine.generate(ask(10)))
+        await served.until(lambda stats: stats.num_queued == 1)
+        await served.engine.abort(ask(10).request_id[:-1])
+        assert (await served.engine.stats()).num_queued == 1
+        await served.engine.resume()
+        assert (await answer).finish_reason is FinishReason.LENGTH
+
+
+async def test_by_cancelling_generate_frees_the_slot(tiny, serve, ask):
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=400)))
+        await served.gate.steps(3)
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
+        assert (await served.engine.stats()).generated_tokens < 400
+
+
+async def test_by_disconnecting_frees_the_slot(tiny, serve, ask):
+    async with serve(tiny) as served, aiohttp.ClientSession() as session:
+        served.gate.shut()
+        body = wire.encode_request(ask(1, max_tokens=400))
+        call = asyncio.create_task(session.post(served.engine.base_url + wire.GENERATE, json=body))
+        await served.gate.steps(3)
+        call.cancel()  # closes the connection and sends nothing
+        await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
+        assert (await served.engine.stats()).generated_tokens < 400
+
+
+async def test_of_all_requests(tiny, serve, ask):
+    async with serve(tiny) as served, aiohttp.ClientSession() as session:
+        served.gate.shut()
+        answers = [asyncio.create_task(served.engine.generate(ask(i, max_tokens=400))) for i in range(3)]
+        await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 3))
+        url = served.engine.base_url + wire.ABORT_REQUEST
+        await served.gate.meanwhile(session.post(url, json={"abort_all": True}))
+        results = await asyncio.gather(*answers)
+    assert {result.finish_reason for result in results} == {FinishReason.ABORT}

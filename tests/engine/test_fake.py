@@ -1,0 +1,113 @@
+"""FakeEngine keeps the promises of `protocols.Engine` and does what its script says:
+
+- replies in order or by function; stop, length and script end; scripted errors
+- a stepped completion is interrupted between any two tokens and says which version sampled what
+- pauses hold back, aborts and cancelled calls return or drop what there is
+"""
+
+import asyncio
+
+import pytest
+
+from areal_agent.engine.fake import FakeEngine, Operation, fake_logprob
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.types import DiskWeights, FinishReason, PauseMode, VersionSpan, WeightVersion
+
+NEW = WeightVersion(step=8)
+
+
+async def test_answers_in_the_order_of_the_script(ask):
+    engine = FakeEngine([[11, 12], [13]])
+    first, second = await engine.generate(ask(1)), await engine.generate(ask(2))
+    assert (first.token_ids, second.token_ids) == ((11, 12), (13,))
+    assert first.logprobs == (fake_logprob(11, 0), fake_logprob(12, 1))
+    assert first.finish_reason is FinishReason.STOP
+    assert [request.request_id for request in engine.requests] == [ask(1).request_id, ask(2).request_id]
+
+
+async def test_answers_by_a_function_of_the_request(ask):
+    engine = FakeEngine(lambda request: request.input_ids[-2:])
+    assert (await engine.generate(ask(1))).token_ids == ask(1).input_ids[-2:]
+
+
+async def test_max_tokens_and_stop_tokens_end_a_reply(ask):
+    engine = FakeEngine([[1, 2, 3, 4], [1, 2, 3, 4]])
+    cut = await engine.generate(ask(1, max_tokens=3))
+    stopped = await engine.generate(ask(2, stop_token_ids=(2,)))
+    assert (cut.token_ids, cut.finish_reason) == ((1, 2, 3), FinishReason.LENGTH)
+    assert (stopped.token_ids, stopped.finish_reason) == ((1, 2), FinishReason.STOP)
+
+
+async def test_a_script_that_is_too_short_says_so(ask):
+    with pytest.raises(EngineError, match="0 replies"):
+        await FakeEngine([]).generate(ask(1))
+
+
+async def test_scripted_errors_are_raised_once(ask):
+    engine = FakeEngine([EngineUnreachable("gone"), [5]])
+    engine.fail_next(Operation.UPDATE_WEIGHTS, WeightUpdateError("no"))
+    with pytest.raises(EngineUnreachable):
+        await engine.generate(ask(1))
+    assert (await engine.generate(ask(2))).token_ids == (5,)
+    with pytest.raises(WeightUpdateError):
+        await engine.update_weights(DiskWeights(path="w"), NEW)
+    await engine.update_weights(DiskWeights(path="w"), NEW)
+    assert engine.version == NEW
+
+
+async def test_what_a_real_engine_rejects_is_rejected(ask):
+    engine = FakeEngine([[1]], vocab_size=10, max_context_tokens=20)
+    with pytest.raises(EngineRejected, match="vocabulary"):
+        await engine.generate(ask(1))
+    with pytest.raises(EngineRejected, match="context"):
+        await FakeEngine([[1]], max_context_tokens=20).generate(ask(1, prompt_length=15))
+
+
+@pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
+async def test_a_swap_between_two_tokens(mode, ask):
+    engine = FakeEngine([[11, 12, 13, 14]], version=WeightVersion(step=7), is_stepped=True)
+    answer = asyncio.create_task(engine.generate(ask(1)))
+    await engine.wait_for_requests(1)
+    assert engine.step(2) == 2
+    await engine.pause(mode)
+    assert engine.step() == 0
+    await engine.update_weights(DiskWeights(path="new"), NEW)
+    await engine.resume()
+    engine.step(9)
+    result = await answer
+    assert result.versions == (
+        VersionSpan(version=WeightVersion(step=7), start=0, end=2),
+        VersionSpan(version=NEW, start=2, end=4),
+    )
+
+
+async def test_a_pause_holds_requests_back(ask):
+    engine = FakeEngine([[11]])
+    await engine.pause(PauseMode.RETRACT)
+    answer = asyncio.create_task(engine.generate(ask(1)))
+    await engine.wait_for_requests(1)
+    assert engine.num_in_flight == 1 and not answer.done()
+    await engine.update_weights(DiskWeights(path="new"), NEW)
+    await engine.resume()
+    assert (await answer).versions[0].version == NEW
+
+
+@pytest.mark.parametrize("by", ["abort", "pause"])
+async def test_an_abort_returns_what_was_sampled(by, ask):
+    engine = FakeEngine([[11, 12, 13]], is_stepped=True)
+    answer = asyncio.create_task(engine.generate(ask(1)))
+    await engine.wait_for_requests(1)
+    engine.step(2)
+    await (engine.abort(ask(1).request_id) if by == "abort" else engine.pause(PauseMode.ABORT))
+    result = await answer
+    assert (result.token_ids, result.finish_reason) == ((11, 12), FinishReason.ABORT)
+
+
+async def test_cancelling_generate_is_recorded_as_an_abort(ask):
+    engine = FakeEngine([[11]], is_stepped=True)
+    answer = asyncio.create_task(engine.generate(ask(1)))
+    await engine.wait_for_requests(1)
+    answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answer
+    assert (engine.aborted_ids, engine.num_in_flight) == ([ask(1).request_id], 0)

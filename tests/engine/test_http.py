@@ -1,0 +1,118 @@
+"""The client's failures: an engine that is not there, hangs up, redirects, or answers with something else."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from areal_agent.engine import wire
+from areal_agent.engine.http import HttpEngine
+from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.types import DiskWeights, PauseMode, WeightVersion
+
+INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_context_tokens": 512}
+
+
+@asynccontextmanager
+async def answering(path: str, handler):
+    """A client of a server whose `path` is answered by `handler`."""
+
+    async def info(_: web.Request) -> web.Response:
+        return web.json_response(INFO)
+
+    app = web.Application()
+    app.router.add_get(wire.SERVER_INFO, info)
+    app.router.add_route("*", path, handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine = HttpEngine(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def nobody(unused_tcp_port):
+    engine = HttpEngine(f"http://127.0.0.1:{unused_tcp_port}")
+    yield engine
+    await engine.aclose()
+
+
+async def test_nobody_there(nobody, ask):
+    for call in (nobody.generate(ask()), nobody.pause(PauseMode.RETRACT), nobody.resume(), nobody.info()):
+        with pytest.raises(EngineUnreachable, match=r"no answer to .*is the engine running"):
+            await call
+    assert not await nobody.health()
+
+
+async def test_waiting_for_nobody_ends_with_an_error(nobody):
+    with pytest.raises(EngineUnreachable, match=r"did not serve within 0.2 s"):
+        await nobody.wait_ready(0.2)
+
+
+async def test_a_server_that_hangs_up(ask):
+    async def hang_up(request: web.Request) -> web.Response:
+        request.transport.abort()
+        return web.Response()
+
+    async with answering(wire.GENERATE, hang_up) as engine:
+        with pytest.raises(EngineUnreachable, match="no answer"):
+            await engine.generate(ask())
+
+
+@pytest.mark.parametrize(
+    ("response", "error", "message"),
+    [
+        (lambda: web.json_response({"error": {"message": "too hot"}}, status=400), EngineRejected, "400: too hot"),
+        (lambda: web.Response(text="oops", status=500), EngineUnreachable, "500: oops"),
+        (lambda: web.Response(text="<html>"), EngineUnreachable, "not JSON"),
+        (lambda: web.json_response({"text": "hi"}), EngineUnreachable, "meta_info"),
+        (lambda: web.Response(status=307, headers={"Location": "/elsewhere"}), EngineUnreachable, "307"),
+    ],
+)
+async def test_answers_that_are_none(response, error, message, ask):
+    async def answer(_: web.Request) -> web.Response:
+        return response()
+
+    async with answering(wire.GENERATE, answer) as engine:
+        with pytest.raises(error, match=message):
+            await engine.generate(ask())
+
+
+async def test_a_refused_update_is_a_weight_update_error():
+    async def refuse(_: web.Request) -> web.Response:
+        return web.json_response({"success": False, "message": "bad path", "num_paused_requests": 0}, status=400)
+
+    async with answering(wire.UPDATE_FROM_DISK, refuse) as engine:
+        with pytest.raises(WeightUpdateError, match="bad path"):
+            await engine.update_weights(DiskWeights(path="x"), WeightVersion(step=1))
+
+
+async def test_cancelling_generate_sends_an_abort(ask):
+    arrived = asyncio.Event()
+    aborted: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    async def serve(request: web.Request) -> web.Response:
+        if request.path == wire.GENERATE:
+            arrived.set()
+            await asyncio.Event().wait()
+        aborted.set_result(await request.json())
+        return web.json_response({})
+
+    async with answering("/{any}", serve) as engine:
+        call = asyncio.create_task(engine.generate(ask(3)))
+        await arrived.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await aborted == {"rid": ask(3).request_id}
+
+
+async def test_closing_twice_is_harmless(nobody):
+    await nobody.health()
+    await nobody.aclose()
+    await nobody.aclose()

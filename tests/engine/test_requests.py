@@ -1,0 +1,186 @@
+"""A wrong request is refused with a message that names the value, and the engine goes on serving:
+
+- ids outside the vocabulary, prompts and lengths beyond the context, ids in flight twice, by client and by server
+- bodies that are not JSON, lack fields, have wrong types or unknown ones; unknown paths and methods
+- a model thread that dies answers everyone, and the engine says that it is not healthy
+- a model that the engine cannot serve is refused at load, and so are options out of bounds
+"""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from areal_agent.engine import wire
+from areal_agent.engine.__main__ import main
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable
+from areal_agent.types import EngineInfo, GenerateRequest, PauseMode, SamplingParams, WeightVersion
+
+
+def body(**changes: object) -> dict[str, object]:
+    request = GenerateRequest(request_id="r1", input_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=4))
+    return wire.encode_request(request) | changes
+
+
+def params(**changes: object) -> dict[str, object]:
+    sampling = body()["sampling_params"] | changes
+    return body(sampling_params=sampling)
+
+
+async def test_the_client_refuses_an_id_outside_the_vocabulary(tiny, serve):
+    async with serve(tiny) as served:
+        for wrong in (97, -1):
+            with pytest.raises(EngineRejected, match=rf"input_ids\[1\] is {wrong}, outside the vocabulary of 97"):
+                await served.engine.generate(
+                    GenerateRequest(request_id="r1", input_ids=(5, wrong), sampling=SamplingParams())
+                )
+        assert (await served.engine.stats()).generated_tokens == 0
+
+
+async def test_a_request_that_just_fits_is_served(tiny, serve, ask):
+    async with serve(tiny, max_context=64) as served:
+        result = await served.engine.generate(ask(1, prompt_length=52, max_tokens=12))
+        with pytest.raises(EngineRejected, match=r"53 tokens and max_tokens 12 exceed the context of 64"):
+            await served.engine.generate(ask(1, prompt_length=53, max_tokens=12))
+    assert len(result.token_ids) == 12
+
+
+async def test_an_id_in_flight_twice(tiny, serve, ask):
+    async with serve(tiny) as served:
+        await served.engine.pause(PauseMode.RETRACT)
+        first = asyncio.create_task(served.engine.generate(ask(1)))
+        await served.until(lambda stats: stats.num_queued == 1)
+        with pytest.raises(EngineRejected, match="in flight already"):
+            await served.engine.generate(ask(1))
+        await served.engine.resume()
+        assert len((await first).token_ids) == 12
+
+
+REFUSED = {
+    "id outside": (body(input_ids=[1, 97]), "outside the vocabulary"),
+    "no ids": (body(input_ids=[]), "empty"),
+    "too long": (body(input_ids=[1] * 600), "context of 512"),
+    "ids are text": (body(input_ids=["1"]), "input_ids"),
+    "ids are booleans": (body(input_ids=[True]), "input_ids"),
+    "batched ids": (body(input_ids=[[1, 2]]), "input_ids"),
+    "no rid": (body(rid=None), "rid"),
+    "streaming": (body(stream=True), "stream"),
+    "text": (body(text="hello"), "text"),
+    "unknown parameter": (params(min_p=0.1), "min_p"),
+    "negative temperature": (params(temperature=-1), "temperature"),
+    "temperature is text": (params(temperature="hot"), "temperature"),
+    "top_p zero": (params(top_p=0), "top_p"),
+    "top_k zero": (params(top_k=0), "top_k"),
+    "no tokens": (params(max_new_tokens=0), "max_new_tokens"),
+    "seed negative": (params(sampling_seed=-1), "sampling_seed"),
+    "not an object": ([1], "JSON object"),
+}
+
+
+async def test_wrong_bodies_are_answered_with_400(tiny, serve, ask):
+    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+        for name, (wrong, message) in REFUSED.items():
+            async with session.post(wire.GENERATE, json=wrong) as response:
+                assert (name, response.status) == (name, 400)
+                assert message in (await response.json())["error"]["message"]
+        assert len((await served.engine.generate(ask(1))).token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "data", "status"),
+    [
+        ("POST", wire.GENERATE, b"{not json", 400),
+        ("POST", wire.PAUSE_GENERATION, b'{"mode": "later"}', 400),
+        ("POST", wire.ABORT_REQUEST, b"{}", 400),
+        ("POST", wire.UPDATE_FROM_DISK, b'{"model_path": "x"}', 400),
+        ("POST", wire.UPDATE_FROM_DISK, b'{"model_path": "x", "weight_version": "new"}', 400),
+        ("POST", wire.UPDATE_FROM_SHARED_MEMORY, b'{"path": "x"}', 400),
+        ("POST", "/v1/chat/completions", b"{}", 404),
+        ("GET", wire.GENERATE, b"", 405),
+    ],
+)
+async def test_every_failure_is_json_with_a_message(method, path, data, status, tiny, serve):
+    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+        async with session.request(method, path, data=data) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["message"]
+        assert await served.engine.health()
+
+
+async def test_info_and_stats_tell_model_and_work(tiny, serve, ask):
+    async with serve(tiny, max_context=128) as served:
+        await served.engine.generate(ask(1))
+        info, stats = await served.engine.info(), await served.engine.stats()
+    assert info == EngineInfo(
+        model_path=str(tiny), weight_version=WeightVersion(step=7), vocab_size=97, max_context_tokens=128
+    )
+    assert (stats.num_running, stats.num_queued, stats.generated_tokens) == (0, 0, 12)
+    assert stats.busy_s > 0
+
+
+async def test_a_model_thread_that_dies_answers_everyone(tiny, serve, ask):
+    async with serve(tiny, num_slots=1) as served:
+        served.gate.breaks_with = RuntimeError("out of memory")
+        results = await asyncio.gather(*(served.engine.generate(ask(i)) for i in range(3)), return_exceptions=True)
+        assert [type(result) for result in results] == [EngineUnreachable] * 3
+        assert "out of memory" in str(results[0])
+        await served.server.failed()
+        assert not await served.engine.health()
+        with pytest.raises(EngineUnreachable, match="ending"):
+            await served.engine.generate(ask(4))
+
+
+def load(folder, max_context: int = 128) -> ModelRunner:
+    return ModelRunner.load(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
+
+
+def test_a_model_that_is_not_there():
+    with pytest.raises(ConfigError, match="cannot load the model '/no/such/model'"):
+        load("/no/such/model")
+
+
+def test_a_model_type_that_it_does_not_serve(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match="'gpt2'; it serves llama, mistral, qwen2, qwen3"):
+        load(tmp_path)
+
+
+def test_a_context_beyond_the_model(tiny):
+    with pytest.raises(ConfigError, match="max_context_tokens is 513"):
+        load(tiny, max_context=513)
+
+
+def test_a_sliding_window_shorter_than_the_context(make_model):
+    folder = make_model("mistral", sliding_window=64)
+    with pytest.raises(ConfigError, match="window of 64"):
+        load(folder, max_context=65)
+    assert load(folder, max_context=64).max_context_tokens == 64
+
+
+def test_rotary_embeddings_that_depend_on_the_length(make_model):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ConfigError, match="'dynamic'"):
+        load(make_model(rope_parameters=rope))
+
+
+async def test_a_port_in_use(tiny, serve):
+    async with serve(tiny) as served:
+        port = int(served.engine.base_url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*another port"):
+            await EngineServer.start(load(tiny), port=port)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--threads", "0"], "threads is 0"),
+        (["--port", "70000"], "port is 70000"),
+        (["--max-running", "0"], "max_running_requests is 0"),
+        (["--weight-version", "new"], "--weight-version: weight version 'new'"),
+    ],
+)
+def test_options_out_of_bounds(options, message):
+    with pytest.raises(ConfigError, match=message):
+        main(["--model", "anything", *options])

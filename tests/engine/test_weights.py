@@ -1,0 +1,134 @@
+"""A weight update is all or nothing:
+
+- a damaged, incomplete or foreign set of weights raises WeightUpdateError, and the old version goes on unchanged
+- what fits is loaded: sharded folders, weights stored in another float type, tied heads stored twice
+"""
+
+import dataclasses
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from areal_agent.errors import WeightUpdateError
+from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
+
+OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
+
+
+def damaged(weights: SharedMemoryWeights) -> SharedMemoryWeights:
+    data = bytearray(Path(weights.path).read_bytes())
+    data[len(data) // 2] ^= 1
+    Path(weights.path).write_bytes(data)
+    return weights
+
+
+def short(weights: SharedMemoryWeights) -> SharedMemoryWeights:
+    data = Path(weights.path).read_bytes()
+    Path(weights.path).write_bytes(data[: len(data) // 2])
+    return weights
+
+
+def with_entry(weights: SharedMemoryWeights, index: int, **changes: object) -> SharedMemoryWeights:
+    entries = list(weights.entries)
+    entries[index] = dataclasses.replace(entries[index], **changes)
+    return dataclasses.replace(weights, entries=tuple(entries))
+
+
+FAULTS = {
+    "damaged byte": (damaged, "checksum"),
+    "file cut short": (short, "damaged"),
+    "unknown name": (lambda w: with_entry(w, 0, name="model.stranger"), "stranger"),
+    "wrong shape": (lambda w: with_entry(w, 0, shape=w.entries[0].shape[::-1]), "has shape"),
+    "wrong size": (lambda w: with_entry(w, 0, num_bytes=4), "manifest is damaged"),
+    "unknown dtype": (lambda w: with_entry(w, 0, dtype="int32"), "int32"),
+    "missing file": (lambda w: dataclasses.replace(w, path="no_such_file"), "no_such_file"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_faulty_shared_memory_leaves_the_old_version_serving(fault, tiny, other, serve, ask, share):
+    spoil, message = FAULTS[fault]
+    async with serve(tiny) as served:
+        before = await served.engine.generate(ask(1))
+        with pytest.raises(WeightUpdateError, match=message):
+            await served.engine.update_weights(spoil(share(other)), NEW)
+        assert await served.engine.generate(ask(1)) == before
+    assert before.versions[0].version == OLD
+
+
+async def test_shared_memory_that_lacks_a_tensor(tiny, other, serve, ask, share):
+    whole = share(other)
+    without_last = dataclasses.replace(whole, entries=whole.entries[:-1], crc32=crc32_of(whole, whole.entries[:-1]))
+    async with serve(tiny) as served:
+        before = await served.engine.generate(ask(1))
+        with pytest.raises(WeightUpdateError, match=r"lack 1 tensors \['model.norm.weight'\]"):
+            await served.engine.update_weights(without_last, NEW)
+        assert await served.engine.generate(ask(1)) == before
+
+
+def crc32_of(weights: SharedMemoryWeights, entries) -> int:
+    data = Path(weights.path).read_bytes()
+    crc32 = 0
+    for entry in entries:
+        crc32 = zlib.crc32(data[entry.offset : entry.offset + entry.num_bytes], crc32)
+    return crc32
+
+
+@pytest.mark.parametrize("fault", ["missing folder", "missing tensor", "wrong shape", "not safetensors"])
+async def test_a_faulty_folder_leaves_the_old_version_serving(fault, tiny, other, serve, ask, tmp_path):
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "missing tensor":
+        del tensors[name]
+    elif fault == "wrong shape":
+        tensors[name] = tensors[name].T.contiguous()
+    if fault != "missing folder":
+        save_file(tensors, tmp_path / "model.safetensors")
+    if fault == "not safetensors":
+        (tmp_path / "model.safetensors").write_bytes(b"pickled?")
+    async with serve(tiny) as served:
+        before = await served.engine.generate(ask(1))
+        with pytest.raises(WeightUpdateError):
+            await served.engine.update_weights(DiskWeights(path=str(tmp_path)), NEW)
+        assert await served.engine.generate(ask(1)) == before
+
+
+async def test_a_sharded_folder(tiny, other, serve, ask, truth, tmp_path):
+    AutoModelForCausalLM.from_pretrained(other).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    await check_serves(tiny, DiskWeights(path=str(tmp_path)), other, serve, ask, truth)
+
+
+async def test_a_folder_in_bfloat16(tiny, other, serve, ask, truth, tmp_path):
+    AutoModelForCausalLM.from_pretrained(other).to(torch.bfloat16).save_pretrained(tmp_path)
+    await check_serves(tiny, DiskWeights(path=str(tmp_path)), tmp_path, serve, ask, truth)
+
+
+async def test_a_tied_head_stored_twice(tiny, other, serve, ask, truth, tmp_path):
+    tensors = load_file(other / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
+    await check_serves(tiny, DiskWeights(path=str(tmp_path)), other, serve, ask, truth)
+
+
+async def test_a_head_that_is_no_longer_tied_is_refused(tiny, other, serve, tmp_path):
+    tensors = load_file(other / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
+    async with serve(tiny) as served:
+        with pytest.raises(WeightUpdateError, match="tied"):
+            await served.engine.update_weights(DiskWeights(path=str(tmp_path)), NEW)
+
+
+async def check_serves(served_folder, weights, expected_folder, serve, ask, truth) -> None:
+    request = ask(1, max_tokens=20)
+    async with serve(served_folder) as served:
+        await served.engine.update_weights(weights, NEW)
+        result = await served.engine.generate(request)
+    expected = truth(expected_folder).logprobs(request.input_ids, result.token_ids)
+    assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    assert {span.version for span in result.versions} == {NEW}

@@ -1,0 +1,161 @@
+"""The wire: what one side writes, the other reads back as the same record; answers that contradict themselves are not
+read; SGLang's own answers are.
+"""
+
+import math
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_agent.engine import wire
+from areal_agent.engine.fields import WireError
+from areal_agent.types import (
+    DiskWeights,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    SharedMemoryWeights,
+    TensorEntry,
+    VersionSpan,
+    WeightVersion,
+)
+
+versions = st.builds(WeightVersion, incarnation=st.integers(0, 9), step=st.integers(0, 10**6))
+ids = st.lists(st.integers(0, 2**31), max_size=30).map(tuple)
+requests = st.builds(
+    GenerateRequest,
+    request_id=st.text(min_size=1),
+    input_ids=ids,
+    sampling=st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 10),
+        top_p=st.floats(0, 1, exclude_min=True),
+        top_k=st.one_of(st.just(-1), st.integers(1, 1000)),
+        max_tokens=st.integers(1, 10**6),
+        stop_token_ids=ids,
+        seed=st.none() | st.integers(0, wire.MAX_SEED),
+    ),
+)
+
+
+@st.composite
+def results(draw) -> GenerateResult:
+    tokens = draw(st.lists(st.tuples(st.integers(0, 2**31), st.floats(-50, 0), versions), max_size=20))
+    reason = draw(st.sampled_from(FinishReason)) if tokens else FinishReason.ABORT
+    return GenerateResult(
+        token_ids=tuple(token for token, _, _ in tokens),
+        logprobs=tuple(logprob for _, logprob, _ in tokens),
+        versions=tuple(VersionSpan(version=v, start=i, end=i + 1) for i, (_, _, v) in enumerate(tokens)),
+        finish_reason=reason,
+    )
+
+
+def over_the_wire(body: object) -> object:
+    return orjson.loads(orjson.dumps(body))
+
+
+@given(requests)
+def test_requests_arrive_as_they_were_sent(request):
+    assert wire.decode_request(over_the_wire(wire.encode_request(request))) == request
+
+
+@given(requests, results())
+def test_results_arrive_as_they_were_sent(request, result):
+    assert wire.decode_result(over_the_wire(wire.encode_result(request, result))) == result
+
+
+entries = st.builds(
+    TensorEntry,
+    name=st.text(),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    shape=ids,
+    offset=st.integers(0, 2**40),
+    num_bytes=st.integers(0, 2**40),
+)
+
+
+@given(st.text(), st.lists(entries, max_size=4).map(tuple), st.integers(0, 2**32 - 1), versions, st.booleans())
+def test_shared_memory_manifests_arrive_as_they_were_sent(path, some, crc32, version, flush):
+    weights = SharedMemoryWeights(path=path, entries=some, crc32=crc32)
+    update = wire.WeightUpdate(weights=weights, version=version, flush_cache=flush)
+    where, body = wire.encode_update(update)
+    assert where == wire.UPDATE_FROM_SHARED_MEMORY
+    assert wire.decode_shared_memory_update(over_the_wire(body)) == update
+
+
+@given(st.text(), versions, st.booleans())
+def test_disk_weights_arrive_as_they_were_sent(path, version, flush):
+    update = wire.WeightUpdate(weights=DiskWeights(path=path), version=version, flush_cache=flush)
+    where, body = wire.encode_update(update)
+    assert where == wire.UPDATE_FROM_DISK
+    assert wire.decode_disk_update(over_the_wire(body)) == update
+
+
+def test_top_k_zero_is_sent_as_off():
+    request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(top_k=0))
+    assert wire.encode_request(request)["sampling_params"]["top_k"] == -1
+
+
+def answer(**meta: object) -> dict[str, object]:
+    """As SGLang 0.5 answers, with fields that we do not need."""
+    return {
+        "text": " hi",
+        "output_ids": [5, 6],
+        "meta_info": {
+            "id": "r1",
+            "finish_reason": {"type": "stop", "matched": 6},
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "cached_tokens": 1,
+            "weight_version": "0:8",
+            "weight_versions": [{"version": "0:7", "start": 0, "end": 1}, {"version": "0:8", "start": 1, "end": 2}],
+            "num_retractions": 1,
+            "output_token_logprobs": [[-0.5, 5, None], [-1, 6, None]],
+            "e2e_latency": 0.1,
+            **meta,
+        },
+    }
+
+
+def test_an_answer_of_sglang_is_read():
+    assert wire.decode_result(answer()) == GenerateResult(
+        token_ids=(5, 6),
+        logprobs=(-0.5, -1.0),
+        versions=(
+            VersionSpan(version=WeightVersion(step=7), start=0, end=1),
+            VersionSpan(version=WeightVersion(step=8), start=1, end=2),
+        ),
+        finish_reason=FinishReason.STOP,
+        cached_tokens=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"output_token_logprobs": [[-0.5, 5, None]]}, "1 entries that do not match 2"),
+        ({"output_token_logprobs": [[-0.5, 5, None], [-1.0, 9, None]]}, "do not match"),
+        ({"output_token_logprobs": [[None, 5, None], [-1.0, 6, None]]}, "finite number"),
+        ({"output_token_logprobs": [[math.nan, 5, None], [-1.0, 6, None]]}, "finite number"),
+        ({"weight_versions": [{"version": "0:7", "start": 0, "end": 1}]}, "cover 1 of 2"),
+        ({"weight_versions": [{"version": "0:7", "start": 1, "end": 2}]}, "one from 0 was due"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "'default'"),
+        ({"weight_versions": None}, "weight_versions"),
+        ({"finish_reason": {"type": "tired"}}, "tired"),
+        ({"finish_reason": None}, "finish_reason"),
+    ],
+)
+def test_answers_that_contradict_themselves_are_not_read(meta, message):
+    with pytest.raises(WireError, match=message):
+        wire.decode_result(answer(**meta))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"error": {"message": "why"}}, {"success": False, "message": "why"}, {"error": "why"}],
+)
+def test_the_message_of_a_failure_is_found(body):
+    assert wire.decode_error(body) == "why"
