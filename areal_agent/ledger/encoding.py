@@ -171,6 +171,17 @@ def decode_fate(trained_step: int | None, dropped: str | None) -> Fate | None:
         raise LedgerError(f"a fate is damaged: {error}") from error
 
 
+def encode_note(key: str, value: Any) -> str:
+    return _encode_json(f"the note {key!r}", value)
+
+
+def decode_note(key: str, text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except DAMAGE as error:
+        raise LedgerError(f"the note {key!r} is damaged: {error}") from error
+
+
 def _encode_ids(token_ids: Sequence[int]) -> bytes:
     return np.asarray(token_ids, dtype="<i4").tobytes()
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import reads, writes
-from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_turn
+from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_note, encode_turn
 from areal_agent.ledger.lock import FolderLock
 from areal_agent.ledger.reader import SnapshotReader
 from areal_agent.ledger.records import Incarnation, LedgerCounts
@@ -129,10 +129,14 @@ class Ledger:
     async def counts(self) -> LedgerCounts:
         return await self._reader.run(reads.counts)
 
-    async def set_note(self, key: str, value_json: str) -> None:
-        """Keep a value about the run. `status` is read by `verify`: in a `"completed"` run nothing may be left over."""
-        await self._writer.run(partial(writes.set_note, key=key, value=value_json))
+    async def set_note(self, key: str, value: Any) -> None:
+        """Keep a value of JSON's kinds about the run.
 
-    async def get_note(self, key: str) -> str | None:
-        """The JSON text that was set, or None."""
+        `status` is read by `verify`: in a run that is `"completed"` nothing may be left over. It is `"running"` from
+        `begin_incarnation` until it is set.
+        """
+        await self._writer.run(partial(writes.set_note, key=key, text=encode_note(key, value)))
+
+    async def get_note(self, key: str) -> Any:
+        """The value that was set, or None."""
         return await self._reader.run(partial(reads.note, key=key))

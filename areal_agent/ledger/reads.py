@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Mapping
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger.encoding import (
@@ -11,6 +12,7 @@ from areal_agent.ledger.encoding import (
     EndingRow,
     TurnRow,
     decode_fate,
+    decode_note,
     decode_object,
     decode_rewards,
     decode_status,
@@ -87,9 +89,10 @@ def next_group_number(connection: sqlite3.Connection) -> int:
     ).fetchone()[0]
 
 
-def note(connection: sqlite3.Connection, key: str) -> str | None:
+def note(connection: sqlite3.Connection, key: str) -> Any:
+    """None when it was never set."""
     found = connection.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
-    return None if found is None else found[0]
+    return None if found is None else decode_note(key, found[0])
 
 
 def counts(connection: sqlite3.Connection) -> LedgerCounts:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from areal_agent.types import Drop, Status
 
+STATUS_NOTE = "status"
+"""The note that says how far the run is: `running`, `interrupted`, `failed`, `completed`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incarnation:

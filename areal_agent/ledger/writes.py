@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow
-from areal_agent.ledger.records import Incarnation
+from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow, encode_note
+from areal_agent.ledger.records import STATUS_NOTE, Incarnation
 from areal_agent.types import Drop, SessionPurpose, SessionRecord, Status
 
 
@@ -157,6 +157,7 @@ def begin_incarnation(connection: sqlite3.Connection, checkpoint_step: int, now_
         "VALUES (?, ?, ?, ?, ?)",
         (number, checkpoint_step, now_s, num_orphans, num_returned),
     )
+    set_note(connection, STATUS_NOTE, encode_note(STATUS_NOTE, "running"))
     return Incarnation(number=number, num_orphans=num_orphans, num_returned=num_returned)
 
 
@@ -193,8 +194,8 @@ def _return_later(connection: sqlite3.Connection, checkpoint_step: int) -> int:
     return connection.execute("DELETE FROM leases WHERE step > ?", (checkpoint_step,)).rowcount
 
 
-def set_note(connection: sqlite3.Connection, key: str, value: str) -> None:
+def set_note(connection: sqlite3.Connection, key: str, text: str) -> None:
     connection.execute(
         "INSERT INTO notes (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-        (key, value),
+        (key, text),
     )

@@ -1,0 +1,129 @@
+"""curve.png: a run in one picture. It knows the metric names of rows.py and nothing of where rows come from."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+REWARD, BEFORE, AFTER = "#2a6f97", "#8d99ae", "#2b9348"
+ENGINE, TRAINER, STALENESS = "#e07a5f", "#5e548e", "#8d99ae"
+RUNNING_MEAN_STEPS = 5
+SHARE_LIMITS = (-0.03, 1.03)
+
+Column = NDArray[np.float64]
+"""One metric, [steps]; NaN where a row has none."""
+
+
+def draw_curve(
+    rows: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    success_before: float | None = None,
+    success_after: float | None = None,
+) -> None:
+    """Draw the reward by step with the success on held-out tasks, tokens per second of both sides, and staleness."""
+    figure = Figure(figsize=(8.0, 6.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    reward_axes, rate_axes, staleness_axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.5, 1))
+    steps = _column(rows, "step")
+    for axes in (reward_axes, rate_axes, staleness_axes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+        axes.set_axisbelow(True)
+    _draw_reward(reward_axes, steps, _column(rows, "reward/mean"))
+    _draw_success(success_before, success_after, _success_axes(reward_axes))
+    _draw_rates(rate_axes, steps, _column(rows, "tokens_per_s/generated"), _column(rows, "tokens_per_s/trained"))
+    _draw_staleness(staleness_axes, steps, _column(rows, "staleness/mean"), _column(rows, "staleness/max"))
+    figure.savefig(path)
+
+
+def running_mean(values: Column, window: int) -> Column:
+    """The mean of each value and of those before it, `window` in all; what is missing (NaN) is left out."""
+    return np.array([_mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
+
+
+def _mean(values: Column) -> float:
+    present = values[np.isfinite(values)]
+    return float(present.mean()) if len(present) else float("nan")
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Column:
+    return np.array([np.nan if row.get(name) is None else float(row[name]) for row in rows])
+
+
+def _draw_reward(axes: Axes, steps: Column, rewards: Column) -> None:
+    axes.plot(steps, rewards, "o", color=REWARD, alpha=0.4, markersize=5, markeredgewidth=0, label="mean of a step")
+    smooth = running_mean(rewards, RUNNING_MEAN_STEPS)
+    axes.plot(steps, smooth, color=REWARD, linewidth=2.2, label=f"mean of {RUNNING_MEAN_STEPS} steps")
+    present = rewards[np.isfinite(rewards)]
+    if not len(present) or (present.min() >= 0.0 and present.max() <= 1.0):
+        axes.set_ylim(SHARE_LIMITS)
+    axes.set_ylabel("reward")
+    axes.set_title("Reward of the rollouts, success on held-out tasks", loc="left", fontsize=10)
+    _legend(axes)
+
+
+def _success_axes(axes: Axes) -> Axes:
+    """Success is a share: on the reward's axis when that goes from 0 to 1, else on one of its own at the right."""
+    if axes.get_ylim() == SHARE_LIMITS:
+        return axes
+    own = axes.twinx()
+    own.set_ylim(SHARE_LIMITS)
+    own.set_ylabel("success")
+    own.spines["top"].set_visible(False)
+    return own
+
+
+def _draw_success(before: float | None, after: float | None, axes: Axes) -> None:
+    """Dashed levels, labelled where a rising curve is not: the lower at the right, the upper at the left."""
+    if before is not None:
+        _draw_level(axes, before, f"success before training: {before:.1%}", BEFORE, side="right")
+    if after is not None:
+        _draw_level(axes, after, f"success after training: {after:.1%}", AFTER, side="left")
+
+
+def _draw_level(axes: Axes, level: float, label: str, colour: str, side: Literal["left", "right"]) -> None:
+    axes.axhline(level, color=colour, linestyle=(0, (6, 4)), linewidth=1.4)
+    axes.annotate(
+        label,
+        xy=(0.005 if side == "left" else 0.995, level),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(0, 4 if level < 0.9 else -12),  # in points: above the line, where there is room
+        textcoords="offset points",
+        horizontalalignment=side,
+        color=colour,
+        fontsize=9,
+    )
+
+
+def _draw_rates(axes: Axes, steps: Column, generated: Column, trained: Column) -> None:
+    axes.plot(steps, generated, color=ENGINE, linewidth=1.6, marker=".", label="sampled")
+    axes.plot(steps, trained, color=TRAINER, linewidth=1.6, marker=".", label="trained")
+    axes.set_ylim(0, max(1.0, np.nanmax([generated, trained], initial=0.0)) * 1.1)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylabel("tokens/s")
+    _legend(axes)
+
+
+def _draw_staleness(axes: Axes, steps: Column, mean: Column, highest: Column) -> None:
+    axes.bar(steps, highest, color=STALENESS, alpha=0.3, width=0.8, label="highest")
+    axes.plot(steps, mean, color=TRAINER, linewidth=1.6, marker=".", label="mean of the tokens")
+    axes.set_ylim(0, max(1.0, np.nanmax(highest, initial=0.0)) * 1.1)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_ylabel("staleness")
+    axes.set_xlabel("train step")
+    if len(steps):
+        axes.set_xlim(steps[0] - 0.7, steps[-1] + 0.7)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Above the axes, where it hides nothing."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, ncols=2, fontsize=9, borderaxespad=0.2)

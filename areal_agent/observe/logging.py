@@ -1,0 +1,21 @@
+"""The log file of one process. It knows nothing of what is logged."""
+
+import logging
+from pathlib import Path
+
+CHATTY = ("aiohttp.access", "httpcore", "httpx", "openai")
+"""Libraries that log a line a request: thousands a minute here. Their warnings are kept."""
+
+
+def log_to_file(path: Path, level: int = logging.INFO) -> None:
+    """Send everything that this process logs to `path`, appended. Called once, by a process's entry point."""
+    logging.basicConfig(
+        filename=path,
+        level=level,
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        encoding="utf-8",
+        force=True,
+    )
+    logging.captureWarnings(True)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
