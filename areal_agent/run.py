@@ -139,7 +139,7 @@ class Run:
         self.version = version
         self._producer.publish(version.step)
         self._push_stall_s += report.stall_s
-        self._row |= {f"push/{name}": value for name, value in asdict(report).items()}
+        self._row |= {f"push/{name}": value for name, value in asdict(report).items() if name.endswith("_s")}
         self._end_row()
         return report
 

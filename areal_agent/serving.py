@@ -7,7 +7,7 @@ runner ── HTTP ──▶ gateway ── HTTP ──▶ engine process
 import asyncio
 import secrets
 import statistics
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ async def open_serving(
     tokenizer: Path,
     version: WeightVersion,
     logs: Path,
-) -> AsyncIterator[Serving]:
+) -> AsyncGenerator[Serving]:
     """Start an engine that serves `weights` as `version`, a gateway before it and a runner before that."""
     async with AsyncExitStack() as stack:
         process, engine = await stack.enter_async_context(start_engine(config.engine, weights, version, logs))

@@ -9,7 +9,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +57,7 @@ class Interruption:
         self.happened = False
 
     @contextmanager
-    def cancels(self, task: "asyncio.Task[int]") -> Iterator[None]:
+    def cancels(self, task: "asyncio.Task[int]") -> Generator[None]:
         loop = asyncio.get_running_loop()
 
         def interrupt() -> None:

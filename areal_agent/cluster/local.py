@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -63,7 +63,7 @@ async def unless_it_dies(process: ManagedProcess, ready: Awaitable[Result]) -> R
 @asynccontextmanager
 async def start_engine(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
-) -> AsyncIterator[tuple[ManagedProcess, HttpEngine]]:
+) -> AsyncGenerator[tuple[ManagedProcess, HttpEngine]]:
     """An embedded engine that serves `model` as `version`; ended on leaving."""
     port = config.port or free_port()
     argv = [sys.executable, "-m", "areal_agent.engine", "--model", str(model), "--port", str(port)]
@@ -84,7 +84,7 @@ async def start_engine(
 
 
 @asynccontextmanager
-async def start_trainer(num_threads: int, logs: Path) -> AsyncIterator[tuple[ManagedProcess, TrainerClient]]:
+async def start_trainer(num_threads: int, logs: Path) -> AsyncGenerator[tuple[ManagedProcess, TrainerClient]]:
     """A trainer process, connected but not initialised; ended on leaving."""
     ours, theirs = socket.socketpair()
     with contextlib.closing(theirs):
@@ -105,7 +105,7 @@ async def start_trainer(num_threads: int, logs: Path) -> AsyncIterator[tuple[Man
 
 
 @contextmanager
-def shared_memory_folder() -> Iterator[Path]:
+def shared_memory_folder() -> Generator[Path]:
     """A private folder in memory where the machine has one (/dev/shm), else on disk; removed on leaving.
 
     What killed runs left behind is removed first: the name holds the number of the process that made it.

@@ -1,7 +1,7 @@
 """How long at least one of something was under way. It knows not what."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 
@@ -23,7 +23,7 @@ class BusyClock:
         self.num_running = 0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def one(self) -> Generator[None]:
         if self.num_running == 0:
             self._since = self._now()
         self.num_running += 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_agent.observe.step_view import StepView
 from areal_agent.types import RolloutBatch, Trajectory
 
 Row = dict[str, Any]
@@ -45,6 +46,26 @@ def describe_batch(batch: RolloutBatch, success_reward: float) -> Row:
         "staleness/max": int(staleness.max()) if len(staleness) else 0,
         "tokens/trained": len(versions),
     }
+
+
+def view_of(row: Row) -> StepView:
+    """What a person sees of a row."""
+    return StepView(
+        step=row["step"],
+        reward=row["reward/mean"],
+        success=row["reward/success"],
+        generated_tokens_per_s=row["tokens_per_s/generated"],
+        trained_tokens_per_s=row["tokens_per_s/trained"],
+        staleness_mean=row["staleness/mean"],
+        staleness_max=row["staleness/max"],
+        engine=_shares(row, "seconds/engine/"),
+        trainer=_shares(row, "seconds/trainer/"),
+    )
+
+
+def _shares(row: Row, prefix: str) -> dict[str, float]:
+    wall_s = row["seconds/wall"] or 1.0
+    return {name.removeprefix(prefix): seconds / wall_s for name, seconds in row.items() if name.startswith(prefix)}
 
 
 def _num_interrupted(trajectory: Trajectory) -> int:

@@ -12,8 +12,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger.digest import token_digest
@@ -34,7 +35,7 @@ from areal_agent.types import (
 
 logger = logging.getLogger(__name__)
 
-RunGroup = Callable[[str, Task], Awaitable[TrajectoryGroup]]
+RunGroup = Callable[[str, Task], Coroutine[Any, Any, TrajectoryGroup]]
 """Runs the siblings of one task under a group id; every trajectory is in the ledger when it returns."""
 
 FATE_OF_STATUS: Mapping[Status, Drop] = {
