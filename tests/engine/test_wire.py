@@ -6,7 +6,7 @@ import math
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent.engine import wire
@@ -57,11 +57,13 @@ def over_the_wire(body: object) -> object:
     return orjson.loads(orjson.dumps(body))
 
 
+@settings(deadline=None)
 @given(requests)
 def test_requests_arrive_as_they_were_sent(request):
     assert wire.decode_request(over_the_wire(wire.encode_request(request))) == request
 
 
+@settings(deadline=None)
 @given(requests, results())
 def test_results_arrive_as_they_were_sent(request, result):
     assert wire.decode_result(over_the_wire(wire.encode_result(request, result))) == result
@@ -77,6 +79,7 @@ entries = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.text(), st.lists(entries, max_size=4).map(tuple), st.integers(0, 2**32 - 1), versions, st.booleans())
 def test_shared_memory_manifests_arrive_as_they_were_sent(path, some, crc32, version, flush):
     weights = SharedMemoryWeights(path=path, entries=some, crc32=crc32)
@@ -86,6 +89,7 @@ def test_shared_memory_manifests_arrive_as_they_were_sent(path, some, crc32, ver
     assert wire.decode_shared_memory_update(over_the_wire(body)) == update
 
 
+@settings(deadline=None)
 @given(st.text(), versions, st.booleans())
 def test_disk_weights_arrive_as_they_were_sent(path, version, flush):
     update = wire.WeightUpdate(weights=DiskWeights(path=path), version=version, flush_cache=flush)
