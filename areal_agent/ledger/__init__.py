@@ -13,6 +13,9 @@
     ├── digest.py    what identifies the sampled tokens of a trajectory
     └── records.py   what the ledger itself says: Incarnation, LedgerCounts
     verify.py        proves the invariants of a file, also while its run is live
+    ├── invariants.py      the promises in words, and Violation
+    ├── session_checks.py  what one session can break by itself
+    └── table_checks.py    what tables can break against each other
     __main__.py      `python -m areal_agent.ledger verify RUN_DIR`
 
 The life of a session's row, and the tables that hold it::

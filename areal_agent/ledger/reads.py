@@ -19,7 +19,7 @@ from areal_agent.ledger.encoding import (
     decode_turn,
 )
 from areal_agent.ledger.records import LedgerCounts
-from areal_agent.types import Drop, SessionPurpose, Status, Trajectory, Turn
+from areal_agent.types import SessionPurpose, Trajectory, Turn
 
 
 def trajectory(connection: sqlite3.Connection, session_id: str) -> Trajectory:
@@ -105,7 +105,7 @@ def counts(connection: sqlite3.Connection) -> LedgerCounts:
     ).fetchall()
     return LedgerCounts(
         num_open=one("SELECT count(*) FROM sessions WHERE number NOT IN (SELECT session FROM endings)"),
-        statuses={Status(status): number for status, number in statuses},
+        statuses=dict(statuses),
         num_eval=one(
             "SELECT count(*) FROM endings e JOIN sessions s ON s.number = e.session WHERE s.purpose = ?",
             SessionPurpose.EVAL,
@@ -113,5 +113,5 @@ def counts(connection: sqlite3.Connection) -> LedgerCounts:
         num_waiting=one(f"SELECT count(*) {_WAITING}", SessionPurpose.TRAIN),
         num_leased=one("SELECT count(*) FROM leases WHERE session NOT IN (SELECT session FROM fates)"),
         num_trained=one("SELECT count(*) FROM fates WHERE trained_step IS NOT NULL"),
-        drops={Drop(dropped): number for dropped, number in drops},
+        drops=dict(drops),
     )

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from areal_agent.types import Drop, Status
-
 STATUS_NOTE = "status"
 """The note that says how far the run is: `running`, `interrupted`, `failed`, `completed`."""
 
@@ -30,12 +28,12 @@ class LedgerCounts:
     """
 
     num_open: int  # sessions that have not ended
-    statuses: Mapping[Status, int]  # closed sessions, those for evaluation included
+    statuses: Mapping[str, int]  # closed sessions by `Status`, those for evaluation included
     num_eval: int
     num_waiting: int
     num_leased: int
     num_trained: int
-    drops: Mapping[Drop, int]
+    drops: Mapping[str, int]  # by `Drop`
 
     @property
     def num_closed(self) -> int:

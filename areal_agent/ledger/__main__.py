@@ -1,0 +1,95 @@
+"""`python -m areal_agent.ledger verify RUN_DIR`: proves the invariants of a run's ledger. Thin: see verify.py.
+
+Exit codes: 0 all hold, 1 something is violated, 2 there is no such ledger.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from areal_agent.command import Parser, run_command
+from areal_agent.errors import ConfigError
+from areal_agent.ledger.invariants import Invariant
+from areal_agent.ledger.records import LedgerCounts
+from areal_agent.ledger.verify import VerifyReport, verify
+from areal_agent.observe.progress import Progress
+
+FILE_NAME = "ledger.sqlite"
+MAX_SHOWN = 10  # violations of one invariant
+
+
+def main() -> int:
+    parser = Parser(
+        prog="python -m areal_agent.ledger",
+        description="Prove what a run's ledger promises: every token, every trajectory, exactly once. "
+        "It only reads, also while the run is live.",
+    )
+    parser.add_argument("command", choices=["verify"], help="what to do")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of a run, or its ledger.sqlite")
+    path = _ledger_in(parser.parse_args().run_dir)
+    report = _verify(path)
+    print("\n".join(_lines(path, report)))
+    return 0 if report.is_ok else 1
+
+
+def _ledger_in(run_dir: Path) -> Path:
+    if run_dir.is_file():
+        return run_dir
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run folder {str(run_dir)!r}; name the folder that the run printed at its end")
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        raise ConfigError(f"{str(run_dir)!r} has no {FILE_NAME}, so it is no run folder; name the folder of a run")
+    return path
+
+
+def _verify(path: Path) -> VerifyReport:
+    """With a bar on a terminal: a big ledger takes a while."""
+    progress = Progress(total_steps=0, stream=sys.stderr, mode="auto" if sys.stderr.isatty() else "off")
+    progress.phase("verifying")
+    try:
+        return verify(
+            path, lambda num_done, num_all: progress.phase_progress(num_done / num_all, f"{num_all} sessions")
+        )
+    finally:
+        progress.close()
+
+
+def _lines(path: Path, report: VerifyReport) -> Iterator[str]:
+    yield f"ledger {path}"
+    if report.counts is not None:
+        yield from _count_lines(report.counts)
+    yield (
+        f"  tokens     {report.num_sampled_tokens:,} sampled in {report.num_turns:,} turns; "
+        f"{report.num_trained_tokens:,} trained in the loss"
+    )
+    yield ""
+    for invariant in Invariant:
+        violations = report.of(invariant)
+        yield f"  {'✗' if violations else '✓'} {invariant}"
+        yield from (f"      {violation}" for violation in violations[:MAX_SHOWN])
+        if len(violations) > MAX_SHOWN:
+            yield f"      ... and {len(violations) - MAX_SHOWN} more"
+    yield ""
+    if report.is_ok:
+        yield f"OK: all {len(Invariant)} invariants hold"
+    else:
+        num_broken = sum(bool(report.of(invariant)) for invariant in Invariant)
+        yield f"VIOLATED: {num_broken} of {len(Invariant)} invariants; {len(report.violations):,} violations in all"
+
+
+def _count_lines(counts: LedgerCounts) -> Iterator[str]:
+    endings = ", ".join(f"{number:,} {status}" for status, number in sorted(counts.statuses.items()))
+    drops = ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.drops.items()))
+    yield (
+        f"  sessions   {counts.num_closed:,} closed{f' ({endings})' if endings else ''}, {counts.num_open:,} open; "
+        f"{counts.num_eval:,} for evaluation"
+    )
+    yield (
+        f"  fates      {counts.num_trained:,} trained, {counts.num_dropped:,} dropped{f' ({drops})' if drops else ''}; "
+        f"{counts.num_leased:,} leased, {counts.num_waiting:,} waiting"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,146 @@
+"""Proves the invariants of a ledger, or names what breaks them. Reads one consistent state, also of a live run."""
+
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from areal_agent.errors import LedgerError
+from areal_agent.ledger import reads
+from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.invariants import Invariant, Violation
+from areal_agent.ledger.records import LedgerCounts
+from areal_agent.ledger.schema import open_for_reading
+from areal_agent.ledger.session_checks import CLOCK_SLACK_S, check_turns
+from areal_agent.ledger.table_checks import check_file, check_finished, check_tables
+from areal_agent.types import Trajectory, Turn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """What was looked at, and every breach that was found. `counts` is None when the file is too damaged to count."""
+
+    counts: LedgerCounts | None
+    num_turns: int
+    num_sampled_tokens: int
+    num_trained_tokens: int  # of trained trajectories, in the loss
+    violations: tuple[Violation, ...]
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.violations
+
+    def of(self, invariant: Invariant) -> tuple[Violation, ...]:
+        """The breaches of one invariant."""
+        return tuple(violation for violation in self.violations if violation.invariant is invariant)
+
+
+def verify(path: Path, on_session: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Check everything. `on_session` hears how many sessions are done, of how many.
+
+    Raises LedgerError when the file cannot be opened at all; damage inside it is a violation.
+    """
+    connection = open_for_reading(path)
+    try:
+        connection.execute("BEGIN")  # one state for all that follows, whatever the run writes meanwhile
+        examination = _Examination(connection)
+        try:
+            examination.run(on_session)
+        except sqlite3.Error as error:
+            examination.add(Violation(invariant=Invariant.INTACT, subject="the file", detail=str(error)))
+        return examination.report()
+    finally:
+        connection.close()
+
+
+class _SessionRow(NamedTuple):
+    number: int
+    id: str
+    started_s: float
+    ended_s: float | None
+    digest: str | None
+    num_loss_tokens: int | None
+    trained_step: int | None
+
+
+class _Examination:
+    """One pass over a ledger, and what it has found so far."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._violations: list[Violation] = []
+        self._counts: LedgerCounts | None = None
+        self._num_turns = 0
+        self._num_sampled_tokens = 0
+        self._num_trained_tokens = 0
+
+    def add(self, violation: Violation) -> None:
+        self._violations.append(violation)
+
+    def run(self, on_session: Callable[[int, int], None] | None) -> None:
+        self._violations += check_file(self._connection)
+        sessions = self._sessions()
+        for num_done, session in enumerate(sessions, start=1):
+            self._check_session(session)
+            if on_session is not None:
+                on_session(num_done, len(sessions))
+        self._violations += check_tables(self._connection)
+        self._counts = reads.counts(self._connection)
+        self._violations += check_finished(self._connection, self._counts)
+
+    def report(self) -> VerifyReport:
+        return VerifyReport(
+            counts=self._counts,
+            num_turns=self._num_turns,
+            num_sampled_tokens=self._num_sampled_tokens,
+            num_trained_tokens=self._num_trained_tokens,
+            violations=tuple(self._violations),
+        )
+
+    def _sessions(self) -> Sequence[_SessionRow]:
+        rows = self._connection.execute(
+            "SELECT s.number, s.id, s.started_s, e.ended_s, l.digest, l.num_loss_tokens, f.trained_step "
+            "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN leases l ON l.session = s.number "
+            "LEFT JOIN fates f ON f.session = s.number ORDER BY s.number"
+        )
+        return [_SessionRow(*row) for row in rows]
+
+    def _check_session(self, session: _SessionRow) -> None:
+        try:
+            trajectory = None if session.ended_s is None else reads.trajectory(self._connection, session.id)
+            turns = reads.turns(self._connection, session.number) if trajectory is None else trajectory.turns
+        except LedgerError as error:
+            self.add(Violation(invariant=Invariant.READABLE, subject=f"session {session.id!r}", detail=str(error)))
+            return
+        self._num_turns += len(turns)
+        num_sampled_tokens = sum(len(one.token_ids) for turn in turns for one in turn.completions)
+        self._num_sampled_tokens += num_sampled_tokens
+        if session.trained_step is not None:
+            self._num_trained_tokens += session.num_loss_tokens or 0
+        self._violations += check_turns(turns)
+        self._violations += _check_span_of(session, turns)
+        if trajectory is not None and session.digest is not None:
+            self._violations += _check_lease(session, trajectory)
+
+
+def _check_span_of(session: _SessionRow, turns: Sequence[Turn]) -> Iterator[Violation]:
+    """The turns lie within their session's time."""
+    subject = f"session {session.id!r}"
+    first_s = min((turn.started_s for turn in turns), default=session.started_s)
+    last_s = max((turn.ended_s for turn in turns), default=session.started_s)
+    if first_s < session.started_s - CLOCK_SLACK_S:
+        yield Violation(invariant=Invariant.TIMES, subject=subject, detail="a turn started before it did")
+    if session.ended_s is not None and session.ended_s < last_s - CLOCK_SLACK_S:
+        yield Violation(invariant=Invariant.TIMES, subject=subject, detail="it ended before one of its turns, or began")
+
+
+def _check_lease(session: _SessionRow, trajectory: Trajectory) -> Iterator[Violation]:
+    subject = f"session {session.id!r}"
+    digest = token_digest(trajectory)
+    if session.digest != digest:
+        detail = f"its lease has the digest {session.digest!r:.14}..., its tokens have {digest!r:.14}..."
+        yield Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail)
+    if not 0 < (session.num_loss_tokens or 0) <= trajectory.num_sampled_tokens:
+        detail = f"{session.num_loss_tokens} tokens in the loss of {trajectory.num_sampled_tokens} sampled"
+        yield Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail)
