@@ -12,7 +12,8 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.conversation import read_messages, read_tools
 from areal_agent.gateway.fields import as_integer, as_text, refuse, refuse_unknown
 from areal_agent.gateway.sampling import MAX_SEED, SamplingWishes
-from areal_agent.tokens.tool_calls import ParsedAnswer, format_json, parse_answer
+from areal_agent.tokens.json_text import format_json
+from areal_agent.tokens.tool_calls import ParsedAnswer, parse_answer
 from areal_agent.types import FinishReason, JsonObject
 
 MAX_CHOICES = 128

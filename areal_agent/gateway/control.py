@@ -11,6 +11,7 @@ from areal_agent.gateway.fields import (
     as_name,
     as_number,
     as_object,
+    as_shallow_object,
     as_text,
     refuse_unknown,
 )
@@ -77,7 +78,7 @@ class EndRequest:
         return cls(
             status=Status.COMPLETED if status is None else as_member(Status, status, "status"),
             error=None if error is None else as_text(error, "error"),
-            logged={} if logged is None else as_object(logged, "logged"),
+            logged={} if logged is None else as_shallow_object(logged, "logged"),
         )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.fields import as_list, as_name, as_object, as_text, refuse, refuse_unknown
-from areal_agent.tokens.tool_calls import parse_json_object
+from areal_agent.gateway.fields import as_list, as_name, as_object, as_shallow_object, as_text, refuse, refuse_unknown
+from areal_agent.tokens.json_text import parse_json_object
 from areal_agent.types import JsonObject
 
 _KEYS: Mapping[str, frozenset[str]] = {
@@ -92,7 +92,9 @@ def _tool_call(value: object, param: str) -> JsonObject:
         refuse(f"{param}.type", call["type"], "'function'")
     function = as_object(call.get("function"), f"{param}.function")
     arguments = function.get("arguments")
-    if not isinstance(arguments, dict):
+    if isinstance(arguments, dict):
+        arguments = as_shallow_object(arguments, f"{param}.function.arguments")
+    else:
         text = as_text(arguments, f"{param}.function.arguments")
         arguments = parse_json_object(text)
         arguments = text if arguments is None else arguments
@@ -104,7 +106,7 @@ def _tool_call(value: object, param: str) -> JsonObject:
 
 
 def _check_tool(value: object, param: str) -> None:
-    tool = as_object(value, param)
+    tool = as_shallow_object(value, param)
     if tool.get("type") != "function":
         refuse(f"{param}.type", tool.get("type"), "'function'")
     function = as_object(tool.get("function"), f"{param}.function")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from areal_agent.command import nearest
 from areal_agent.errors import RequestError
+from areal_agent.tokens.json_text import MAX_DEPTH, is_deeper
 from areal_agent.types import JsonObject
 
 E = TypeVar("E", bound=StrEnum)
@@ -36,6 +37,13 @@ def as_object(value: object, param: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         refuse(param, value, "a JSON object")
     return cast("dict[str, Any]", value)
+
+
+def as_shallow_object(value: object, param: str) -> dict[str, Any]:
+    """An object whose inside is nobody's business here, but which others will have to write and read."""
+    if is_deeper(value):
+        raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param, code="invalid_value")
+    return as_object(value, param)
 
 
 def as_list(value: object, param: str) -> list[Any]:

@@ -63,6 +63,7 @@ class Services:
     journal: Journal
     counters: Counters
     max_context_tokens: int
+    abort_grace_s: float = ABORT_GRACE_S
 
 
 class Session:
@@ -305,7 +306,7 @@ class Session:
     async def _drain(self) -> None:
         """Abort the engine requests in flight and wait until their partial answers are in the journal."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ABORT_GRACE_S):
+            async with asyncio.timeout(self._services.abort_grace_s):
                 await asyncio.gather(*(self._abort(request_id) for request_id in self._calls))
                 await self._no_chat.wait()
         for call in self._calls.values():

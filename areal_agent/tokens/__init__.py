@@ -6,6 +6,7 @@
     canonical.py   when two messages are the same data
     tree.py        the forest of one session's turns: which recorded completion does a request continue?
     tool_calls.py  an answer's text <-> content and tool calls (Hermes form)
+    json_text.py   the JSON inside an answer's text
     records.py     a closed trajectory -> what the trainer eats
 
 How a request becomes a prompt: `tree` finds the longest recorded prefix with `canonical`, puts an unguessable marker

@@ -14,8 +14,8 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
+from areal_agent.tokens.json_text import format_json, parse_json_object
 from areal_agent.types import JsonObject
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -88,21 +88,6 @@ def format_answer(content: str, tool_calls: Iterable[ToolCall]) -> str:
     return content + "".join(blocks)
 
 
-def format_json(value: JsonObject) -> str:
-    """As JSON text. Integers keep all their digits, however many."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def parse_json_object(text: str) -> dict[str, Any] | None:
-    """The object that `text` is in JSON, or None when it is none: NaN, Infinity and lone surrogates are not JSON."""
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-        format_json(value).encode()
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _parse_call(text: str) -> ToolCall | None:
     call = parse_json_object(text)
     if call is None:
@@ -111,7 +96,3 @@ def _parse_call(text: str) -> ToolCall | None:
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         return None
     return ToolCall(name=name, arguments=arguments)
-
-
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

@@ -3,7 +3,7 @@
 - calls become name and arguments, what stands around them becomes content
 - an answer without calls is its content, to the last space
 - a malformed call stays in the text and is counted; well-formed neighbours are taken
-- integers keep all their digits; NaN, infinity and lone surrogates are no JSON
+- integers keep all their digits; NaN, infinity, lone surrogates and endless nesting are malformed
 - what is formatted is parsed back (property)
 """
 
@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.tokens.tool_calls import ToolCall, format_answer, parse_answer, parse_json_object
+from areal_agent.tokens.json_text import parse_json_object
+from areal_agent.tokens.tool_calls import ToolCall, format_answer, parse_answer
 
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
 
@@ -40,6 +41,7 @@ def test_text_without_calls_is_kept_to_the_last_space() -> None:
         '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
         "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {"x": ' + "[" * 65 + "]" * 65 + "}}</tool_call>",
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
     ],
 )

@@ -1,0 +1,47 @@
+"""JSON objects inside text: the arguments of tool calls. Strict, and exact: integers keep all their digits."""
+
+import json
+from typing import Any, NoReturn
+
+from areal_agent.types import JsonObject
+
+MAX_DEPTH = 64
+"""Deeper than this nobody nests on purpose, and not every reader of JSON can follow."""
+
+
+def parse_json_object(text: str) -> dict[str, Any] | None:
+    """The object that `text` is in JSON, or None when it is none: NaN, Infinity and lone surrogates are not JSON.
+
+    >>> parse_json_object('{"x": 123456789012345678901}'), parse_json_object('{"x": NaN}')
+    ({'x': 123456789012345678901}, None)
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+        format_json(value).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and not is_deeper(value) else None
+
+
+def format_json(value: JsonObject) -> str:
+    """As JSON text."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def is_deeper(value: object, depth: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects nest more than `depth` levels deep.
+
+    >>> is_deeper([[]], 2), is_deeper([[[]]], 2)
+    (False, True)
+    """
+    if isinstance(value, dict):
+        children = value.values()
+    elif isinstance(value, list):
+        children = value
+    else:
+        return False
+    return depth == 0 or any(is_deeper(child, depth - 1) for child in children)
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,193 @@
+"""A served gateway before a scripted engine and a journal in memory, and the clients that talk to it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from areal_agent.engine.fake import FakeEngine
+from areal_agent.gateway.app import Gateway
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import GenerateRequest, GenerateResult, SessionRecord, Trajectory, Turn
+
+ADMIN_KEY = "sk-admin"
+VOCAB_SIZE = 300
+
+TEMPLATE = """\
+{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+class MemoryJournal:
+    """Keeps what the ledger would. `is_writing` is set while a turn waits for `may_write`."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, SessionRecord] = {}
+        self.turns: dict[str, list[Turn]] = {}
+        self.closed: dict[str, Trajectory] = {}
+        self.has_closed = asyncio.Event()
+        self.is_writing = asyncio.Event()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+
+    async def open_session(self, session: SessionRecord) -> None:
+        self.sessions[session.id] = session
+        self.turns[session.id] = []
+
+    async def append_turn(self, session_id: str, turn: Turn) -> None:
+        self.is_writing.set()
+        await self.may_write.wait()
+        self.turns[session_id].append(turn)
+
+    async def close_session(self, trajectory: Trajectory) -> None:
+        self.closed[trajectory.session_id] = trajectory
+        self.has_closed.set()
+
+
+class WatchedEngine(FakeEngine):
+    """A scripted engine that says when a call was cancelled."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.was_cancelled = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        try:
+            return await super().generate(request)
+        except asyncio.CancelledError:
+            self.was_cancelled.set()
+            raise
+
+
+@dataclass(kw_only=True)
+class World:
+    """One gateway and everything around it."""
+
+    gateway: Gateway
+    url: str
+    renderer: Renderer
+    engine: WatchedEngine
+    journal: MemoryJournal
+    http: aiohttp.ClientSession
+    clients: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def call(self, path: str, body: Any = None, *, key: str | None = ADMIN_KEY) -> tuple[int, Any]:
+        """POST a body (bytes are sent as they are); returns status and decoded answer."""
+        content = {"data": body} if isinstance(body, bytes) else {"json": body}
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with self.http.post(self.url + path, headers=headers, **content) as response:
+            return response.status, await response.json()
+
+    async def start(self, **body: Any) -> "Agent":
+        status, session = await self.call("/rl/start_session", {"task_id": "task"} | body)
+        assert status == 200, session
+        client = AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
+        await self.clients.enter_async_context(client)
+        return Agent(world=self, id=session["session_id"], key=session["api_key"], client=client)
+
+    def ids(self, text: str) -> list[int]:
+        """The ids that the model would sample to say this; `<|im_end|>` ends it."""
+        return self.renderer.ids_of(text)
+
+
+@dataclass(kw_only=True)
+class Agent:
+    """A session and its clients."""
+
+    world: World
+    id: str
+    key: str
+    client: AsyncOpenAI
+
+    async def ask(self, messages: Any = "hello", **options: Any) -> Any:
+        """A chat completion by the official client."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return await self.client.chat.completions.create(model="model", messages=messages, **options)
+
+    async def post_chat(self, **body: Any) -> tuple[int, Any]:
+        """A chat completion by plain HTTP."""
+        default = {"model": "model", "messages": [{"role": "user", "content": "hello"}]}
+        return await self.world.call("/v1/chat/completions", default | body, key=self.key)
+
+    async def reward(self, **body: Any) -> tuple[int, Any]:
+        return await self.world.call("/rl/set_reward", body, key=self.key)
+
+    async def end(self, **body: Any) -> tuple[int, Any]:
+        return await self.world.call("/rl/end_session", body, key=self.key)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """What the journal has of it."""
+        return self.world.journal.turns[self.id]
+
+
+@pytest.fixture(scope="session")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special_tokens = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=special_tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["user assistant tool system name arguments python hello world"] * 8, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE).save_pretrained(
+        folder
+    )
+    return Renderer.load(folder)
+
+
+OpenWorld = Callable[..., Awaitable[World]]
+
+
+@pytest.fixture
+async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
+    """Opens gateways: `await open_world("text of each answer", ...)`, or with `script=` ids, errors, a function."""
+    stack = AsyncExitStack()
+
+    async def open_it(
+        *texts: str, script: Any = None, is_stepped: bool = False, max_context_tokens: int = 1000
+    ) -> World:
+        engine = WatchedEngine(
+            [renderer.ids_of(text) for text in texts] if script is None else script, is_stepped=is_stepped
+        )
+        journal = MemoryJournal()
+        gateway = Gateway(
+            sampler=engine,
+            renderer=renderer,
+            journal=journal,
+            model_name="model",
+            admin_key=ADMIN_KEY,
+            max_context_tokens=max_context_tokens,
+            vocab_size=VOCAB_SIZE,
+        )
+        served = await gateway.serve()
+        stack.push_async_callback(served.aclose)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        world = World(
+            gateway=gateway, url=served.base_url, renderer=renderer, engine=engine, journal=journal, http=http
+        )
+        await stack.enter_async_context(world.clients)
+        return world
+
+    async with stack:
+        yield open_it

@@ -1,0 +1,206 @@
+"""Chat completions, by the official client:
+
+- an answer has its text, finish reason, usage and an id of its own
+- tool calls reach the agent, their result reaches the model, and the sampled tokens are reused verbatim
+- a malformed call is text and counted; with `tool_choice: none` a call is text
+- `n` answers are sampled with seeds of their own and rewarded by their own ids
+- sampling parameters reach the engine: the request's, else the session's, else the defaults
+- max_tokens is cut to the room in the context; a context without room is OpenAI's error
+- text parts are joined, a developer is a system, both paths and the default model are served
+- without a seed the same place in a session of the same seed gets the same one, a repetition another
+- what the journal has: prompt, ids, log-probabilities, version spans, messages, distribution
+- partial UTF-8 and special tokens in an answer are no error
+"""
+
+import asyncio
+
+import openai
+import pytest
+
+from areal_agent.engine.fake import fake_logprob
+from areal_agent.types import Distribution, FinishReason, ForkReason, PauseMode, SharedMemoryWeights, WeightVersion
+
+from .conftest import OpenWorld
+
+TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "python", "arguments": {"code": "print(2**70)", "n": 1180591620717411303424}}</tool_call>'
+
+
+async def test_an_answer_has_text_and_usage(open_world: OpenWorld) -> None:
+    world = await open_world("hello world<|im_end|>", "so<|im_end|>")
+    agent = await world.start()
+    reply = await agent.ask("hi")
+    assert reply.choices[0].message.content == "hello world"
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage.prompt_tokens == len(world.engine.requests[0].input_ids)
+    assert reply.usage.completion_tokens == len(world.ids("hello world<|im_end|>"))
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert reply.id.startswith("chatcmpl-")
+    assert (await agent.ask("hi")).id != reply.id
+
+
+async def test_tools_and_verbatim_tokens(open_world: OpenWorld) -> None:
+    world = await open_world(f"let me see{CALL}<|im_end|>", "it is big<|im_end|>")
+    agent = await world.start()
+    messages: list[object] = [{"role": "user", "content": "2**70?"}]
+    first = (await agent.ask(messages, tools=TOOLS)).choices[0]
+    (call,) = first.message.tool_calls
+    assert first.finish_reason == "tool_calls"
+    assert first.message.content == "let me see"
+    assert call.function.name == "python"
+    assert call.function.arguments == '{"code": "print(2**70)", "n": 1180591620717411303424}'
+    messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": "1180591620717411303424"}]
+    await agent.ask(messages, tools=TOOLS)
+    one, two = world.engine.requests
+    sampled = tuple(world.ids(f"let me see{CALL}<|im_end|>"))
+    assert two.input_ids[: len(one.input_ids) + len(sampled)] == one.input_ids + sampled
+    assert agent.turns[1].parent == agent.turns[0].completions[0].id
+    assert agent.turns[1].fork_reason is None
+    assert [message["role"] for message in agent.turns[1].request_delta] == ["tool"]
+
+
+async def test_a_malformed_call_is_text_and_counted(open_world: OpenWorld) -> None:
+    world = await open_world("<tool_call>oops</tool_call><|im_end|>")
+    choice = (await (await world.start()).ask(tools=TOOLS)).choices[0]
+    assert choice.message.content == "<tool_call>oops</tool_call>"
+    assert choice.message.tool_calls is None
+    assert choice.finish_reason == "stop"
+    assert world.gateway.stats().malformed_tool_calls == 1
+
+
+async def test_without_tool_choice_a_call_is_text(open_world: OpenWorld) -> None:
+    world = await open_world(f"{CALL}<|im_end|>")
+    choice = (await (await world.start()).ask(tools=TOOLS, tool_choice="none")).choices[0]
+    assert choice.message.content == CALL
+    assert world.gateway.stats().malformed_tool_calls == 0
+
+
+async def test_several_answers(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>", "b<|im_end|>")
+    agent = await world.start()
+    reply = await agent.ask(n=2, seed=7)
+    assert sorted(choice.message.content for choice in reply.choices) == ["a", "b"]
+    assert [request.sampling.seed for request in world.engine.requests] == [7, 8]
+    assert [one.id for one in agent.turns[0].completions] == [f"{reply.id}-0", f"{reply.id}-1"]
+    assert (await agent.reward(reward=1, interaction_id=f"{reply.id}-1"))[0] == 200
+    assert (await agent.reward(reward=1, interaction_id=reply.id))[0] == 400
+
+
+async def test_parameters_reach_the_engine(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start(sampling={"temperature": 0.1, "max_tokens": 5, "top_p": 0.2, "top_k": 3})
+    await agent.ask(temperature=0.5, top_p=0.9, max_completion_tokens=9, seed=-1, extra_body={"top_k": 4})
+    sampling = world.engine.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 4, 9)
+    assert sampling.seed == 2**63 - 1
+    assert sampling.stop_token_ids == world.renderer.stop_token_ids
+    assert agent.turns[0].completions[0].distribution is Distribution.ALTERED
+    assert world.gateway.stats().altered_completions == 1
+
+
+async def test_the_session_has_defaults(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start(sampling={"temperature": 0.1, "max_tokens": 5, "top_p": 0.2, "top_k": 3})
+    await agent.ask()
+    sampling = world.engine.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.1, 0.2, 3, 5)
+
+
+async def test_max_tokens_is_cut_to_the_room(open_world: OpenWorld) -> None:
+    world = await open_world("a" * 500, max_context_tokens=100)
+    agent = await world.start()
+    reply = await agent.ask(max_tokens=400)
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.total_tokens == 100
+    assert world.engine.requests[0].sampling.temperature == 1.0
+    assert agent.turns[0].completions[0].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_context_without_room_is_openais_error(open_world: OpenWorld) -> None:
+    world = await open_world(max_context_tokens=20)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 20 tokens") as caught:
+        await (await world.start()).ask("long " * 30)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "messages"
+
+
+async def test_text_parts_and_developers(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>", "b<|im_end|>")
+    agent = await world.start()
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    await agent.ask([{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
+    await agent.ask([{"role": "system", "content": "x"}, {"role": "user", "content": "hello"}])
+    assert world.engine.requests[0].input_ids == world.engine.requests[1].input_ids
+    assert agent.turns[1].fork_reason is ForkReason.EDITED
+    assert world.gateway.stats().forks == {ForkReason.EDITED: 1}
+
+
+async def test_the_default_model_and_the_path_without_version(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start()
+    body = {"model": "default", "messages": [{"role": "user", "content": "x"}]}
+    assert (await world.call("/chat/completions", body, key=agent.key))[0] == 200
+
+
+async def test_another_model_does_not_exist(open_world: OpenWorld) -> None:
+    world = await open_world()
+    status, answer = await (await world.start()).post_chat(model="gpt-5")
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+
+
+async def test_models_are_listed(open_world: OpenWorld) -> None:
+    world = await open_world()
+    agent = await world.start()
+    assert [model.id async for model in agent.client.models.list()] == ["model"]
+
+
+async def test_derived_seeds_depend_on_the_place_alone(open_world: OpenWorld) -> None:
+    world = await open_world(*["a<|im_end|>"] * 5)
+    one, same, other = [await world.start(seed=seed) for seed in (5, 5, 6)]
+    await one.ask("x")
+    await one.ask("x")
+    await same.ask("something else before")
+    await same.ask("x")
+    await other.ask("x")
+    first, repeated, _, again, of_other = [request.sampling.seed for request in world.engine.requests]
+    assert again == first
+    assert len({first, repeated, of_other}) == 3
+
+
+async def test_the_journal_has_the_turn(open_world: OpenWorld) -> None:
+    world = await open_world("hello<|im_end|>")
+    agent = await world.start()
+    reply = await agent.ask("hi")
+    (turn,) = agent.turns
+    (completion,) = turn.completions
+    assert turn.new_prompt_ids == world.engine.requests[0].input_ids
+    assert (turn.parent, turn.fork_at, turn.fork_reason) == (None, 0, None)
+    assert turn.request_delta == ({"role": "user", "content": "hi"},)
+    assert completion.id == reply.id
+    assert completion.token_ids == tuple(world.ids("hello<|im_end|>"))
+    assert completion.logprobs == tuple(
+        fake_logprob(token_id, position) for position, token_id in enumerate(completion.token_ids)
+    )
+    assert completion.distribution is Distribution.EXACT
+
+
+async def test_an_interrupted_answer_has_its_versions(open_world: OpenWorld) -> None:
+    world = await open_world("abcd", is_stepped=True)
+    agent = await world.start()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(agent.ask(max_tokens=4))
+        await world.engine.wait_for_requests(1)
+        world.engine.step(2)
+        await world.engine.pause(PauseMode.RETRACT)
+        await world.engine.update_weights(SharedMemoryWeights(path="", entries=(), crc32=0), WeightVersion(step=1))
+        await world.engine.resume()
+        world.engine.step(2)
+    assert agent.turns[0].completions[0].version_steps() == (0, 0, 1, 1)
+
+
+async def test_broken_text_is_no_error(open_world: OpenWorld) -> None:
+    world = await open_world(script=[[200, 0, 250, 1], [5, 1]])
+    agent = await world.start()
+    reply = (await agent.ask("x")).choices[0].message
+    await agent.ask([{"role": "user", "content": "x"}, reply, {"role": "user", "content": "y"}])
+    assert agent.turns[1].parent == agent.turns[0].completions[0].id

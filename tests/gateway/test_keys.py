@@ -1,0 +1,51 @@
+"""Who may do what:
+
+- no key, or a wrong one: 401; the key of a session where the admin's is asked, or the other way round: 403
+- a session's key reaches its own session and nothing else
+- health needs no key
+"""
+
+import pytest
+
+from .conftest import ADMIN_KEY, OpenWorld
+
+SESSION_PATHS = ["/v1/chat/completions", "/chat/completions", "/rl/set_reward", "/rl/end_session"]
+ADMIN_PATHS = ["/rl/start_session", "/export_trajectories"]
+
+
+@pytest.mark.parametrize("path", SESSION_PATHS + ADMIN_PATHS)
+@pytest.mark.parametrize("key", [None, "sk-wrong", " "])
+async def test_without_a_valid_key(open_world: OpenWorld, path: str, key: str | None) -> None:
+    world = await open_world()
+    status, answer = await world.call(path, {}, key=key)
+    assert (status, answer["error"]["type"]) == (401, "authentication_error")
+
+
+@pytest.mark.parametrize("path", SESSION_PATHS)
+async def test_the_admin_key_is_no_sessions(open_world: OpenWorld, path: str) -> None:
+    world = await open_world()
+    assert (await world.call(path, {}, key=ADMIN_KEY))[0] == 403
+
+
+@pytest.mark.parametrize("path", ADMIN_PATHS)
+async def test_a_sessions_key_is_not_the_admins(open_world: OpenWorld, path: str) -> None:
+    world = await open_world()
+    agent = await world.start()
+    status, answer = await world.call(path, {"session_id": agent.id, "task_id": "t"}, key=agent.key)
+    assert (status, answer["error"]["type"]) == (403, "permission_error")
+
+
+async def test_a_key_reaches_its_own_session(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    one, other = await world.start(), await world.start()
+    await one.ask()
+    await one.end()
+    assert (len(one.turns), len(other.turns)) == (1, 0)
+    assert (await other.reward(reward=1))[0] == 200  # the other goes on
+
+
+async def test_health_needs_no_key(open_world: OpenWorld) -> None:
+    world = await open_world()
+    async with world.http.get(f"{world.url}/health") as response:
+        assert response.status == 200
+        assert (await response.json())["status"] == "ok"

@@ -1,0 +1,253 @@
+"""What happens when things go wrong, or end:
+
+- a turn is in the journal before its answer leaves
+- an agent that hangs up aborts its engine request; if its turn is being written, the turn stays
+- the end of a session aborts what is in flight and keeps its partial answer, masked from training
+- an engine that does not answer an abort does not hold up the end; an engine that aborts by itself is an engine error
+- a journal that fails to open a session leaves none behind
+- failures of engine, journal and route, and bodies that are no JSON object, nested or too large: error objects
+- a port in use is named; closing twice is harmless
+"""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import openai
+import pytest
+
+from areal_agent.errors import (
+    ConfigError,
+    EngineError,
+    EngineRejected,
+    EngineUnreachable,
+    LedgerError,
+    RequestError,
+)
+from areal_agent.gateway.chat import ChatRequest
+from areal_agent.gateway.control import EndRequest
+from areal_agent.gateway.sampling import SamplingWishes
+from areal_agent.gateway.session import Services, Session
+from areal_agent.gateway.stats import Counters
+from areal_agent.tokens.records import token_records
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import FinishReason, PauseMode, SessionPurpose, SessionRecord
+
+from .conftest import MemoryJournal, OpenWorld
+
+
+async def hang_up(call: "asyncio.Task[Any]") -> None:
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call
+
+
+async def test_a_turn_is_journaled_before_its_answer_leaves(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start()
+    world.journal.may_write.clear()
+    call = asyncio.create_task(agent.post_chat())
+    await world.journal.is_writing.wait()
+    assert (await world.call("/rl/set_reward", {"reward": 1}, key=agent.key))[0] == 200  # time enough for an answer
+    assert not call.done()
+    world.journal.may_write.set()
+    assert (await call)[0] == 200
+    assert len(agent.turns) == 1
+
+
+async def test_hanging_up_aborts_the_engine_request(open_world: OpenWorld) -> None:
+    world = await open_world("abc", is_stepped=True)
+    agent = await world.start()
+    call = asyncio.create_task(agent.post_chat())
+    await world.engine.wait_for_requests(1)
+    assert world.gateway.stats().num_engine_requests == 1
+    await hang_up(call)
+    await world.engine.was_cancelled.wait()
+    assert world.engine.aborted_ids == [world.engine.requests[0].request_id]
+    assert world.engine.num_in_flight == 0
+    assert agent.turns == []
+
+
+async def test_hanging_up_does_not_undo_a_turn(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start()
+    world.journal.may_write.clear()
+    call = asyncio.create_task(agent.post_chat())
+    await world.journal.is_writing.wait()
+    await hang_up(call)
+    ending = asyncio.create_task(agent.end(status="timeout"))
+    world.journal.may_write.set()
+    assert (await ending)[1]["num_turns"] == 1
+    assert world.journal.closed[agent.id].turns == tuple(agent.turns)
+
+
+async def test_the_end_keeps_partial_answers(open_world: OpenWorld) -> None:
+    world = await open_world("abcd", is_stepped=True)
+    agent = await world.start()
+    call = asyncio.create_task(agent.post_chat())
+    await world.engine.wait_for_requests(1)
+    world.engine.step(2)
+    status, answer = await agent.end(status="timeout", error="too slow")
+    assert (status, answer["num_sampled_tokens"]) == (200, 2)
+    status, answer = await call
+    assert (status, answer["error"]["code"]) == (409, "session_ended")
+    trajectory = world.journal.closed[agent.id]
+    assert trajectory.turns[0].completions[0].finish_reason is FinishReason.ABORT
+    assert not any(record.loss_mask.any() for record in token_records(trajectory))
+    assert trajectory.error == "too slow"
+
+
+async def test_an_end_without_partial_tokens_has_no_turn(open_world: OpenWorld) -> None:
+    world = await open_world("abcd", is_stepped=True)
+    agent = await world.start()
+    call = asyncio.create_task(agent.post_chat())
+    await world.engine.wait_for_requests(1)
+    assert (await agent.end())[1]["num_turns"] == 0
+    assert (await call)[0] == 409
+
+
+async def test_hanging_up_on_the_end_does_not_stop_it(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start()
+    world.journal.may_write.clear()
+    chat = asyncio.create_task(agent.post_chat())
+    await world.journal.is_writing.wait()
+    ending = asyncio.create_task(agent.end(status="cancelled"))
+    while (await agent.reward(reward=1))[0] == 200:  # until the end has begun
+        pass
+    await hang_up(ending)
+    world.journal.may_write.set()
+    await world.journal.has_closed.wait()
+    await chat
+    assert len(world.journal.closed[agent.id].turns) == 1
+
+
+async def test_an_engine_that_aborts_by_itself_has_failed(open_world: OpenWorld) -> None:
+    world = await open_world("abcd", is_stepped=True)
+    agent = await world.start()
+    call = asyncio.create_task(agent.post_chat())
+    await world.engine.wait_for_requests(1)
+    world.engine.step(1)
+    await world.engine.pause(PauseMode.ABORT)
+    assert (await call)[0] == 503
+    assert agent.turns[0].completions[0].finish_reason is FinishReason.ABORT
+
+
+class DeafEngine:
+    """Answers nothing, aborts included."""
+
+    def __init__(self) -> None:
+        self.has_request = asyncio.Event()
+
+    async def generate(self, request: object) -> Any:
+        self.has_request.set()
+        await asyncio.Event().wait()
+
+    async def abort(self, request_id: str) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> None:
+    engine, journal, ended = DeafEngine(), MemoryJournal(), list[Session]()
+    record = SessionRecord(
+        id="s", group_id="g", task_id="t", purpose=SessionPurpose.TRAIN, seed=0, key_hash="", started_s=0.0
+    )
+    services = Services(
+        sampler=engine,
+        renderer=renderer,
+        journal=journal,
+        counters=Counters(),
+        max_context_tokens=100,
+        abort_grace_s=0.01,
+    )
+    session = Session(record, defaults=SamplingWishes(), services=services, on_ended=ended.append)
+    await journal.open_session(record)
+    body = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
+    call = asyncio.create_task(session.chat(ChatRequest.read(body)))
+    await engine.has_request.wait()
+    trajectory = await session.end(EndRequest.read({"status": "timeout"}))
+    assert trajectory.turns == ()
+    assert ended == [session]
+    with pytest.raises(RequestError, match="takes no calls any more"):
+        await call
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (EngineRejected("too long"), 400),
+        (EngineUnreachable("gone"), 503),
+        (EngineError("odd"), 502),
+        (RuntimeError("a bug with a secret"), 500),
+    ],
+    ids=lambda value: str(value),
+)
+async def test_engine_failures_are_error_objects(open_world: OpenWorld, failure: Exception, status: int) -> None:
+    world = await open_world(script=[failure, failure, failure])
+    agent = await world.start()
+    answered, answer = await agent.post_chat()
+    assert answered == status
+    assert answer["error"]["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert "secret" not in answer["error"]["message"]
+    with pytest.raises(openai.APIStatusError) as caught:
+        await agent.ask(n=2)
+    assert caught.value.status_code == status
+    assert world.gateway.stats().errors == {status: 2}
+    assert agent.turns == []
+    assert (await agent.end(status="infra"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[]", 400),
+        (b"\xff", 400),
+        (b'{"messages": "\\ud800"}', 400),
+        (b'{"model": "model", "tools": ' + b"[" * 900 + b"]" * 900 + b"}", 400),
+        (b'{"model": "model", "messages": [{"role": "user", "content": "' + b"x" * 2**25 + b'"}]}', 413),
+    ],
+    ids=["cut off", "a list", "not UTF-8", "lone surrogate", "deep", "large"],
+)
+async def test_bodies_that_cannot_be_read(open_world: OpenWorld, body: bytes, status: int) -> None:
+    world = await open_world()
+    agent = await world.start()
+    answered, answer = await world.call("/v1/chat/completions", body, key=agent.key)
+    assert answered == status
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/v1/chat/completions", 405)])
+async def test_unknown_routes_are_error_objects(open_world: OpenWorld, method: str, path: str, status: int) -> None:
+    world = await open_world()
+    async with world.http.request(method, world.url + path) as response:
+        assert response.status == status
+        assert path in (await response.json())["error"]["message"]
+
+
+async def test_a_session_that_could_not_be_journaled_is_none(open_world: OpenWorld) -> None:
+    world = await open_world()
+
+    async def fail(session: object) -> None:
+        raise LedgerError("disk full")
+
+    world.journal.open_session = fail  # type: ignore[method-assign]
+    status, _ = await world.call("/rl/start_session", {"task_id": "t", "session_id": "s1"})
+    assert status == 500
+    assert world.gateway.stats().num_open_sessions == 0
+
+
+async def test_a_port_in_use_is_named(open_world: OpenWorld) -> None:
+    world = await open_world()
+    port = int(world.url.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+        await world.gateway.serve("127.0.0.1", port)
+
+
+async def test_closing_twice_is_harmless(open_world: OpenWorld) -> None:
+    world = await open_world()
+    served = await world.gateway.serve()
+    await served.aclose()
+    await served.aclose()
+    with pytest.raises(Exception, match=r"refused|connect"):
+        await world.http.get(f"{served.base_url}/health")

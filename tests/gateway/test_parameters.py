@@ -1,0 +1,236 @@
+"""Every parameter is honoured or refused by name:
+
+- what is not supported is a 400 that names it, as is a value of the wrong kind and an unknown name
+- values that ask for nothing are accepted, null everywhere
+- faults inside messages and tools name their place
+- no JSON whatsoever is answered with anything but a checked request or an error that names what is wrong (property)
+"""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_agent.errors import RequestError
+from areal_agent.gateway.chat import ChatRequest
+from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.tree import Forest
+
+from .conftest import OpenWorld
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+MINIMAL: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "hello"}]}
+
+REFUSED: list[tuple[str, Any]] = [
+    ("stream", True),
+    ("stop", ["\n"]),
+    ("stop", "\n"),
+    ("logit_bias", {"5": 1}),
+    ("frequency_penalty", 0.5),
+    ("presence_penalty", -1),
+    ("repetition_penalty", 1.1),
+    ("min_p", 0.1),
+    ("response_format", {"type": "json_object"}),
+    ("logprobs", True),
+    ("top_logprobs", 3),
+    ("store", True),
+    ("parallel_tool_calls", False),
+    ("functions", [{"name": "f"}]),
+    ("modalities", ["text", "audio"]),
+    ("audio", {"voice": "x"}),
+    ("prediction", {"type": "content"}),
+    ("reasoning_effort", "low"),
+    ("verbosity", "high"),
+    ("service_tier", "priority"),
+    ("web_search_options", {}),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("temprature", 1.0),
+    ("temperature", -0.1),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_k", 1.5),
+    ("top_k", -2),
+    ("max_tokens", 0),
+    ("max_completion_tokens", "5"),
+    ("seed", 0.5),
+    ("seed", 2**63),
+    ("n", 0),
+    ("n", 129),
+    ("model", 5),
+    ("messages", []),
+    ("messages", "hello"),
+    ("tools", {}),
+]
+
+
+@pytest.mark.parametrize(("param", "value"), REFUSED, ids=lambda value: repr(value)[:40])
+def test_what_is_not_supported_is_refused_by_name(param: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.read(MINIMAL | {param: value})
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(RequestError, match="did you mean 'temperature'"):
+        ChatRequest.read(MINIMAL | {"temprature": 1.0})
+
+
+def test_two_limits_must_agree() -> None:
+    assert ChatRequest.read(MINIMAL | {"max_tokens": 5, "max_completion_tokens": 5}).wishes.max_tokens == 5
+    with pytest.raises(RequestError, match="max_tokens is 5"):
+        ChatRequest.read(MINIMAL | {"max_tokens": 5, "max_completion_tokens": 6})
+
+
+HARMLESS: dict[str, Any] = {
+    "user": "u",
+    "metadata": {"k": "v"},
+    "safety_identifier": "s",
+    "prompt_cache_key": "p",
+    "stream": False,
+    "stop": [],
+    "logit_bias": {},
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "response_format": {"type": "text"},
+    "logprobs": False,
+    "store": False,
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "service_tier": "auto",
+    "top_k": 0,
+    "n": 1,
+}
+
+
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    plain = ChatRequest.read(MINIMAL)
+    harmless = ChatRequest.read(MINIMAL | HARMLESS)
+    assert (harmless.messages, harmless.num_choices, harmless.wishes.top_k) == (plain.messages, 1, -1)
+
+
+def test_null_is_left_out() -> None:
+    nulls = {name: None for name, _ in REFUSED if name not in MINIMAL} | dict.fromkeys(HARMLESS)
+    assert ChatRequest.read(MINIMAL | nulls) == ChatRequest.read(MINIMAL)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (["hello"], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "function", "content": "x"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "messages[0].function_call"),
+        ([{"role": "assistant", "tool_calls": [5]}], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[0].tool_calls[0].type"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ([{"role": "user", "content": "x"}, {"role": "tool", "content": None}], "messages[1].content"),
+    ],
+)
+def test_faults_in_messages_name_their_place(messages: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.read({"model": "model", "messages": messages})
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        (5, "tools[0]"),
+        ({"type": "custom"}, "tools[0].type"),
+        ({"type": "function"}, "tools[0].function"),
+        ({"type": "function", "function": {"name": ""}}, "tools[0].function.name"),
+        ({"type": "function", "function": {"name": "f", "strict": True}}, "tools[0].function.strict"),
+        ({"type": "function", "function": {"name": "f", "parameters": []}}, "tools[0].function.parameters"),
+        ({"type": "function", "function": {"name": "f", "description": nested(65)}}, "tools[0]"),
+        ({"type": "function", "function": {"name": "f", "extra": 1}}, "tools[0].function.extra"),
+    ],
+)
+def test_faults_in_tools_name_their_place(tool: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.read(MINIMAL | {"tools": [tool]})
+    assert caught.value.param == param
+
+
+async def test_a_refusal_is_openais_error_object(open_world: OpenWorld) -> None:
+    world = await open_world()
+    status, answer = await (await world.start()).post_chat(stream=True)
+    assert status == 400
+    assert answer == {
+        "error": {
+            "message": "stream=True is not supported by this gateway; leave it out",
+            "type": "invalid_request_error",
+            "param": "stream",
+            "code": "unsupported_parameter",
+        }
+    }
+    assert world.gateway.stats().errors == {400: 1}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "function", "name", "arguments", "tool_calls", "id"]),
+            children,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+roles = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": roles | json_values, "content": st.text(max_size=8) | json_values},
+        optional={"name": json_values, "tool_calls": json_values, "tool_call_id": json_values},
+    ),
+    max_size=3,
+)
+known_names = st.sampled_from(
+    sorted(
+        {name for name, _ in REFUSED} | HARMLESS.keys() | {"task_id", "sampling", "reward", "interaction_id", "name"}
+    )
+)
+bodies = st.builds(
+    lambda base, extra: base | extra,
+    st.sampled_from([{}, MINIMAL]) | st.fixed_dictionaries({"model": st.just("model"), "messages": messages}),
+    st.dictionaries(known_names | st.text(max_size=5), json_values, max_size=3),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=bodies)
+def test_any_json_is_checked_or_refused(renderer: Renderer, body: dict[str, Any]) -> None:
+    for read in (ChatRequest.read, StartRequest.read, RewardRequest.read, EndRequest.read, read_export):
+        try:
+            request = read(body)
+        except RequestError as error:
+            assert 400 <= error.status < 500
+            continue
+        if isinstance(request, ChatRequest):
+            prompt = Forest(renderer).plan(request.messages, request.tools)
+            assert prompt.new_ids
