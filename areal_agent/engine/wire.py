@@ -47,6 +47,8 @@ MODEL_INFO = "/model_info"
 
 MAX_SEED = 2**63 - 1
 
+_LABEL = ("weight_version", "flush_cache")  # what every weight update carries
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
@@ -268,9 +270,6 @@ def decode_shared_memory_update(body: object) -> WeightUpdate:
         crc32=as_integer(fields.get("crc32"), "crc32"),
     )
     return _labelled(fields, weights)
-
-
-_LABEL = ("weight_version", "flush_cache")
 
 
 def _labelled(fields: JsonObject, weights: SharedMemoryWeights | DiskWeights) -> WeightUpdate:
