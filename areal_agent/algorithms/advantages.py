@@ -85,7 +85,8 @@ def token_advantages(
     group_of = {record.session_id: record.group_id for record in records}  # one entry a rollout
     numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(group_of.values()))}
     groups = torch.tensor([numbers[group_id] for group_id in group_of.values()])  # [R]
-    totals = torch.tensor([rewards[session_id] for session_id in group_of], dtype=torch.float64)  # [R]
+    # in float32 first, as records hold rewards: equal rewards then cancel exactly
+    totals = torch.tensor([rewards[session_id] for session_id in group_of], dtype=torch.float32).double()  # [R]
 
     baselines = leave_one_out(totals, groups) if config.preset == "rloo" else group_mean(totals, groups)
     spreads = group_std(totals, groups) + STD_EPSILON if config.divides_by_std else torch.ones_like(totals)

@@ -81,7 +81,7 @@ def decoupled_ppo(
     """
     assert logprobs.ndim == 1, logprobs.shape
     assert logprobs.shape == proximal.shape == behavior.shape == advantages.shape, (proximal.shape, behavior.shape)
-    proximal = proximal.detach()
+    proximal, behavior = proximal.detach(), behavior.detach()
     uncapped = (proximal - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     weight = uncapped.clamp_max(config.behavior_weight_cap)
     log_ratio = (logprobs - proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

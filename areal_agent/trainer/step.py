@@ -25,7 +25,7 @@ from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.tally import Mismatch, Tally
 from areal_agent.types import TokenRecord
 
-MAX_PADDING = 0.15
+MAX_PADDING = 0.05
 """Of a sequence in a micro-batch: sequences of like length go together, and short outliers alone."""
 
 

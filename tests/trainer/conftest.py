@@ -1,0 +1,117 @@
+"""A tiny random model with a tokenizer, and batches of two-turn rollouts made from a seed."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from areal_agent.trainer.step import StepInput
+from areal_agent.types import Rewards, RolloutBatch, Status, TokenRecord, Trajectory, TrajectoryGroup
+
+VOCAB_SIZE = 61
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder. Its weights are large enough for peaked, distinct distributions."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template="{{ messages }}").save_pretrained(folder)
+    return folder
+
+
+def random_record(
+    rng: np.random.Generator, session: str, group: str, reward: float, *, branch: int = 0, version: int = 0
+) -> TokenRecord:
+    """Prompt, action, observation, action, trailing observation, of random lengths."""
+    lengths = rng.integers([2, 2, 1, 2, 0], [12, 9, 15, 6, 4])
+    is_sampled = np.repeat([False, True, False, True, False], lengths)
+    num_tokens = len(is_sampled)
+    return TokenRecord(
+        session_id=session,
+        group_id=group,
+        branch=branch,
+        parent_branch=branch - 1 if branch else None,
+        token_ids=rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
+        loss_mask=is_sampled,
+        turn_index=np.repeat([0, 0, 1, 1, 1], lengths).astype(np.int32),
+        behavior_logprobs=np.where(is_sampled, rng.uniform(-6, -2, num_tokens), 0).astype(np.float32),
+        temperatures=np.where(is_sampled, 0.9, 1.0).astype(np.float32),
+        versions=np.where(is_sampled, version, -1).astype(np.int32),
+        turn_rewards=np.array([0.0, reward], dtype=np.float32),
+    )
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> Callable[..., RolloutBatch]:
+    """A batch of groups of four; every third rollout earns 1. Rollout 1 of each group has forked into two branches."""
+
+    def make(step: int, *, num_groups: int = 3, seed: int = 0) -> RolloutBatch:
+        rng = np.random.default_rng([seed, step])
+        records: list[TokenRecord] = []
+        groups: list[TrajectoryGroup] = []
+        for number in range(num_groups):
+            rewards = {f"s{step}-{number}-{i}": float((number + i) % 3 == 0) for i in range(4)}
+            for i, (session, reward) in enumerate(rewards.items()):
+                for branch in range(2 if i == 1 else 1):
+                    records.append(
+                        random_record(rng, session, f"g{step}-{number}", reward, branch=branch, version=step - 1)
+                    )
+            groups.append(group_of(f"g{step}-{number}", rewards))
+        return RolloutBatch(step=step, groups=tuple(groups), records=tuple(records))
+
+    return make
+
+
+def group_of(group_id: str, rewards: dict[str, float]) -> TrajectoryGroup:
+    trajectories = [
+        Trajectory(
+            session_id=session,
+            group_id=group_id,
+            task_id="task",
+            turns=(),
+            rewards=Rewards(final=reward),
+            status=Status.COMPLETED,
+            error=None,
+            logged={},
+            started_s=0.0,
+            ended_s=1.0,
+        )
+        for session, reward in rewards.items()
+    ]
+    return TrajectoryGroup(group_id=group_id, task_id="task", trajectories=tuple(trajectories))
+
+
+@pytest.fixture(scope="session")
+def as_input() -> Callable[..., StepInput]:
+    """What the trainer makes of a batch; its records may be replaced."""
+
+    def convert(batch: RolloutBatch, records: Sequence[TokenRecord] | None = None) -> StepInput:
+        rewards = {one.session_id: one.rewards.total for one in batch.trained}
+        return StepInput(step=batch.step, records=batch.records if records is None else records, rewards=rewards)
+
+    return convert

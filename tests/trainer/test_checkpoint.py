@@ -1,0 +1,204 @@
+"""Checkpoints.
+
+- A saved folder loads with AutoModelForCausalLM and AutoTokenizer and holds exactly the trained weights.
+- Going on from one makes the very next steps bit for bit, with several minibatches a step.
+- A writer that fails or is killed leaves no checkpoint; what it left is removed by the next.
+- The newest intact one is found: damaged ones are passed over with a warning.
+- Only the last ones are kept, and none of an abandoned lineage; one of the same step is replaced.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.errors import ConfigError
+from areal_agent.trainer.checkpoint import latest_checkpoint, publish_checkpoint, read_checkpoint
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.trainer import Trainer
+
+CONFIG = TrainerConfig(learning_rate=1e-3, warmup_steps=20, keep_last=2)
+ALGORITHM = AlgorithmConfig(minibatches=3)
+
+
+@pytest.fixture
+def load_trainer(tmp_path):
+    trainers = []
+
+    def load(folder: Path) -> Trainer:
+        trainer = Trainer.load(folder, config=CONFIG, algorithm=ALGORITHM, seed=0, shared_memory=tmp_path)
+        trainers.append(trainer)
+        return trainer
+
+    yield load
+    for trainer in trainers:
+        trainer.close()
+
+
+def write_small(folder: Path) -> None:
+    (folder / "training").mkdir()
+    (folder / "training" / "state.pt").write_bytes(b"state")
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+
+def publish(directory: Path, step: int, keep_last: int = 10) -> Path:
+    return publish_checkpoint(directory, step=step, incarnation=0, write=write_small, keep_last=keep_last).path
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def weights_of(trainer: Trainer) -> bytes:
+    return Path(trainer.publish().path).read_bytes()
+
+
+def test_a_checkpoint_is_a_hugging_face_folder_with_the_trained_weights(
+    load_trainer, model_folder, make_batch, as_input, tmp_path
+):
+    trainer = load_trainer(model_folder)
+    trainer.train_step(as_input(make_batch(1)))
+    saved = trainer.save(tmp_path / "checkpoints", step=1, incarnation=4)
+    assert (saved.path.name, saved.step, saved.incarnation) == ("step_000001", 1, 4)
+    model = AutoModelForCausalLM.from_pretrained(saved.path)
+    published = trainer.publish()
+    for entry, (name, parameter) in zip(published.entries, model.named_parameters(), strict=True):
+        stored = torch.from_file(published.path, size=(entry.offset + entry.num_bytes) // 4)[entry.offset // 4 :]
+        assert entry.name == name
+        assert torch.equal(parameter, stored.view(entry.shape))
+    tokenizer = AutoTokenizer.from_pretrained(saved.path)
+    assert tokenizer.convert_tokens_to_ids("w7") == 7
+    assert tokenizer.chat_template == "{{ messages }}"
+
+
+def test_going_on_from_a_checkpoint_is_exact(load_trainer, model_folder, make_batch, as_input, tmp_path):
+    steady = load_trainer(model_folder)
+    for step in (1, 2):
+        steady.train_step(as_input(make_batch(step)))
+    saved = steady.save(tmp_path / "checkpoints", step=2, incarnation=0)
+    resumed = load_trainer(saved.path)
+    assert resumed.info.step == 2
+    for step in (3, 4):
+        ours = steady.train_step(as_input(make_batch(step))).metrics
+        theirs = resumed.train_step(as_input(make_batch(step))).metrics
+        assert {k: v for k, v in ours.items() if "seconds" not in k} == {
+            k: v for k, v in theirs.items() if "seconds" not in k
+        }
+        assert weights_of(steady) == weights_of(resumed)
+
+
+def test_a_checkpoint_of_a_checkpoint_keeps_the_tokenizer(load_trainer, model_folder, make_batch, as_input, tmp_path):
+    first = load_trainer(model_folder)
+    first.train_step(as_input(make_batch(1)))
+    second = load_trainer(first.save(tmp_path / "checkpoints", step=1, incarnation=0).path)
+    second.train_step(as_input(make_batch(2)))
+    saved = second.save(tmp_path / "checkpoints", step=2, incarnation=1)
+    assert len(AutoTokenizer.from_pretrained(saved.path)) == 61
+    assert read_checkpoint(saved.path).incarnation == 1
+
+
+def test_steps_come_in_order(load_trainer, model_folder, make_batch, as_input):
+    with pytest.raises(ValueError, match="step 2 was asked for, but the weights are those of step 0"):
+        load_trainer(model_folder).train_step(as_input(make_batch(2)))
+
+
+def test_a_damaged_checkpoint_is_not_resumed(load_trainer, model_folder, tmp_path):
+    saved = load_trainer(model_folder).save(tmp_path / "checkpoints", step=0, incarnation=0)
+    (saved.path / "training" / "state.pt").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"cannot resume: .*state\.pt is not what was written"):
+        load_trainer(saved.path)
+
+
+def test_there_is_no_checkpoint_in_a_missing_or_empty_folder(tmp_path):
+    assert latest_checkpoint(tmp_path / "missing") is None
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_the_newest_is_found_by_number(tmp_path):
+    for step in (2, 10, 9):
+        publish(tmp_path, step)
+    publish(tmp_path, 1_000_000)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 1_000_000
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
+def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, caplog, damage):
+    publish(tmp_path, 1)
+    newest = publish(tmp_path, 2)
+    match damage:
+        case "truncated":
+            (newest / "model.safetensors").write_bytes(b"wei")
+        case "flipped":
+            (newest / "model.safetensors").write_bytes(b"weighst")
+        case "missing":
+            (newest / "training" / "state.pt").unlink()
+        case _:
+            (newest / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert "passing over a damaged checkpoint" in caplog.text
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path):
+    def fail(folder: Path) -> None:
+        write_small(folder)
+        raise OSError("disk full")
+
+    publish(tmp_path, 1)
+    with pytest.raises(OSError, match="disk full"):
+        publish_checkpoint(tmp_path, step=2, incarnation=0, write=fail, keep_last=2)
+    assert names(tmp_path) == ["step_000001"]
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from areal_agent.trainer.checkpoint import publish_checkpoint
+def write(folder):
+    (folder / "model.safetensors").write_bytes(b"half of the wei")
+    os.kill(os.getpid(), signal.SIGKILL)
+publish_checkpoint(Path(sys.argv[1]), step=2, incarnation=0, write=write, keep_last=2)
+"""
+
+
+def test_a_killed_writer_leaves_no_checkpoint_and_the_next_one_cleans_up(tmp_path):
+    publish(tmp_path, 1)
+    killed = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(tmp_path)], env={**os.environ}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(names(tmp_path)) == 2
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    publish(tmp_path, 2)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
+def test_only_the_last_are_kept(tmp_path):
+    for step in (1, 2, 3):
+        publish(tmp_path, step, keep_last=2)
+    assert names(tmp_path) == ["step_000002", "step_000003"]
+
+
+def test_later_steps_of_an_abandoned_lineage_are_removed(tmp_path):
+    for step in (10, 20):
+        publish(tmp_path, step)
+    publish(tmp_path, 11, keep_last=2)
+    assert names(tmp_path) == ["step_000010", "step_000011"]
+
+
+def test_one_of_the_same_step_is_replaced(tmp_path):
+    publish(tmp_path, 1)
+    replaced = publish_checkpoint(tmp_path, step=1, incarnation=3, write=write_small, keep_last=2)
+    assert names(tmp_path) == ["step_000001"]
+    assert read_checkpoint(replaced.path).incarnation == 3

@@ -1,0 +1,257 @@
+"""The trainer through its client: a worker on the other end of a socket, in a thread or as the real process.
+
+- init, train_step, publish and save do what they say; several records a session pass.
+- A failing command is a TrainerError with its traceback, a wrong config a ConfigError; the worker lives on.
+- One command at a time; a cancelled command does not confuse the next.
+- A socket that ends inside an answer, or is closed by us, ends the command under way with ProcessDied.
+- The real process: killed, it is ProcessDied for every later command; it ends when its socket closes and on shutdown,
+  and leaves no shared memory behind. Without a socket it says so.
+- The client's side loads no torch.
+"""
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.engine.embedded.weights import WeightLayout, read_weights
+from areal_agent.errors import ConfigError, ProcessDied, TrainerError
+from areal_agent.process import ManagedProcess
+from areal_agent.trainer.client import TrainerClient
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.framing import Frame, receive_frame
+from areal_agent.trainer.worker import Worker
+from areal_agent.types import SharedMemoryWeights
+
+
+async def init(client: TrainerClient, model: Path, shared_memory: Path):
+    return await client.init(
+        model=model,
+        trainer=TrainerConfig(learning_rate=1e-3),
+        algorithm=AlgorithmConfig(),
+        seed=0,
+        shared_memory=shared_memory,
+    )
+
+
+@pytest.fixture
+async def client():
+    """Connected to a worker in a thread, not initialised."""
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=Worker().serve, args=(theirs,))
+    thread.start()
+    client = TrainerClient(ours)
+    yield client
+    await client.aclose()
+    await asyncio.to_thread(thread.join)
+    theirs.close()
+
+
+@pytest.fixture
+async def ready(client, model_folder, tmp_path):
+    await init(client, model_folder, tmp_path)
+    return client
+
+
+def as_read(weights: SharedMemoryWeights, model_folder: Path) -> dict[str, torch.Tensor]:
+    """By the engine's own reader."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    return {name: tensor.clone() for name, tensor in read_weights(weights, WeightLayout.of(model)).items()}
+
+
+async def test_init_tells_what_was_loaded(client, model_folder, tmp_path):
+    info = await init(client, model_folder, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    assert (info.step, info.device) == (0, "cpu")
+    assert info.num_parameters == sum(one.numel() for one in model.parameters())
+
+
+async def test_a_train_step_reports_the_batch(ready, make_batch):
+    batch = make_batch(1)
+    report = await ready.train_step(batch)
+    assert report.step == 1
+    assert report.metrics["num_records"] == len(batch.records)
+    assert report.metrics["num_loss_tokens"] == sum(int(record.loss_mask.sum()) for record in batch.records)
+    assert report.metrics["reward_mean"] == pytest.approx(np.mean([one.rewards.total for one in batch.trained]))
+    assert report.seconds > 0
+
+
+async def test_an_engine_reads_the_published_weights(ready, make_batch, model_folder):
+    before = as_read(await ready.publish(), model_folder)
+    await ready.train_step(make_batch(1))
+    after = as_read(await ready.publish(), model_folder)
+    initial = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
+    assert all(torch.equal(before[name], initial[name]) for name in initial)
+    assert not torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+
+
+async def test_what_was_saved_is_what_was_published(ready, make_batch, model_folder, tmp_path):
+    await ready.train_step(make_batch(1))
+    path = await ready.save(tmp_path / "checkpoints", step=1, incarnation=0)
+    published = as_read(await ready.publish(), model_folder)
+    saved = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    assert all(torch.equal(saved[name], published[name]) for name in saved)
+
+
+async def test_a_failing_command_is_a_trainer_error_and_the_worker_lives_on(ready, make_batch):
+    batch = make_batch(1)
+    broken = replace(batch.records[0], behavior_logprobs=np.full_like(batch.records[0].behavior_logprobs, math.nan))
+    with pytest.raises(TrainerError, match=r"(?s)train_step failed: ValueError: branch 0 of session.*batching\.py"):
+        await ready.train_step(replace(batch, records=(broken, *batch.records[1:])))
+    assert (await ready.train_step(batch)).metrics["num_updates"] == 1
+
+
+async def test_a_command_before_init_is_a_trainer_error(client):
+    with pytest.raises(TrainerError, match="no model is loaded; init has to come first"):
+        await client.publish()
+
+
+async def test_a_model_that_cannot_be_loaded_is_a_config_error_and_init_may_be_repeated(client, model_folder, tmp_path):
+    with pytest.raises(ConfigError, match="cannot load a causal language model from"):
+        await init(client, tmp_path, tmp_path)
+    assert (await init(client, model_folder, tmp_path)).step == 0
+
+
+async def test_metrics_that_are_not_finite_arrive_as_nan(ready, make_batch):
+    batch = make_batch(1)
+    groups = tuple(
+        replace(
+            group, trajectories=tuple(replace(t, rewards=replace(t.rewards, final=1e100)) for t in group.trajectories)
+        )
+        for group in batch.groups
+    )
+    report = await ready.train_step(replace(batch, groups=groups))
+    assert report.metrics["num_skipped_updates"] == 1
+    assert math.isnan(report.metrics["grad_norm"])
+
+
+async def test_commands_wait_for_each_other(ready, make_batch):
+    first, published, second = await asyncio.gather(
+        ready.train_step(make_batch(1)), ready.publish(), ready.train_step(make_batch(2))
+    )
+    assert (first.step, second.step) == (1, 2)
+    assert published.crc32 > 0
+
+
+@pytest.fixture
+async def peer():
+    """A client, and the streams of the other end of its socket, which the test plays."""
+    ours, theirs = socket.socketpair()
+    client = TrainerClient(ours)
+    reader, writer = await asyncio.open_connection(sock=theirs)
+    yield client, reader, writer
+    await client.aclose()
+    writer.close()
+
+
+async def test_a_cancelled_command_does_not_confuse_the_next(peer):
+    client, reader, writer = peer
+    saving = asyncio.ensure_future(client.save(Path("a"), step=1, incarnation=0))
+    first = (await receive_frame(reader)).header
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    saving = asyncio.ensure_future(client.save(Path("b"), step=2, incarnation=0))
+    second = (await receive_frame(reader)).header
+    for number, path in ((first["number"], "late"), (second["number"], "right")):
+        writer.write(Frame(header={"number": number, "result": {"path": path}}).encode())
+    assert await saving == Path("right")
+
+
+async def test_an_end_inside_an_answer_is_process_died(peer):
+    client, reader, writer = peer
+    publishing = asyncio.ensure_future(client.publish())
+    await receive_frame(reader)
+    writer.write(b"\x00\x00")
+    writer.close()
+    with pytest.raises(ProcessDied, match="the trainer process ended before it answered"):
+        await publishing
+
+
+async def test_closing_the_client_ends_commands_under_way(peer):
+    client, reader, _ = peer
+    publishing = asyncio.ensure_future(client.publish())
+    await receive_frame(reader)
+    await client.aclose()
+    with pytest.raises(ProcessDied, match="the connection to the trainer is closed"):
+        await publishing
+
+
+@asynccontextmanager
+async def real_process(tmp_path: Path):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        argv = [sys.executable, "-m", "areal_agent.trainer", "--fd", str(theirs.fileno())]
+        process = await ManagedProcess.start(
+            "trainer", argv, log_path=tmp_path / "trainer.log", pass_fds=[theirs.fileno()]
+        )
+    client = TrainerClient(ours)
+    try:
+        yield process, client
+    finally:
+        await client.aclose()
+        await process.aclose()
+
+
+@pytest.fixture
+def shared_memory(tmp_path) -> Path:
+    folder = tmp_path / "shared_memory"
+    folder.mkdir()
+    return folder
+
+
+async def test_a_killed_process_is_process_died(model_folder, make_batch, tmp_path, shared_memory):
+    async with real_process(tmp_path) as (process, client):
+        await init(client, model_folder, shared_memory)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ProcessDied, match="the trainer process ended before it answered"):
+            await client.train_step(make_batch(1))
+        with pytest.raises(ProcessDied):
+            await client.publish()
+
+
+async def test_shutdown_ends_the_process_and_removes_its_shared_memory(model_folder, tmp_path, shared_memory):
+    async with real_process(tmp_path) as (process, client):
+        await init(client, model_folder, shared_memory)
+        await client.publish()
+        assert len(list(shared_memory.iterdir())) == 2
+        await client.shutdown()
+        assert "exited with 0" in str(await process.died())
+        assert list(shared_memory.iterdir()) == []
+
+
+async def test_the_process_ends_when_its_socket_closes(model_folder, tmp_path, shared_memory):
+    async with real_process(tmp_path) as (process, client):
+        await init(client, model_folder, shared_memory)
+        await client.aclose()
+        assert "exited with 0" in str(await process.died())
+        assert list(shared_memory.iterdir()) == []
+
+
+def test_the_process_without_a_socket_says_so():
+    ended = subprocess.run(
+        [sys.executable, "-m", "areal_agent.trainer", "--fd", "77"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert "--fd 77 is no open socket" in ended.stderr
+
+
+def test_the_clients_side_loads_no_torch():
+    code = (
+        "import sys, areal_agent.trainer.client, areal_agent.trainer.checkpoint, areal_agent.weights.push; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

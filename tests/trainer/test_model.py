@@ -1,0 +1,65 @@
+"""The policy's forward pass.
+
+- A padded micro-batch gives the log-probabilities that each sequence has alone in a plain forward pass.
+- They are at the rollout's temperature.
+- A folder that is no model, a model whose logits are not its head's, and cuda without a device are ConfigErrors.
+"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CohereConfig
+
+from areal_agent.algorithms.batching import collate, sample_of
+from areal_agent.errors import ConfigError
+from areal_agent.trainer.model import Policy, choose_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def policy(model_folder):
+    return Policy.load(model_folder, CPU)
+
+
+def plain_logprobs(policy: Policy, record) -> torch.Tensor:
+    """One sequence alone through the whole model, all positions, then the loss tokens."""
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.from_numpy(record.token_ids).long()[None]).logits[0]
+    temperatures = torch.from_numpy(record.temperatures)[1:, None]
+    every = torch.log_softmax(logits[:-1] / temperatures, dim=-1)
+    chosen = every.gather(1, torch.from_numpy(record.token_ids).long()[1:, None])[:, 0]
+    return chosen[torch.from_numpy(record.loss_mask)[1:]]
+
+
+def test_a_padded_batch_equals_plain_forward_passes_one_by_one(policy, make_batch):
+    records = make_batch(1).records
+    samples = [sample_of(record, torch.zeros(len(record.token_ids))) for record in records]
+    with torch.no_grad():
+        padded, _ = policy.logprobs_and_entropy(collate(samples, CPU))
+    alone = torch.cat([plain_logprobs(policy, record) for record in records])
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=0)
+
+
+def test_entropy_is_between_zero_and_uniform(policy, make_batch):
+    samples = [sample_of(record, torch.zeros(len(record.token_ids))) for record in make_batch(1).records]
+    _, entropy = policy.logprobs_and_entropy(collate(samples, CPU))
+    assert 0.0 < entropy.min().item() < entropy.max().item() < torch.log(torch.tensor(61.0)).item()
+
+
+def test_a_folder_without_a_model_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot load a causal language model from"):
+        Policy.load(tmp_path, CPU)
+
+
+def test_a_model_that_scales_its_logits_is_refused():
+    config = CohereConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, logit_scale=0.1
+    )
+    with pytest.raises(ConfigError, match="model type 'cohere' is not supported"):
+        Policy(AutoModelForCausalLM.from_config(config), CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"trainer\.device is 'cuda'"):
+        choose_device("cuda")

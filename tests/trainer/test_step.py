@@ -1,0 +1,216 @@
+"""One train step on a real, tiny model.
+
+- Its gradient is that of the formula, written out over plain forward passes; it depends neither on the split into
+  micro-batches nor on the order of records.
+- What trails the last action has no part in it. A failed sibling changes the baseline of the others only.
+- One minibatch starts at ratio 1; with more, the clip is around the weights at the start of the step.
+- Mismatch with the engine's log-probabilities is told, and apart for fresh tokens.
+- Without loss tokens, and without a finite gradient, no update is made; with zero advantages one is.
+- Rewarded tokens become likelier.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from areal_agent.algorithms.advantages import token_advantages
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.model import Policy
+from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.step import StepInput, Stepper
+
+CPU = torch.device("cpu")
+# with betas 0 and a large epsilon, AdamW moves the weights by the gradient itself
+GRADIENT_DESCENT = TrainerConfig(learning_rate=1e6, epsilon=1e6, betas=(0.0, 0.0), weight_decay=0.0, gradient_clip=1e9)
+PLAIN = AlgorithmConfig()
+
+
+class Lab:
+    """A policy that starts from the same weights every time."""
+
+    def __init__(self, folder, config=GRADIENT_DESCENT, algorithm=PLAIN, budget: int = 4096) -> None:
+        self.policy = Policy.load(folder, CPU)
+        optimizer = Optimizer(self.policy.model.parameters(), config)
+        generator = torch.Generator().manual_seed(0)
+        self.stepper = Stepper(self.policy, optimizer, generator, algorithm, budget)
+        self.before = self.weights()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([one.detach().flatten() for one in self.policy.named_parameters().values()]).clone()
+
+    def gradient(self, given: StepInput) -> torch.Tensor:
+        self.stepper.train(given)
+        return self.before - self.weights()
+
+    def logprobs(self, record) -> torch.Tensor:
+        """Of every token but the first, by a plain forward pass over one sequence; differentiable."""
+        ids = torch.from_numpy(record.token_ids).long()
+        logits = self.policy.model(input_ids=ids[None]).logits[0, :-1]
+        temperatures = torch.from_numpy(record.temperatures)[1:, None]
+        return torch.log_softmax(logits / temperatures, dim=-1).gather(1, ids[1:, None])[:, 0]
+
+
+@pytest.fixture
+def lab(model_folder):
+    return Lab(model_folder)
+
+
+def test_the_gradient_is_that_of_the_formula(model_folder, lab, make_batch, as_input):
+    given = as_input(make_batch(1))
+    reference = Lab(model_folder)
+    total = torch.zeros(())
+    for record, advantages in zip(given.records, token_advantages(given.records, given.rewards, PLAIN), strict=True):
+        logprobs = reference.logprobs(record)
+        mask = torch.from_numpy(record.loss_mask)[1:]
+        weight = (logprobs.detach() - torch.from_numpy(record.behavior_logprobs)[1:]).exp().clamp(max=5.0)
+        total = total - (weight * advantages[1:] * logprobs)[mask].sum()
+    (total / sum(int(record.loss_mask.sum()) for record in given.records)).backward()
+    expected = torch.cat([one.grad.flatten() for one in reference.policy.named_parameters().values()])
+    torch.testing.assert_close(lab.gradient(given), expected, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 60, 200])
+def test_the_gradient_does_not_depend_on_the_split(model_folder, lab, make_batch, as_input, budget):
+    given = as_input(make_batch(1))
+    split = Lab(model_folder, budget=budget).gradient(given)
+    torch.testing.assert_close(split, lab.gradient(given), atol=1e-6, rtol=1e-4)
+
+
+def test_the_gradient_does_not_depend_on_the_order_of_records(model_folder, lab, make_batch, as_input):
+    batch = make_batch(1)
+    shuffled = [batch.records[index] for index in np.random.default_rng(3).permutation(len(batch.records))]
+    other = Lab(model_folder, budget=100).gradient(as_input(batch, shuffled))
+    torch.testing.assert_close(other, lab.gradient(as_input(batch)), atol=1e-6, rtol=1e-4)
+
+
+def test_what_trails_the_last_action_has_no_part(model_folder, lab, make_batch, as_input):
+    batch = make_batch(1)
+    rng = np.random.default_rng(0)
+    changed = []
+    for record in batch.records:
+        ids = record.token_ids.copy()
+        end = int(np.flatnonzero(record.loss_mask)[-1]) + 1
+        ids[end:] = rng.integers(0, 61, len(ids) - end)
+        changed.append(replace(record, token_ids=ids))
+    assert torch.equal(lab.gradient(as_input(batch)), Lab(model_folder).gradient(as_input(batch, changed)))
+
+
+def test_a_failed_sibling_is_the_same_as_a_smaller_group(model_folder, lab, make_batch, as_input):
+    batch = make_batch(1)
+    failed = batch.records[0].session_id
+    rest = [record for record in batch.records if record.session_id != failed]
+    given = as_input(batch, rest)
+    assert failed in given.rewards  # its reward is known and has no record: it must not count
+    without = StepInput(
+        step=1, records=rest, rewards={name: reward for name, reward in given.rewards.items() if name != failed}
+    )
+    assert torch.equal(lab.gradient(given), Lab(model_folder).gradient(without))
+
+
+def test_one_minibatch_starts_at_ratio_one(lab, make_batch, as_input):
+    metrics = lab.stepper.train(as_input(make_batch(1)))
+    assert (metrics["ratio_mean"], metrics["ratio_max"], metrics["num_updates"]) == (1.0, 1.0, 1)
+
+
+def test_later_minibatches_are_clipped_around_the_start_of_the_step(model_folder, make_batch, as_input):
+    config = TrainerConfig(learning_rate=1e-2)
+    given = as_input(make_batch(1))
+    lab = Lab(model_folder, config, AlgorithmConfig(minibatches=3))
+    metrics = lab.stepper.train(given)
+    assert metrics["num_updates"] == 3
+    assert metrics["ratio_max"] > 1.3
+    assert metrics["clip_fraction_low"] + metrics["clip_fraction_high"] > 0.0
+    assert metrics["num_loss_tokens"] == sum(int(record.loss_mask.sum()) for record in given.records)
+    # the proximal policy is that of the start, for all minibatches: its distance to the engine is as in one minibatch
+    single = Lab(model_folder).stepper.train(given)
+    assert metrics["logp_diff_mean"] == pytest.approx(single["logp_diff_mean"], rel=1e-5)
+
+
+def test_there_are_no_more_minibatches_than_rollouts(model_folder, make_batch, as_input):
+    lab = Lab(model_folder, algorithm=AlgorithmConfig(minibatches=100))
+    assert lab.stepper.train(as_input(make_batch(1, num_groups=2)))["num_updates"] == 8
+
+
+def test_mismatch_is_told_and_apart_for_fresh_tokens(lab, make_batch, as_input):
+    batch = make_batch(1)
+    exact = [
+        np.where(record.loss_mask, np.append(0.0, lab.logprobs(record).detach().numpy()), 0.0).astype(np.float32)
+        for record in batch.records
+    ]
+    fresh = [replace(r, behavior_logprobs=b) for r, b in zip(batch.records, exact, strict=True)]
+    stale = replace(
+        fresh[0],
+        behavior_logprobs=np.where(fresh[0].loss_mask, exact[0] + 0.5, 0.0).astype(np.float32),
+        versions=fresh[0].versions - 1,
+    )
+    metrics = lab.stepper.train(as_input(batch, [stale, *fresh[1:]]))
+    num_tokens, num_stale = (metrics["num_loss_tokens"], int(stale.loss_mask.sum()))
+    assert metrics["logp_diff_fresh_max"] < 1e-5
+    assert metrics["num_fresh_tokens"] == num_tokens - num_stale
+    assert metrics["logp_diff_max"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["logp_diff_mean"] == pytest.approx(0.5 * num_stale / num_tokens, rel=1e-3)
+    assert metrics["mismatch_kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) * num_stale / num_tokens, rel=1e-3)
+
+
+def test_rewards_are_counted_once_a_rollout(lab, make_batch, as_input):
+    batch = make_batch(1, num_groups=2)  # rewards 1 0 0 1 | 0 0 1 0
+    metrics = lab.stepper.train(as_input(batch))
+    assert (metrics["num_rollouts"], metrics["num_records"]) == (8, 10)
+    assert metrics["reward_mean"] == pytest.approx(3 / 8)
+    assert metrics["flat_group_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("records", ["none", "masked"])
+def test_without_loss_tokens_no_update_is_made(lab, make_batch, as_input, records):
+    batch = make_batch(1)
+    masked = [replace(record, loss_mask=np.zeros_like(record.loss_mask)) for record in batch.records]
+    metrics = lab.stepper.train(as_input(batch, masked if records == "masked" else []))
+    assert (metrics["num_updates"], metrics["num_loss_tokens"]) == (0, 0)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert torch.equal(lab.weights(), lab.before)
+
+
+def test_zero_advantages_make_an_update_of_gradient_zero(lab, make_batch):
+    batch = make_batch(1)
+    flat = [replace(record, turn_rewards=np.ones(2, dtype=np.float32) * [0, 1]) for record in batch.records]
+    given = StepInput(step=1, records=flat, rewards={record.session_id: 1.0 for record in flat})
+    metrics = lab.stepper.train(given)
+    assert (metrics["num_updates"], metrics["grad_norm"], metrics["flat_group_fraction"]) == (1, 0.0, 1.0)
+    assert torch.equal(lab.weights(), lab.before)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(lab, make_batch, as_input):
+    given = as_input(make_batch(1))
+    poisoned = replace(given, rewards={name: math.nan for name in given.rewards})
+    metrics = lab.stepper.train(poisoned)
+    assert (metrics["num_updates"], metrics["num_skipped_updates"]) == (0, 1)
+    assert torch.equal(lab.weights(), lab.before)
+
+
+def test_a_step_that_failed_midway_leaves_no_gradient_behind(model_folder, lab, make_batch, as_input):
+    given = as_input(make_batch(1))
+    for one in lab.policy.model.parameters():
+        one.grad = torch.ones_like(one)  # as an interrupted accumulation leaves it
+    assert torch.equal(lab.gradient(given), Lab(model_folder).gradient(given))
+
+
+def test_rewarded_tokens_become_likelier(model_folder, make_batch, as_input):
+    batch = make_batch(1, num_groups=2)
+    given = as_input(batch)
+    lab = Lab(model_folder, TrainerConfig(learning_rate=3e-3))
+    good, bad = (
+        [record for record in batch.records if given.rewards[record.session_id] == reward] for reward in (1.0, 0.0)
+    )
+
+    def mean(records) -> float:
+        with torch.no_grad():
+            return float(torch.cat([lab.logprobs(one)[torch.from_numpy(one.loss_mask)[1:]] for one in records]).mean())
+
+    before = mean(good) - mean(bad)
+    for _ in range(5):
+        lab.stepper.train(given)
+    assert mean(good) - mean(bad) > before + 0.5

@@ -1,0 +1,124 @@
+"""Pushing weights into engines, with the scripted engine.
+
+- A push in the middle of a completion: its tokens before bear the old version, those after the new one.
+- A failed update leaves the old version serving; the error names the engine; the others have the new version.
+- A failed pause updates nobody. A failed resume is told. All engines resume in every case, cancellation included.
+- The report's parts add up.
+"""
+
+import asyncio
+
+import pytest
+
+from areal_agent.engine.fake import FakeEngine, Operation
+from areal_agent.errors import EngineUnreachable, WeightUpdateError
+from areal_agent.types import (
+    DiskWeights,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    SamplingParams,
+    VersionSpan,
+    WeightVersion,
+)
+from areal_agent.weights.push import push
+
+OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
+WEIGHTS = DiskWeights(path="unused")
+
+
+def engines(number: int = 2) -> list[FakeEngine]:
+    return [FakeEngine([[11, 12, 13, 14]], version=OLD, is_stepped=True) for _ in range(number)]
+
+
+async def begin(engine: FakeEngine) -> asyncio.Future[GenerateResult]:
+    """A request in flight, of which two tokens have been sampled."""
+    request = GenerateRequest(request_id="r1", input_ids=(1,), sampling=SamplingParams(max_tokens=8))
+    answer = asyncio.ensure_future(engine.generate(request))
+    await engine.wait_for_requests(1)
+    engine.step(2)
+    return answer
+
+
+class SlowEngine(FakeEngine):
+    """Announces that an update has begun, and never ends it."""
+
+    def __init__(self) -> None:
+        super().__init__([], version=OLD)
+        self.updating = asyncio.Event()
+
+    async def update_weights(self, *_: object) -> None:
+        self.updating.set()
+        await asyncio.Event().wait()
+
+
+async def test_tokens_of_a_completion_bear_the_version_that_sampled_them():
+    (engine,) = engines(1)
+    answer = await begin(engine)
+    await push([engine], WEIGHTS, NEW)
+    engine.step(2)
+    assert (await answer).versions == (
+        VersionSpan(version=OLD, start=0, end=2),
+        VersionSpan(version=NEW, start=2, end=4),
+    )
+
+
+async def test_the_mode_is_passed_on():
+    (engine,) = engines(1)
+    answer = await begin(engine)
+    await push([engine], WEIGHTS, NEW, PauseMode.ABORT)
+    assert (await answer).token_ids == (11, 12)
+
+
+async def test_a_failed_update_names_the_engine_and_leaves_the_old_version_serving():
+    good, bad = engines()
+    bad.fail_next(Operation.UPDATE_WEIGHTS, WeightUpdateError("checksum differs"))
+    answer = await begin(bad)
+    with pytest.raises(WeightUpdateError, match=r"version 0:8 .* engine 1: update failed: checksum differs"):
+        await push([good, bad], WEIGHTS, NEW)
+    assert (good.version, bad.version) == (NEW, OLD)
+    assert good.paused is None
+    bad.step(2)
+    assert (await answer).versions == (VersionSpan(version=OLD, start=0, end=4),)
+
+
+async def test_a_failed_pause_updates_nobody_and_all_resume():
+    first, second = engines()
+    second.fail_next(Operation.PAUSE, EngineUnreachable("no answer"))
+    with pytest.raises(WeightUpdateError, match="engine 1: pause failed: no answer"):
+        await push([first, second], WEIGHTS, NEW)
+    assert [one.version for one in (first, second)] == [OLD, OLD]
+    assert first.paused is None
+
+
+async def test_a_failed_resume_is_told_and_the_others_resume():
+    first, second = engines()
+    first.fail_next(Operation.RESUME, EngineUnreachable("no answer"))
+    with pytest.raises(WeightUpdateError, match="engine 0: resume failed: no answer"):
+        await push([first, second], WEIGHTS, NEW)
+    assert second.paused is None
+
+
+async def test_an_error_that_is_not_an_engines_is_raised_as_it_is_after_the_resume():
+    (engine,) = engines(1)
+    engine.fail_next(Operation.UPDATE_WEIGHTS, ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        await push([engine], WEIGHTS, NEW)
+    assert engine.paused is None
+
+
+async def test_a_cancelled_push_resumes():
+    engine = SlowEngine()
+    pushing = asyncio.ensure_future(push([engine], WEIGHTS, NEW))
+    await engine.updating.wait()
+    assert engine.paused is PauseMode.RETRACT
+    pushing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pushing
+    assert engine.paused is None
+
+
+async def test_the_parts_of_the_report_add_up():
+    report = await push(engines(), WEIGHTS, NEW)
+    assert report.version == NEW
+    assert report.stall_s == pytest.approx(report.pause_s + report.transfer_s + report.resume_s)
