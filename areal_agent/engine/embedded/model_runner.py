@@ -61,7 +61,10 @@ class ModelRunner:
                 attn_implementation=ATTENTION_NAME,
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot load the model {model_path!r}: {' '.join(str(error).split())[:300]}") from error
+            cause = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"cannot load the model {model_path!r}: {cause}; it must be a Hugging Face folder or a hub name"
+            ) from error
         model = cast(PreTrainedModel, model).to(place).requires_grad_(False).eval()  # pyright: ignore[reportArgumentType]
         return cls(model, model_path=model_path, num_slots=num_slots, max_context_tokens=max_context_tokens)
 
