@@ -3,8 +3,9 @@
 It knows micro-batches, not losses or optimisers.
 """
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +38,23 @@ class Policy:
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "Policy":
         """Load a Hugging Face folder (safetensors only). Raises ConfigError when it holds no model of ours."""
+        what = f"cannot load a causal language model from {str(folder)!r}"
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
+            model, loaded = cast(
+                tuple[PreTrainedModel, Mapping[str, Collection[str]]],
+                AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    dtype=torch.float32,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    local_files_only=True,
+                    output_loading_info=True,
+                ),
             )
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"cannot load a causal language model from {str(folder)!r}: {error}") from error
+            raise ConfigError(f"{what}: {str(error).strip().splitlines()[0]}") from error
+        if loaded["missing_keys"]:  # transformers would go on with random numbers in their place
+            raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
         return cls(model, device)
 
     @property
@@ -56,7 +68,7 @@ class Policy:
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the micro-batch's loss tokens, [M] each, at the rollouts' temperatures."""
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
             hidden = self._hidden(batch.inputs).flatten(0, 1)[batch.predicting]  # [M, H]
             return logprobs_and_entropy(
                 hidden, batch.targets, batch.temperatures, self._head, vocab_size=self._vocab_size

@@ -9,6 +9,7 @@ It knows nothing of engines and versions; what a reader needs is in the `SharedM
 
 import mmap
 import os
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -48,8 +49,14 @@ class SharedMemoryChannel:
     def __init__(self, directory: Path, entries: tuple[TensorEntry, ...]) -> None:
         """Make the slots in `directory` (on /dev/shm no byte reaches a disk), each large enough for `entries`."""
         self._entries = entries
-        self._slots = [_Slot(directory, entries[-1].offset + entries[-1].num_bytes) for _ in range(NUM_SLOTS)]
+        self._slots: list[_Slot] = []
         self._next = 0
+        try:
+            for _ in range(NUM_SLOTS):
+                self._slots.append(_Slot(directory, entries[-1].offset + entries[-1].num_bytes))
+        except OSError:
+            self.close()
+            raise
 
     def write(self, parameters: Mapping[str, Tensor]) -> SharedMemoryWeights:
         """Copy the parameters, converted to the layout's dtype, into the slot that was not handed out last.
@@ -84,7 +91,9 @@ class _Slot:
         fd, path = tempfile.mkstemp(prefix="weights-", suffix=".bin", dir=directory)  # mode 0600
         self.path = Path(path)
         try:
-            os.posix_fallocate(fd, 0, num_bytes)  # a full /dev/shm is an error here, not a SIGBUS at the first write
+            os.truncate(fd, num_bytes)
+            if sys.platform == "linux":  # a full /dev/shm is an error here, not a SIGBUS at the first write
+                os.posix_fallocate(fd, 0, num_bytes)
             self._memory = mmap.mmap(fd, num_bytes)
         except OSError:
             self.path.unlink()

@@ -2,11 +2,15 @@
 
 - A padded micro-batch gives the log-probabilities that each sequence has alone in a plain forward pass.
 - They are at the rollout's temperature.
-- A folder that is no model, a model whose logits are not its head's, and cuda without a device are ConfigErrors.
+- A folder that is no model or lacks weights, a model whose logits are not its head's, and cuda without a device are
+  ConfigErrors.
 """
+
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig
 
 from areal_agent.algorithms.batching import collate, sample_of
@@ -48,6 +52,15 @@ def test_entropy_is_between_zero_and_uniform(policy, make_batch):
 
 def test_a_folder_without_a_model_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot load a causal language model from"):
+        Policy.load(tmp_path, CPU)
+
+
+def test_weights_that_are_missing_from_the_files_are_a_config_error(model_folder, tmp_path):
+    shutil.copyfile(model_folder / "config.json", tmp_path / "config.json")
+    weights = load_file(model_folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"its files lack the weights \['model\.norm\.weight'\]"):
         Policy.load(tmp_path, CPU)
 
 

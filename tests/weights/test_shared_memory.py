@@ -84,6 +84,11 @@ def test_closing_removes_the_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        SharedMemoryChannel(tmp_path / "missing", layout(parameters(0).items(), torch.float32))
+
+
 def test_other_parameters_are_refused(channel):
     wrong = parameters(0) | {"norm.bias": torch.zeros(6)}
     with pytest.raises(ValueError, match=r"not those of the channel's layout: norm\.bias"):
