@@ -165,12 +165,16 @@ async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
     stack = AsyncExitStack()
 
     async def open_it(
-        *texts: str, script: Any = None, is_stepped: bool = False, max_context_tokens: int = 1000
+        *texts: str,
+        script: Any = None,
+        is_stepped: bool = False,
+        max_context_tokens: int = 1000,
+        journal: Any = None,
     ) -> World:
         engine = WatchedEngine(
             [renderer.ids_of(text) for text in texts] if script is None else script, is_stepped=is_stepped
         )
-        journal = MemoryJournal()
+        journal = journal or MemoryJournal()
         gateway = Gateway(
             sampler=engine,
             renderer=renderer,

@@ -1,0 +1,105 @@
+"""The gateway before the real ledger: what agents did stands there, and `ledger verify` finds nothing wrong with it.
+
+- a session with tools, forks, several answers, an aborted answer and digits beyond 64 bits reads back as it was
+- sessions at once are all there
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.verify import verify
+from areal_agent.tokens.records import token_records
+from areal_agent.types import FinishReason, ForkReason, GenerateRequest, Status, Trajectory
+
+from .conftest import Agent, OpenWorld
+
+CALL = '<tool_call>{"name": "f", "arguments": {"n": 1180591620717411303424}}</tool_call><|im_end|>'
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    yield ledger
+    await ledger.aclose()
+
+
+async def trajectory_of(ledger: Ledger, agent: Agent) -> Trajectory:
+    trajectory = await ledger.trajectory(agent.id)
+    assert trajectory.num_sampled_tokens > 0
+    return trajectory
+
+
+async def test_a_session_reads_back_as_it_was(open_world: OpenWorld, ledger: Ledger, tmp_path: Path) -> None:
+    world = await open_world(CALL, "a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "defg", journal=ledger, is_stepped=True)
+
+    async def answered(call: Coroutine[Any, Any, Any], num_requests: int) -> Any:
+        task = asyncio.create_task(call)
+        await world.engine.wait_for_requests(num_requests)
+        world.engine.step(1000)
+        return await task
+
+    agent = await world.start()
+    question = [{"role": "user", "content": "2**70?"}]
+    first = await answered(agent.ask(question, tools=TOOLS), 1)
+    message = first.choices[0].message
+    more = [*question, message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "so"}]
+    second = await answered(agent.ask(more, tools=TOOLS), 2)
+    await answered(agent.ask(more, tools=TOOLS, n=2), 4)
+    hanging = asyncio.create_task(agent.post_chat())
+    await world.engine.wait_for_requests(5)
+    world.engine.step(2)
+    await agent.reward(reward=1)
+    await agent.reward(reward=0.5, interaction_id=second.id)
+    await agent.end(logged={"n": 1})
+    await hanging
+
+    trajectory = await trajectory_of(ledger, agent)
+    assert trajectory.status is Status.COMPLETED
+    assert trajectory.rewards.total == 1.5
+    assert [turn.fork_reason for turn in trajectory.turns] == [
+        None,
+        None,
+        ForkReason.EDITED,
+        ForkReason.NEW_CONVERSATION,
+    ]
+    assert trajectory.turns[3].completions[0].finish_reason is FinishReason.ABORT
+    _, exported = await world.call("/export_trajectories", {"session_id": agent.id})
+    assert [record["token_ids"] for record in exported["records"]] == [
+        record.token_ids.tolist() for record in token_records(trajectory)
+    ]
+    assert verify(tmp_path / "ledger.sqlite").violations == ()
+
+
+async def test_sessions_at_once_are_all_there(open_world: OpenWorld, ledger: Ledger, tmp_path: Path) -> None:
+    answers = ("x y", "z")
+
+    def script(request: GenerateRequest) -> list[int]:
+        return world.ids(answers[len(request.input_ids) % 2] + "<|im_end|>")
+
+    world = await open_world(script=script, journal=ledger)
+
+    async def play(number: int) -> Agent:
+        agent = await world.start(group_id="g", seed=number)
+        messages: list[object] = []
+        for text in "abcd":
+            messages.append({"role": "user", "content": text * number})
+            _, reply = await agent.post_chat(messages=messages)
+            messages.append(reply["choices"][0]["message"])
+        await agent.reward(reward=number)
+        await agent.end()
+        return agent
+
+    agents = await asyncio.gather(*(play(number) for number in range(1, 17)))
+    for number, agent in enumerate(agents, start=1):
+        trajectory = await trajectory_of(ledger, agent)
+        assert trajectory.rewards.final == number
+        assert [turn.fork_reason for turn in trajectory.turns] == [None] * 4
+        (record,) = token_records(trajectory)
+        assert record.loss_mask.sum() == trajectory.num_sampled_tokens
+    assert verify(tmp_path / "ledger.sqlite").violations == ()
