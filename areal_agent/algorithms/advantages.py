@@ -26,7 +26,7 @@ def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """The mean reward of the *other* rollouts of each rollout's group: the baseline of RLOO (arXiv 2402.14740, eq. 8).
+    """The mean reward of the *other* rollouts of each rollout's group: the baseline of RLOO (arXiv 2402.14740).
 
     b_i = mean_{j in group(i), j != i} R_j; a rollout that is alone in its group is its own baseline, so that its
     advantage is 0. Shapes: rewards [R], groups [R] -> [R].
