@@ -17,6 +17,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from areal_agent.tokens.canonical import conversation_keys, digest, extended_key, tools_key
 from areal_agent.tokens.renderer import Renderer
@@ -53,6 +54,7 @@ class Prompt:
     """A request's place in the forest: the completion that it continues and the tokens that it adds."""
 
     parent: Answer | None
+    fork_at: int  # number of tokens up to the end of the parent
     new_ids: tuple[int, ...]
     fork_reason: ForkReason | None  # what is known before the turn is recorded
     num_messages: int
@@ -61,10 +63,6 @@ class Prompt:
     num_repeats: int  # how many earlier requests of this session had the same messages and tools
     text_length: int
     text_digest: bytes
-
-    @property
-    def fork_at(self) -> int:
-        return self.parent.path_length if self.parent else 0
 
     @property
     def num_known_messages(self) -> int:
@@ -80,7 +78,7 @@ class Prompt:
         slices = [self.new_ids]
         for answer in self.parent.lineage() if self.parent else ():
             slices += (answer.token_ids, answer.prompt.new_ids)
-        return tuple(token_id for part in reversed(slices) for token_id in part)
+        return tuple(chain.from_iterable(reversed(slices)))
 
     @property
     def identity(self) -> bytes:
@@ -140,6 +138,7 @@ class Forest:
         self._seen.requests[keys[-1], definitions] += 1
         return Prompt(
             parent=parent,
+            fork_at=parent.path_length if parent else 0,
             new_ids=tuple(new_ids),
             fork_reason=reason,
             num_messages=len(messages),

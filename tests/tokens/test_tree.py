@@ -1,6 +1,7 @@
 """The forest of a session's turns:
 
 - a conversation that goes on keeps every token, and adds only what is new
+- a conversation may have hundreds of turns
 - an answer is recognised by what it says, not by its layout: white space, null content, ids, JSON spacing
 - a prompt that is repeated, or whose later messages are edited, branches where it left: `edited`
 - concurrent calls each continue their own answer, whatever their order
@@ -88,6 +89,18 @@ def test_a_conversation_that_goes_on_keeps_every_token(chat: Chat) -> None:
 def test_going_on_is_no_fork(chat: Chat) -> None:
     assert chat.turn(HELLO, reply="hi") is None
     assert chat.turn(HELLO, assistant("hi"), MORE, reply="yes") is None
+
+
+def test_a_conversation_may_have_hundreds_of_turns(chat: Chat) -> None:
+    messages: list[JsonObject] = []
+    for _ in range(400):
+        messages.append(MORE)
+        prompt = chat.say(*messages)
+        chat.answer(prompt, assistant("hi"), (9,))
+        messages.append(assistant("hi"))
+    assert prompt.num_tokens == len(prompt.token_ids())
+    assert prompt.parent is not None
+    assert sum(1 for _ in prompt.parent.lineage()) == 399
 
 
 @pytest.mark.parametrize(
