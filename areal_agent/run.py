@@ -16,17 +16,19 @@ dies. Rollouts go on while `train_step`, `push` and `save` run; nothing waits fo
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
+from areal_agent.cancellation import uninterrupted
 from areal_agent.cluster.local import shared_memory_folder, start_trainer
 from areal_agent.cluster.models import obtain_model
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError
+from areal_agent.errors import ArealAgentError, EngineError, ProcessDied, TrainerError
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.clock import TimeAccount
 from areal_agent.observe.metrics import MetricsLog
@@ -43,7 +45,8 @@ from areal_agent.trainer.client import StepReport
 from areal_agent.types import PauseMode, RolloutBatch, Task, WeightVersion
 from areal_agent.weights.push import PushReport, push
 
-Result = TypeVar("Result")
+WATCHER_GRACE_S = 1.0
+"""How long a failed call waits for the news that its process has died."""
 
 
 class Run:
@@ -82,6 +85,7 @@ class Run:
         self._push_stall_s = 0.0
         self._counted: dict[str, float] = {}
         self._producing: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         try:
@@ -92,10 +96,12 @@ class Run:
         return self
 
     async def __aexit__(self, *exc_info: Any) -> None:
+        if self._watchers and isinstance(exc_info[1], EngineError | TrainerError | ProcessDied):
+            await self._let_watchers_tell()
         try:
             await self._stack.__aexit__(*exc_info)
         except BaseExceptionGroup as group:
-            raise _first_error(group) from group
+            raise _cause(group) from group
 
     # ------------------------------------------------------------------ the loop's four calls
 
@@ -117,11 +123,11 @@ class Run:
 
     async def train_step(self, batch: RolloutBatch) -> StepReport:
         """One train step in the trainer process. Not cut short by cancellation: it ends, then that is raised."""
-        return await _uninterrupted(self._train_step(batch))
+        return await uninterrupted(self._train_step(batch))
 
     async def push(self) -> PushReport:
         """Publish the trainer's weights as the next version and swap them into the engine, mid-sentence."""
-        return await _uninterrupted(self._push())
+        return await uninterrupted(self._push())
 
     async def _train_step(self, batch: RolloutBatch) -> StepReport:
         with self._account.during("training"):
@@ -213,7 +219,7 @@ class Run:
 
     async def save(self) -> Path:
         """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on."""
-        return await _uninterrupted(self._save())
+        return await uninterrupted(self._save())
 
     async def _save(self) -> Path:
         with self._account.during("saving"):
@@ -312,21 +318,28 @@ class Run:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._children: list[asyncio.Task[None]] = []
         self._stack.callback(self._cancel_children)
-        for process in (self._serving.engine_process, self._trainer_process):
+        self._watchers = [
             self._spawn(_raise_when_dead(process), f"watcher of the {process.name}")
+            for process in (self._serving.engine_process, self._trainer_process)
+        ]
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._tasks.create_task(work, name=name)
         self._children.append(task)
         return task
 
+    async def _let_watchers_tell(self) -> None:
+        """A call to an engine or a trainer failed: when its process has died, that is the better explanation."""
+        with contextlib.suppress(asyncio.CancelledError):  # the TaskGroup cancels this task when a watcher raises
+            await asyncio.wait(self._watchers, timeout=WATCHER_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+
     def _cancel_children(self) -> None:
         for task in self._children:
             task.cancel()
 
 
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the run: one of ours if there is one, else the first."""
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that explains the end of the run: a process that died, else one of ours, else the first."""
     leaves: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:
@@ -335,19 +348,12 @@ def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
             pending = [*error.exceptions, *pending]
         else:
             leaves.append(error)
-    return next((leaf for leaf in leaves if isinstance(leaf, ArealAgentError)), leaves[0])
+    for kind in (ProcessDied, ArealAgentError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return leaf
+    return leaves[0]
 
 
 async def _raise_when_dead(process: ManagedProcess) -> None:
     raise await process.died()
-
-
-async def _uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work` to its end even when cancelled meanwhile; the cancellation is raised afterwards."""
-    task = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        if not task.done():
-            await asyncio.wait({task})
-        raise

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = [
     ["types", "errors", "protocols", "section"],
-    ["observe", "command", "process"],
+    ["observe", "cancellation", "command", "process"],
     ["ledger", "engine", "tokens", "algorithms", "models"],
     ["gateway", "weights"],
     ["rollout", "trainer"],

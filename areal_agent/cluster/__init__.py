@@ -1,1 +1,1 @@
-"""Starting the processes of a run. local.py starts them on this machine."""
+"""What a run needs of its machine: local.py starts processes, models.py obtains the model folder."""

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine: the engine, the trainer, and the builder of the tiny model.
+"""Starts the processes of a run on this machine: the engine and the trainer.
 
 It knows how they are started and when they are ready, not what they are used for.
 """
@@ -10,21 +10,21 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.http import HttpEngine
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, EngineUnreachable
 from areal_agent.process import ManagedProcess
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.types import WeightVersion
 
 Result = TypeVar("Result")
 
-POLL_S = 0.25
+POLL_S = 0.05
 
 
 def check_port(port: int, what: str) -> None:
@@ -37,12 +37,6 @@ def check_port(port: int, what: str) -> None:
             raise ConfigError(
                 f"{what} = {port}: the port cannot be used ({error.strerror}); choose another, or 0 for any free one"
             ) from None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def unless_it_dies(process: ManagedProcess, ready: Awaitable[Result]) -> Result:
@@ -65,22 +59,37 @@ async def start_engine(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
 ) -> AsyncGenerator[tuple[ManagedProcess, HttpEngine]]:
     """An embedded engine that serves `model` as `version`; ended on leaving."""
-    port = config.port or free_port()
-    argv = [sys.executable, "-m", "areal_agent.engine", "--model", str(model), "--port", str(port)]
+    announcement = logs / "engine.url"
+    announcement.unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "areal_agent.engine", "--model", str(model), "--port", str(config.port)]
     argv += ["--device", config.device, "--threads", str(config.threads), "--weight-version", str(version)]
     argv += ["--max-running", str(config.max_running_requests), "--max-context", str(config.max_context_tokens)]
+    argv += ["--announce", str(announcement)]
     process = await ManagedProcess.start(
         "engine", argv, log_path=logs / "engine.log", env=_thread_variables(config.threads)
     )
     try:
-        engine = HttpEngine(f"http://127.0.0.1:{port}")
+        base_url = await unless_it_dies(process, _announced(announcement, config.startup_timeout_s))
+        engine = HttpEngine(base_url)
         try:
-            await unless_it_dies(process, engine.wait_ready(config.startup_timeout_s))
             yield process, engine
         finally:
             await engine.aclose()
     finally:
         await process.aclose()
+
+
+async def _announced(path: Path, timeout_s: float) -> str:
+    """Wait for the URL that an engine writes once it serves."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not path.exists():
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise EngineUnreachable(
+            f"the engine did not serve within engine.startup_timeout_s = {timeout_s:g}; see {path.with_suffix('.log')}"
+        ) from None
+    return path.read_text()
 
 
 @asynccontextmanager
@@ -130,27 +139,6 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-async def build_tiny_model(out: Path, seed: int, logs: Path, on_progress: Callable[[float], None]) -> None:
-    """Build the tiny model in a process of its own, so that torch stays out of this one. Raises ProcessDied."""
-    argv = [sys.executable, "-m", "areal_agent.models.tiny", "--out", str(out), "--seed", str(seed)]
-    log_path = logs / "model.log"
-    process = await ManagedProcess.start("model building", argv, log_path=log_path)
-    try:
-        while process.is_running:
-            await asyncio.sleep(POLL_S)
-            on_progress(last_fraction(process.log_tail(1)))
-        if not (out / "config.json").is_file():
-            raise await process.died()
-    finally:
-        await process.aclose()
-
-
-def last_fraction(line: str) -> float:
-    """Read `  42% ...`; 0.0 for a line of another form."""
-    text, percent, _ = line.strip().partition("%")
-    return float(text) / 100 if percent and text.replace(".", "", 1).isdigit() else 0.0
 
 
 def _thread_variables(num_threads: int) -> dict[str, str]:

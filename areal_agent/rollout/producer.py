@@ -198,24 +198,25 @@ class Producer:
         return ReadyGroup(group=group, trainable=trainable, size=self._group_size) if trainable else None
 
     async def _produce(self, group_id: str, task: Task) -> None:
-        await self._finish(await self._run_group(group_id, task))
-
-    async def _finish(self, group: TrajectoryGroup) -> None:
-        ready = await self._finished(group)
-        if ready is None:
-            self.admission.give_back_running(self._group_size)
-            self.buffer.abandon(group.group_id)
-            self._failed_in_a_row += 1
-        else:
-            self.admission.finish(self._group_size)
-            self.buffer.finish(ready)
-            self._failed_in_a_row = 0
-        self._changed.set()
+        is_trainable = await self._finish(await self._run_group(group_id, task))
+        self._failed_in_a_row = 0 if is_trainable else self._failed_in_a_row + 1
         if self._failed_in_a_row >= self._max_failed_groups:
             raise RolloutsFailing(
                 f"{self._failed_in_a_row} groups in a row failed as a whole; the last failure was: "
                 f"{self.counts.last_error}"
             )
+
+    async def _finish(self, group: TrajectoryGroup) -> bool:
+        """Put a group that has ended into the buffer, or give its capacity back; whether it can be trained."""
+        ready = await self._finished(group)
+        if ready is None:
+            self.admission.give_back_running(self._group_size)
+            self.buffer.abandon(group.group_id)
+        else:
+            self.admission.finish(self._group_size)
+            self.buffer.finish(ready)
+        self._changed.set()
+        return ready is not None
 
     def _may_start(self) -> bool:
         running = self.admission.running

@@ -17,6 +17,7 @@ import httpx
 import openai
 import orjson
 
+from areal_agent.cancellation import uninterrupted
 from areal_agent.errors import ArealAgentError, EngineError, Reject, SandboxError
 from areal_agent.observe.busy import BusyClock
 from areal_agent.rollout.context import Rollout, SharedResources, as_reward
@@ -44,6 +45,9 @@ class RolloutSpec:
 class _Outcome:
     status: Status
     error: str | None = None
+
+
+CANCELLED = _Outcome(status=Status.CANCELLED, error="the run ended first")
 
 
 class RolloutRunner:
@@ -90,17 +94,25 @@ class RolloutRunner:
         Only cancellation and a gateway that is gone are raised; everything that the workflow does is a status.
         """
         async with self._slots:
-            session = await self._post("/rl/start_session", self._admin_key, self._start_body(spec))
-            rollout = self._rollout(spec, session)
+            rollout = self._rollout(spec, await self._open(spec))
             try:
                 with self.running.one():
                     outcome = await self._outcome(spec, rollout)
-                    outcome = await self._give_rewards(rollout, outcome)
             except asyncio.CancelledError:
                 with contextlib.suppress(ArealAgentError, aiohttp.ClientError):
-                    await self._end(rollout, _Outcome(status=Status.CANCELLED, error="the run ended first"))
+                    await self._end(rollout, CANCELLED)
                 raise
-            return await self._end(rollout, outcome)
+            return await uninterrupted(self._end(rollout, outcome))
+
+    async def _open(self, spec: RolloutSpec) -> dict[str, Any]:
+        """Start the session; when that is cancelled, end it again: nobody else has its key."""
+        starting = asyncio.ensure_future(self._post("/rl/start_session", self._admin_key, self._start_body(spec)))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ArealAgentError, aiohttp.ClientError):
+                await self._end(self._rollout(spec, await starting), CANCELLED)
+            raise
 
     def _start_body(self, spec: RolloutSpec) -> dict[str, Any]:
         return {
@@ -154,6 +166,7 @@ class RolloutRunner:
 
     async def _end(self, rollout: Rollout, outcome: _Outcome) -> Status:
         """End the session; the gateway has the last word on its status (completed without a model call is none)."""
+        outcome = await self._give_rewards(rollout, outcome)
         logged = orjson.loads(orjson.dumps(rollout.logged, default=repr, option=orjson.OPT_NON_STR_KEYS))
         body = {"status": outcome.status.value, "error": outcome.error, "logged": logged}
         return Status((await self._post("/rl/end_session", rollout.api_key, body))["status"])

@@ -1,0 +1,62 @@
+"""Obtains the folder of the model that a config names: a folder, a hub name, or the tiny model, built when needed."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+from areal_agent.errors import ConfigError
+from areal_agent.models.cache import model_folder
+from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE
+from areal_agent.observe.progress import Progress
+from areal_agent.process import ManagedProcess
+
+TINY = "tiny"
+POLL_S = 0.25
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")  # no pickles, no code
+
+
+async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) -> Path:
+    """The Hugging Face folder of `model`. Raises ConfigError when a hub does not have it, ProcessDied when building
+    fails."""
+    if model == TINY:
+        return await _tiny(seed, logs, progress)
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    progress.phase(f"downloading {model}")
+    try:
+        return Path(await asyncio.to_thread(snapshot_download, model, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        raise ConfigError(f"model {model!r} cannot be had from the hub: {str(error).splitlines()[0]}") from None
+
+
+async def _tiny(seed: int, logs: Path, progress: Progress) -> Path:
+    """Build it in a process of its own, so that torch stays out of this one."""
+    folder = model_folder(RECIPE, seed, DEMONSTRATIONS)
+    if (folder / "config.json").is_file():
+        return folder
+    progress.phase("building the tiny model")
+    argv = [sys.executable, "-m", "areal_agent.models.tiny", "--out", str(folder), "--seed", str(seed)]
+    process = await ManagedProcess.start("model building", argv, log_path=logs / "model.log")
+    try:
+        while process.is_running:
+            await asyncio.sleep(POLL_S)
+            fraction, text = read_progress(process.log_tail(1))
+            progress.phase_progress(fraction, text)
+        if not (folder / "config.json").is_file():
+            raise await process.died()
+    finally:
+        await process.aclose()
+    return folder
+
+
+def read_progress(line: str) -> tuple[float, str]:
+    """Read `42% warm start, step 130`; a line of another form is no progress.
+
+    >>> read_progress("42% warm start"), read_progress("Loading")
+    ((0.42, 'warm start'), (0.0, ''))
+    """
+    number, percent, text = line.strip().partition("%")
+    return (int(number) / 100, text.strip()) if percent and number.isdigit() else (0.0, "")

@@ -1,0 +1,34 @@
+"""Shared by all tests: a small random model, made once a session."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from areal_agent.models.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a random Qwen3 with a ChatML tokenizer; it knows nothing and answers at once."""
+    folder = tmp_path_factory.mktemp("small_model")
+    tokenizer = train_tokenizer((f"What is {n} + {n * 7}?\nThe answer is {n * 8}." for n in range(500)), vocab_size=400)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

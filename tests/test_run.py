@@ -1,0 +1,188 @@
+"""A whole run with real processes and a small random model.
+
+1. it trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it;
+2. max_staleness 0 never mixes versions; 3. failing siblings leave the rest trained, and are counted; 4. it resumes, and
+steps after the checkpoint are trained again; 5. a process that dies ends it clearly; 6. so does a workflow that
+always fails; 7. rollout_batch is synchronous.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from areal_agent import Status
+from areal_agent.config import Config
+from areal_agent.errors import ProcessDied, RolloutsFailing
+from areal_agent.ledger.verify import verify
+from areal_agent.observe.metrics import read_metrics
+from areal_agent.run import Run
+
+
+async def solve(task, rollout) -> float:
+    """Two turns; a reward that a random model can earn: digits in the answer."""
+    messages = list(task["messages"])
+    text = ""
+    for _ in range(2):
+        reply = await rollout.client.chat.completions.create(model=rollout.model, messages=messages)
+        text = reply.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
+    return sum(letter.isdigit() for letter in text) / 10
+
+
+def config(tmp_path: Path, model: Path, **values: object) -> Config:
+    tasks = tmp_path / "tasks.jsonl"
+    lines = [{"id": str(n), "messages": [{"role": "user", "content": f"What is {n}?"}]} for n in range(50)]
+    tasks.write_text("\n".join(map(json.dumps, lines)))
+    return Config.parse(
+        {
+            "model": str(model),
+            "tasks": str(tasks),
+            "run_dir": str(tmp_path / "run"),
+            "steps": 4,
+            "batch_size": 4,
+            "group_size": 2,
+            "max_staleness": 2,
+            "rollout": {"max_concurrent": 16, "max_tokens": 48},
+            "engine": {"max_running_requests": 16, "max_context_tokens": 256},
+            "trainer": {"learning_rate": 1e-3, "checkpoint_every": 2},
+            "eval": {"num_tasks": 0},
+            **values,
+        }
+    )
+
+
+async def train(run: Run, steps: int) -> None:
+    while run.step < steps:
+        batch = await run.prepare_batch()
+        await run.train_step(batch)
+        await run.push()
+
+
+async def end(run: Run) -> None:
+    await run.stop_producing()
+    await run.save()
+    await run.settle(is_completed=True)
+
+
+async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Path, small_model: Path) -> None:
+    async with Run(config(tmp_path, small_model), workflow=solve) as run:
+        await train(run, 4)
+        await end(run)
+    rows = read_metrics(run.folder.metrics)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert sum(row["rollouts/spanning"] for row in rows) > 0
+    assert all(row["rollouts/trained"] == 8 for row in rows)
+    assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows[:1])
+    report = verify(run.folder.ledger)
+    assert report.is_ok, report
+
+
+async def test_synchronous_mode_never_mixes_versions(tmp_path: Path, small_model: Path) -> None:
+    async with Run(config(tmp_path, small_model, max_staleness=0, steps=3), workflow=solve) as run:
+        while run.step < 3:
+            batch = await run.prepare_batch()
+            assert all(one.sampled_steps() == {run.step} for one in batch.trained)
+            await run.train_step(batch)
+            await run.push()
+        await end(run)
+    assert {row["staleness/max"] for row in read_metrics(run.folder.metrics)} == {0}
+    assert verify(run.folder.ledger).is_ok
+
+
+async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_model: Path) -> None:
+    async def moody(task, rollout):
+        kind = rollout.seed % 7
+        if kind == 0:
+            raise RuntimeError("the workflow is broken")
+        if kind == 1:
+            return float("nan")
+        if kind == 2:
+            return 1.0  # without a model call
+        reward = await solve(task, rollout)
+        if kind == 3:
+            return None
+        if kind == 4:
+            await asyncio.sleep(3600)
+        return reward
+
+    settings = config(tmp_path, small_model, group_size=6, steps=2, rollout={"max_concurrent": 24, "timeout_s": 3})
+    async with Run(settings, workflow=moody) as run:
+        trained = []
+        while run.step < 2:
+            batch = await run.prepare_batch()
+            trained += batch.trained
+            await run.train_step(batch)
+            await run.push()
+        statuses = dict(run._producer.counts.statuses)
+        await end(run)
+    assert {one.status for one in trained} == {Status.COMPLETED}
+    assert {"error", "missing_reward", "timeout", "completed"} <= set(statuses)
+    assert verify(run.folder.ledger).is_ok
+
+
+async def test_it_resumes_and_trains_what_was_waiting(tmp_path: Path, small_model: Path) -> None:
+    settings = config(tmp_path, small_model)
+    async with Run(settings, workflow=solve) as run:
+        await train(run, 3)
+        await run.stop_producing()
+        await run.save()
+        await run.settle(is_completed=False)
+    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as resumed:
+        assert (resumed.step, resumed.version.incarnation, resumed.version.step) == (3, 1, 3)
+        await train(resumed, 5)
+        await end(resumed)
+    assert [row["step"] for row in read_metrics(run.folder.metrics)] == [1, 2, 3, 4, 5]
+    assert verify(run.folder.ledger).is_ok
+
+
+async def test_steps_after_the_checkpoint_are_trained_again(tmp_path: Path, small_model: Path) -> None:
+    settings = config(tmp_path, small_model)
+    async with Run(settings, workflow=solve) as run:
+        await train(run, 2)
+        await run.save()
+        await train(run, 3)  # step 3 is in no checkpoint when the run is left
+    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as resumed:
+        assert resumed.step == 2
+        await train(resumed, 4)
+        await end(resumed)
+    assert verify(run.folder.ledger).is_ok
+
+
+@pytest.mark.parametrize("name", ["engine", "trainer"])
+async def test_a_process_that_dies_ends_the_run_with_its_last_lines(
+    tmp_path: Path, small_model: Path, name: str
+) -> None:
+    with pytest.raises(ProcessDied, match=f"the {name} process was killed by SIGKILL"):
+        async with Run(config(tmp_path, small_model), workflow=solve) as run:
+            await train(run, 1)
+            victim = run._serving.engine_process if name == "engine" else run._trainer_process
+            os.kill(victim.pid, signal.SIGKILL)
+            await train(run, 100)
+    assert not run._serving.engine_process.is_running
+    assert not run._trainer_process.is_running
+
+
+async def test_a_workflow_that_always_fails_ends_the_run(tmp_path: Path, small_model: Path) -> None:
+    async def broken(task, rollout):
+        raise KeyError("answer")
+
+    with pytest.raises(RolloutsFailing, match=r"8 groups in a row failed as a whole.*KeyError: 'answer'"):
+        async with Run(config(tmp_path, small_model), workflow=broken) as run:
+            await run.prepare_batch()
+
+
+async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -> None:
+    async with Run(config(tmp_path, small_model), workflow=solve) as run:
+        tasks = run.preflight.tasks[:3]
+        batch = await run.rollout_batch(tasks)
+        assert [group.task_id for group in batch.groups] == ["0", "1", "2"]
+        await run.train_step(batch)
+        await run.push()
+        assert run.version.step == 1
+        await end(run)
+    assert verify(run.folder.ledger).is_ok
