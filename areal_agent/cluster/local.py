@@ -83,13 +83,17 @@ async def _announced(path: Path, timeout_s: float) -> str:
     """Wait for the URL that an engine writes once it serves."""
     try:
         async with asyncio.timeout(timeout_s):
-            while not path.exists():
+            while not (url := _read(path)):  # noqa: ASYNC110 (a file has no event)
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise EngineUnreachable(
             f"the engine did not serve within engine.startup_timeout_s = {timeout_s:g}; see {path.with_suffix('.log')}"
         ) from None
-    return path.read_text()
+    return url
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 @asynccontextmanager
