@@ -1,0 +1,137 @@
+"""The working directory of one sandbox: made when first used, written, read and removed by the host.
+
+What a program leaves in it is not to be trusted: no symlink is followed, nothing but a regular file is read, and it
+is removed however deep, locked or large it is. What is not as asked raises OSError, as opening a file does: it tells
+of the program, not of the sandbox. It knows no backend. Blocking: callers use a thread, except for `make` and
+`remove_if_empty`.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path, PurePosixPath
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+class WorkingFolder:
+    """A private folder at `path`, which does not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._is_made = False
+
+    def make(self) -> None:
+        if not self._is_made:
+            self.path.mkdir(mode=0o700)
+            self._is_made = True
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        """The bytes of a regular file of at most `max_bytes`."""
+        self.make()
+        with contextlib.ExitStack() as stack:
+            folder, name = self._descend(path, stack, create=False)
+            # Not blocking: opening a FIFO would wait for a writer.
+            file = stack.enter_context(
+                open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb")
+            )
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "only regular files are read, this is none", path)
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise OSError(errno.EFBIG, f"longer than Limits.file_bytes, {max_bytes}", path)
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file anew, with the folders that lead to it."""
+        self.make()
+        with contextlib.ExitStack() as stack:
+            folder, name = self._descend(path, stack, create=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)  # whatever a program put there: a FIFO, a link
+            new_file = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            file = stack.enter_context(open(os.open(name, new_file, 0o600, dir_fd=folder), "wb"))
+            file.write(data)
+
+    def remove_if_empty(self) -> bool:
+        """Remove the folder when that takes no time; whether it is gone."""
+        if not self._is_made:
+            return True
+        try:
+            self.path.rmdir()
+        except OSError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        remove_tree(self.path)
+
+    def _descend(self, path: str, stack: contextlib.ExitStack, *, create: bool) -> tuple[int, str]:
+        """The open folder that holds `path`, and its last name; never through a symlink."""
+        *parents, name = relative_parts(path)
+        folder = os.open(self.path, FOLDER_FLAGS)
+        stack.callback(os.close, folder)
+        for parent in parents:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(parent, 0o700, dir_fd=folder)
+            folder = os.open(parent, FOLDER_FLAGS, dir_fd=folder)
+            stack.callback(os.close, folder)
+        return folder, name
+
+
+def relative_parts(path: str) -> tuple[str, ...]:
+    """The names of a path within a working directory; PermissionError for one that leads out of it."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+        raise PermissionError(errno.EPERM, "give a path in the working directory, relative and without '..'", path)
+    return parts
+
+
+def remove_tree(root: Path) -> None:
+    """Remove a folder that hostile programs have filled.
+
+    What a folder in it holds is lifted into `root` before the folder goes, so that paths stay short and nothing
+    recurses, however deep it was; folders are opened without following links, so that nothing outside is touched.
+    """
+    try:
+        top = os.open(root, FOLDER_FLAGS)
+    except FileNotFoundError:
+        return
+    try:
+        os.fchmod(top, 0o700)
+        lifted_prefix = f".{secrets.token_hex(8)}-"  # a name that no program has taken
+        num_lifted = 0
+        while names := os.listdir(top):
+            for name in names:
+                if _is_folder(name, top):
+                    num_lifted = _lift_children(top, name, lifted_prefix, num_lifted)
+                    os.rmdir(name, dir_fd=top)
+                else:
+                    os.unlink(name, dir_fd=top)
+    finally:
+        os.close(top)
+    root.rmdir()
+
+
+def _lift_children(top: int, name: str, prefix: str, num_lifted: int) -> int:
+    """Unlink the files of a folder and move its folders beside it, under names that continue the count."""
+    os.chmod(name, 0o700, dir_fd=top)
+    folder = os.open(name, FOLDER_FLAGS, dir_fd=top)
+    try:
+        for child in os.listdir(folder):
+            if not _is_folder(child, folder):
+                os.unlink(child, dir_fd=folder)
+                continue
+            os.chmod(child, 0o700, dir_fd=folder)  # moving a folder rewrites its '..'
+            num_lifted += 1
+            os.rename(child, f"{prefix}{num_lifted}", src_dir_fd=folder, dst_dir_fd=top)
+    finally:
+        os.close(folder)
+    return num_lifted
+
+
+def _is_folder(name: str, parent: int) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)

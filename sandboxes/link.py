@@ -1,0 +1,201 @@
+"""The host's end of one launcher process: starts it, sends requests, hands out what it reports.
+
+It knows nothing of sandboxes, limits or output. All of it runs on the event loop; no thread waits for a program.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+from areal_agent.errors import SandboxError
+from sandboxes import launcher
+from sandboxes.launcher import REPORT, REQUEST, ReportKind, RequestKind
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """What the kernel says of a program that has ended: its wait status and what it used."""
+
+    wait_status: int
+    cpu_s: float
+    peak_memory_bytes: int
+
+
+class Run:
+    """One program in the launcher. `ended` raises SandboxError when the launcher could not run it to its end."""
+
+    def __init__(self, run_id: int, ended: asyncio.Future[Ended]) -> None:
+        self.id = run_id
+        self.ended = ended
+        self.pid: int | None = None  # None until it has started
+
+
+class LauncherLink:
+    """Make it with `start`, end it with `aclose`. A launcher that has died stays dead: make another."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        self.landlock_version = 0
+        self._loop = asyncio.get_running_loop()
+        self._process = process
+        self._control = control
+        self._hello: asyncio.Future[None] = self._loop.create_future()
+        self._runs: dict[int, Run] = {}
+        self._next_id = 1
+        self._received = b""
+        self._is_alive = True
+        self._loop.add_reader(control, self._on_readable)
+
+    @classmethod
+    async def start(cls, root: Path) -> Self:
+        """Start a launcher whose last act is to remove `root`."""
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", "-X", "utf8", launcher.__file__, str(theirs.fileno()), str(root),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,  # stderr stays ours: a traceback of the launcher is a bug to be seen
+                env={},
+                cwd="/",
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )  # fmt: skip
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise SandboxError(f"the sandbox launcher could not be started: {error}") from error
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        link = cls(process, ours)
+        try:
+            await asyncio.wait_for(link._hello, START_TIMEOUT_S)
+        except BaseException as error:
+            await link.aclose()
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"the sandbox launcher did not start within {START_TIMEOUT_S:g} s") from None
+            raise
+        return link
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_alive
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def run(self, descriptors: Sequence[int]) -> Run:
+        """Start the program that the descriptors (request, stdin, stdout, stderr) tell of; they stay the caller's."""
+        run = Run(self._next_id, self._loop.create_future())
+        self._next_id += 1
+        self._send(RequestKind.START, run.id, descriptors)
+        self._runs[run.id] = run
+        return run
+
+    def kill(self, run: Run) -> None:
+        """Kill a program and its process group. Harmless when it has ended."""
+        if run.id in self._runs:
+            with contextlib.suppress(SandboxError):  # the launcher is dead, and with it the program
+                self._send(RequestKind.KILL, run.id, ())
+
+    def abandon(self) -> None:
+        """Kill a launcher that no longer answers; every run of it fails."""
+        if self._process.returncode is None:
+            self._process.kill()
+        self._fail("the sandbox launcher did not answer and was killed")
+
+    async def aclose(self) -> None:
+        """End the launcher and all of its programs."""
+        self._fail("the sandbox launcher was closed")
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    def _send(self, kind: RequestKind, run_id: int, descriptors: Sequence[int]) -> None:
+        if not self._is_alive:
+            raise SandboxError("the sandbox launcher is not running")
+        try:
+            socket.send_fds(self._control, [REQUEST.pack(kind, run_id)], descriptors)
+        except OSError as error:
+            raise SandboxError(f"the sandbox launcher takes no request: {error}; run fewer programs at once") from error
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._control.recv(65_536)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._fail("the sandbox launcher died")
+            return
+        data = self._received + data
+        num_whole = len(data) // REPORT.size * REPORT.size
+        self._received = data[num_whole:]
+        for kind, run_id, value, cpu_us, peak_bytes in REPORT.iter_unpack(data[:num_whole]):
+            self._on_report(kind, run_id, value, cpu_us, peak_bytes)
+
+    def _on_report(self, kind: int, run_id: int, value: int, cpu_us: int, peak_bytes: int) -> None:
+        run = self._runs.get(run_id)
+        if kind == ReportKind.HELLO:
+            self.landlock_version = value
+            if not self._hello.done():
+                self._hello.set_result(None)
+        elif run is None:
+            return  # it has failed already: its child told us before the launcher saw it end
+        elif kind == ReportKind.STARTED:
+            run.pid = value
+        else:
+            del self._runs[run_id]
+            if kind == ReportKind.ENDED:
+                ended = Ended(wait_status=value, cpu_s=cpu_us / 1e6, peak_memory_bytes=peak_bytes)
+                _settle(run.ended, ended)
+            else:
+                reason = os.strerror(value) if value else "see the launcher's log"
+                _settle(run.ended, SandboxError(f"the program could not be set up: {reason}"))
+
+    def _fail(self, reason: str) -> None:
+        """The launcher is of no more use: fail what waits for it, and let it go."""
+        if not self._is_alive:
+            return
+        self._is_alive = False
+        self._loop.remove_reader(self._control)
+        self._control.close()
+        runs, self._runs = list(self._runs.values()), {}
+        for run in runs:
+            _kill_orphans(run)
+            _settle(run.ended, SandboxError(f"{reason} while a program ran"))
+        _settle(self._hello, SandboxError(f"{reason} before it was ready"))
+
+
+def _settle(future: asyncio.Future[Outcome], outcome: Outcome | SandboxError) -> None:
+    """Give a future its outcome, unless its waiter has gone."""
+    if future.done():
+        return
+    if isinstance(outcome, SandboxError):
+        future.set_exception(outcome)
+        future.exception()  # who was cancelled meanwhile does not ask for it
+    else:
+        future.set_result(outcome)
+
+
+def _kill_orphans(run: Run) -> None:
+    """The group of a program whose launcher is gone: the kernel has killed its leader only (PR_SET_PDEATHSIG)."""
+    if run.pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(run.pid, signal.SIGKILL)

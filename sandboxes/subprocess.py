@@ -1,0 +1,329 @@
+"""The subprocess backend: programs as processes of the host's user, with the kernel's limits on each.
+
+It bounds time, memory, files and output, and, where Linux has Landlock, what a program may change and signal. It does
+not isolate: `capabilities` publishes what it cannot stop, README.md why. One launcher process (`link.py`,
+`launcher.py`) serves all sandboxes of a provider; when it dies, running programs fail and the next gets a fresh one.
+
+(Not the standard library's `subprocess`, which nothing here uses: imports in this project are absolute.)
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from areal_agent.errors import SandboxError
+from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, SandboxSpec, Status
+from sandboxes.folder import WorkingFolder, relative_parts, remove_tree
+from sandboxes.link import Ended, LauncherLink, Run
+from sandboxes.output import BoundedOutput
+
+logger = logging.getLogger(__name__)
+
+PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
+KILL_GRACE_S = 5.0
+"""A launcher that has not reported the end of a killed program by then is killed itself."""
+NEARLY_ALL_MEMORY = 0.9
+"""A failed program that had this share of its memory limit resident failed for want of memory."""
+
+
+class SubprocessProvider:
+    """Make it with `start`, end it with `close`."""
+
+    def __init__(self, link: LauncherLink, root: Path, limits: Limits) -> None:
+        self._link = link
+        self._root = root
+        self._limits = limits
+        self._starting = asyncio.Lock()
+        self._sandboxes: set[SubprocessSandbox] = set()
+        self._num_created = 0
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, limits: Limits) -> Self:
+        """Start the launcher and say loudly what it cannot stop; `limits` are those of a spec that names none."""
+        root = Path(tempfile.mkdtemp(prefix="areal-agent-sandboxes-"))
+        try:
+            link = await LauncherLink.start(root)
+        except BaseException:
+            remove_tree(root)
+            raise
+        provider = cls(link, root, limits)
+        logger.warning(
+            "the subprocess sandbox backend limits programs but does not isolate them from this machine. It cannot "
+            "stop: %s. See sandboxes/README.md.",
+            "; ".join(provider.capabilities().cannot_stop),
+        )
+        return provider
+
+    def capabilities(self) -> Capabilities:
+        return capabilities_of(self._link.landlock_version)
+
+    async def create(self, spec: SandboxSpec) -> "SubprocessSandbox":
+        if self._closing is not None:
+            raise SandboxError("the sandbox pool is closed; open another")
+        if not Isolation.PROCESS.covers(spec.min_isolation):
+            raise SandboxError(
+                f"min_isolation is {spec.min_isolation.value!r}, the subprocess backend gives only 'process'; "
+                "use a stronger backend, or ask for less"
+            )
+        self._num_created += 1
+        sandbox = SubprocessSandbox(self, WorkingFolder(self._root / str(self._num_created)), spec, self._limits)
+        self._sandboxes.add(sandbox)
+        try:
+            for path, data in spec.files.items():
+                await sandbox.write(path, data)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(sandbox.close() for sandbox in self._sandboxes))
+        async with self._starting:
+            await self._link.aclose()
+        await asyncio.to_thread(remove_tree, self._root)
+
+    async def live_link(self) -> LauncherLink:
+        """The launcher, a fresh one when the last has died. For this backend's sandboxes."""
+        async with self._starting:
+            if self._closing is None and not self._link.is_alive:
+                await self._link.aclose()
+                self._link = await LauncherLink.start(self._root)
+            return self._link
+
+    def forget(self, sandbox: "SubprocessSandbox") -> None:
+        """A sandbox has closed."""
+        self._sandboxes.discard(sandbox)
+
+
+class SubprocessSandbox:
+    """A working directory, and the programs that run in it."""
+
+    def __init__(self, provider: SubprocessProvider, folder: WorkingFolder, spec: SandboxSpec, limits: Limits) -> None:
+        self._provider = provider
+        self._folder = folder
+        self._limits = spec.limits or limits
+        self._env = {"PATH": PROGRAM_PATH, "HOME": str(folder.path), "TMPDIR": str(folder.path), **spec.env}
+        self._executions: set[Execution] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limits: Limits | None = None,
+    ) -> ExecResult:
+        if isinstance(argv, str) or not argv:
+            raise ValueError(f"argv is {argv!r}; give the program and its arguments as a list of strings")
+        if cwd is not None:
+            relative_parts(cwd)
+        program = {"argv": list(argv), "cwd": cwd or ".", "env": {**self._env, **(env or {})}}
+        return await self._run(program, stdin, limits or self._limits)
+
+    async def exec_python(self, source: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
+        program = {"argv": None, "source": source, "cwd": ".", "env": self._env}
+        return await self._run(program, stdin, limits or self._limits)
+
+    async def read(self, path: str) -> bytes:
+        self._check_open()
+        return await asyncio.to_thread(self._folder.read, path, self._limits.file_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        self._check_open()
+        await asyncio.to_thread(self._folder.write, path, data)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _run(self, program: Mapping[str, Any], stdin: bytes, limits: Limits) -> ExecResult:
+        link = await self._provider.live_link()
+        self._check_open()
+        self._folder.make()
+        request = {"folder": str(self._folder.path), **program, **limits_of_process(limits)}
+        execution = Execution(link, limits)
+        self._executions.add(execution)
+        try:
+            result = await execution.run(json.dumps(request).encode(), stdin)
+        finally:
+            if not execution.is_running:
+                self._executions.discard(execution)  # a cancelled one is still dying: `close` waits for it
+        self._check_open()
+        return result
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise SandboxError("the sandbox is closed; acquire another")
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(execution.kill() for execution in self._executions))
+        try:
+            if not self._folder.remove_if_empty():
+                await asyncio.to_thread(self._folder.remove)
+        except OSError as error:  # a process that could not be stopped may still write there; the provider tries again
+            logger.warning("the files of a sandbox were not removed: %s", error)
+        self._provider.forget(self)
+
+
+class Execution:
+    """One program, from its start to its result."""
+
+    def __init__(self, link: LauncherLink, limits: Limits) -> None:
+        self._link = link
+        self._limits = limits
+        self._run: Run | None = None
+        self._verdict: Status | None = None  # of the host: why it had the program killed
+
+    @property
+    def is_running(self) -> bool:
+        return self._run is not None and not self._run.ended.done()
+
+    async def run(self, request: bytes, stdin: bytes) -> ExecResult:
+        """Cancelling it kills the program, and does not wait for its death."""
+        with BoundedOutput(self._limits.output_bytes, self._on_overflow) as output:
+            self._run = self._start(request, stdin, output)
+            started_s = time.monotonic()
+            try:
+                await self._wait_for_end()
+            finally:
+                self._link.kill(self._run)
+            ended, wall_s = self._run.ended.result(), time.monotonic() - started_s
+            stdout, stderr = output.collect()
+            return self._result(ended, stdout, stderr, wall_s, is_truncated=output.is_truncated)
+
+    async def kill(self) -> None:
+        """Kill the program and wait until it is dead; a launcher that does not answer is killed with it."""
+        if self._run is None:
+            return
+        self._link.kill(self._run)
+        done, _ = await asyncio.wait([self._run.ended], timeout=KILL_GRACE_S)
+        if not done:
+            self._link.abandon()
+
+    def _start(self, request: bytes, stdin: bytes, output: BoundedOutput) -> Run:
+        with contextlib.ExitStack() as stack:
+            descriptors: list[int] = []
+            for data in (request, stdin):
+                descriptors.append(sealed_file(data))
+                stack.callback(os.close, descriptors[-1])
+            run = self._link.run([*descriptors, *output.write_ends])
+            output.close_write_ends()
+            return run
+
+    async def _wait_for_end(self) -> None:
+        assert self._run is not None
+        done, _ = await asyncio.wait([self._run.ended], timeout=self._limits.wall_s)
+        if not done:
+            self._verdict = self._verdict or Status.TIMEOUT
+            await self.kill()
+
+    def _on_overflow(self) -> None:
+        self._verdict = self._verdict or Status.OUTPUT_LIMIT
+        if self._run is not None:
+            self._link.kill(self._run)
+
+    def _result(self, ended: Ended, stdout: bytes, stderr: bytes, wall_s: float, *, is_truncated: bool) -> ExecResult:
+        code = os.waitstatus_to_exitcode(ended.wait_status)
+        return ExecResult(
+            status=self._verdict or status_of(code, ended, stderr, self._limits),
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            stdout=stdout,
+            stderr=stderr,
+            truncated=is_truncated,
+            wall_s=wall_s,
+            cpu_s=ended.cpu_s,
+            peak_memory_bytes=ended.peak_memory_bytes,
+        )
+
+
+def status_of(code: int, ended: Ended, stderr: bytes, limits: Limits) -> Status:
+    """The status of a program that the host did not have killed; `code` is its exit code, or minus its signal.
+
+    Whether it is OK comes from the kernel alone. Why it failed is partly read from what it did: a program may pass
+    off its failure as another, never as success. Address space has no signal of its own, hence the two signs of it.
+    """
+    if code == 0:
+        return Status.OK
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and ended.cpu_s >= limits.max_cpu_s):
+        return Status.TIMEOUT
+    if code == -signal.SIGXFSZ:
+        return Status.DISK
+    last_line = stderr.rstrip(b"\n").rpartition(b"\n")[2]
+    if last_line.startswith(b"MemoryError") or ended.peak_memory_bytes >= NEARLY_ALL_MEMORY * limits.memory_bytes:
+        return Status.MEMORY
+    return Status.NONZERO if code > 0 else Status.SIGNALED
+
+
+def limits_of_process(limits: Limits) -> dict[str, int]:
+    """The part of the limits that the launcher asks of the kernel."""
+    return {
+        "cpu_s": limits.max_cpu_s,
+        "memory_bytes": limits.memory_bytes,
+        "file_bytes": limits.file_bytes,
+        "open_files": limits.open_files,
+    }
+
+
+def sealed_file(data: bytes) -> int:
+    """A descriptor of an anonymous file that holds `data`, at its start, and that its reader cannot change."""
+    if sys.platform != "linux":
+        with tempfile.TemporaryFile() as file:
+            file.write(data)
+            file.seek(0)
+            return os.dup(file.fileno())
+    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return descriptor
+
+
+def capabilities_of(landlock_version: int) -> Capabilities:
+    """What this backend enforces, given the version of Landlock (0: none) that the launcher found."""
+    enforced = ["wall-clock time", "CPU time, address space, file length and open files of each process", "output"]
+    not_stopped = [
+        "reading your files",
+        "using the network",
+        "spreading memory, disk and processes over many small parts",
+    ]
+    by_landlock = {
+        "changing files outside the working directory": 1,
+        "reading the memory and environment of your other processes": 1,
+        "sending signals to your other processes": 6,
+    }
+    for act, version in by_landlock.items():
+        if landlock_version >= version:
+            enforced.append(f"no {act}")
+        else:
+            not_stopped.append(act)
+    if sys.platform == "linux":
+        enforced.append("daemons die with their program")
+    else:
+        not_stopped.append("leaving daemons behind")
+    return Capabilities(
+        backend="subprocess",
+        isolation=Isolation.PROCESS,
+        enforces=tuple(enforced),
+        cannot_stop=tuple(not_stopped),
+    )
