@@ -183,7 +183,11 @@ def decode_note(key: str, text: str) -> Any:
 
 
 def _encode_ids(token_ids: Sequence[int]) -> bytes:
-    return np.asarray(token_ids, dtype="<i4").tobytes()
+    try:
+        return np.asarray(token_ids, dtype="<i4").tobytes()
+    except OverflowError:
+        odd = next(one for one in token_ids if not -(2**31) <= one < 2**31)
+        raise LedgerError(f"token ids are int32; {odd} is none") from None
 
 
 def _decode_ids(blob: bytes) -> tuple[int, ...]:

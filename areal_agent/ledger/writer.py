@@ -90,7 +90,7 @@ class GroupCommitWriter:
             self._connection.execute("BEGIN IMMEDIATE")
             outcomes = [self._perform(request) for request in group]
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             failure = LedgerError(f"the ledger could not be written: {error}; make room on its disk and resume the run")
@@ -103,7 +103,9 @@ class GroupCommitWriter:
         try:
             outcome = _Outcome(request=request, result=request.work(self._connection))
         except Exception as error:
-            self._connection.execute("ROLLBACK TO request")  # fails with the whole transaction, as on a full disk
+            if not self._connection.in_transaction:  # SQLite gave up all of it, as on a full disk
+                raise
+            self._connection.execute("ROLLBACK TO request")
             outcome = _Outcome(request=request, error=_explain(error))
         self._connection.execute("RELEASE request")
         return outcome

@@ -1,0 +1,115 @@
+"""Sessions, turns and trajectories to put into a ledger, and a ledger in a folder of its own."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    FinishReason,
+    ForkReason,
+    Rewards,
+    SamplingParams,
+    SessionPurpose,
+    SessionRecord,
+    Status,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+
+class Make:
+    """Small valid records. Turn `n` of a session continues turn `n - 1`."""
+
+    START_S = 1_700_000_000.0
+
+    def session(self, id: str, **changes: object) -> SessionRecord:
+        record = SessionRecord(
+            id=id,
+            group_id="g000000",
+            task_id="task-1",
+            purpose=SessionPurpose.TRAIN,
+            seed=7,
+            key_hash="ab" * 32,
+            started_s=self.START_S,
+        )
+        return replace(record, **changes)
+
+    def completion(self, id: str, num_tokens: int = 4, step: int = 0) -> Completion:
+        return Completion(
+            id=id,
+            token_ids=tuple(range(100, 100 + num_tokens)),
+            logprobs=(-0.5,) * num_tokens,
+            versions=(VersionSpan(version=WeightVersion(step=step), start=0, end=num_tokens),),
+            finish_reason=FinishReason.STOP,
+            distribution=Distribution.EXACT,
+        )
+
+    def turn(self, session_id: str, number: int = 0, **changes: object) -> Turn:
+        turn = Turn(
+            id=f"{session_id}-t{number}",
+            parent=f"{session_id}-c{number - 1}" if number else None,
+            fork_at=7 * number,
+            new_prompt_ids=(1, 2, 3),
+            completions=(self.completion(f"{session_id}-c{number}"),),
+            request_delta=({"role": "user", "content": "what is 2 + 2?"},),
+            sampling=SamplingParams(stop_token_ids=(0,)),
+            started_s=self.START_S + 2 * number,
+            ended_s=self.START_S + 2 * number + 1,
+            fork_reason=None if number else ForkReason.NEW_CONVERSATION,
+        )
+        return replace(turn, **changes)
+
+    def ending(self, session_id: str, **changes: object) -> Trajectory:
+        trajectory = Trajectory(
+            session_id=session_id,
+            group_id="g000000",
+            task_id="task-1",
+            turns=(),
+            rewards=Rewards(final=1.0),
+            status=Status.COMPLETED,
+            error=None,
+            logged={},
+            started_s=self.START_S,
+            ended_s=self.START_S + 1000,
+        )
+        return replace(trajectory, **changes)
+
+    async def closed(self, ledger: Ledger, *ids: str, num_turns: int = 2, **changes: object) -> None:
+        """Record whole sessions; `changes` are the session's."""
+        for id in ids:
+            await ledger.open_session(self.session(id, **changes))
+            for number in range(num_turns):
+                await ledger.append_turn(id, self.turn(id, number))
+            await ledger.close_session(self.ending(id))
+
+    async def leased(self, ledger: Ledger, step: int, *ids: str) -> None:
+        """Lease closed sessions as the producer does."""
+        digests: Mapping[str, str] = {id: token_digest(await ledger.trajectory(id)) for id in ids}
+        await ledger.lease(step, digests, dict.fromkeys(ids, 8))
+
+
+@pytest.fixture
+def make() -> Make:
+    return Make()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+@pytest_asyncio.fixture
+async def ledger(path: Path) -> AsyncIterator[Ledger]:
+    ledger = await Ledger.open(path, create=True)
+    await ledger.begin_incarnation(0)
+    yield ledger
+    await ledger.aclose()

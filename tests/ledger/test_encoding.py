@@ -1,0 +1,158 @@
+"""Records to rows and back, through the file.
+
+1. any turn and any ending comes back equal; 2. a log-probability comes back as the float32 it was; 3. what is no JSON
+is refused, by name; 4. a token id that is no int32 is refused; 5. a turn costs the file its new tokens only.
+"""
+
+import asyncio
+import itertools
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_agent.errors import LedgerError
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    FinishReason,
+    ForkReason,
+    Rewards,
+    SamplingParams,
+    Status,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=12).map(tuple)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+float32 = st.floats(width=32, max_value=0.0, allow_nan=False, allow_infinity=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | finite | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=8,
+)
+json_objects = st.dictionaries(text, json_values, max_size=4)
+versions = st.builds(WeightVersion, incarnation=st.integers(0, 9), step=st.integers(0, 10**6))
+spans = st.builds(VersionSpan, version=versions, start=st.integers(0, 99), end=st.integers(0, 99))
+samplings = st.builds(
+    SamplingParams,
+    temperature=finite,
+    top_p=finite,
+    top_k=st.integers(-1, 100),
+    max_tokens=st.integers(1, 10**6),
+    stop_token_ids=token_ids,
+    seed=st.none() | st.integers(0, 2**63 - 1),
+)
+
+
+@st.composite
+def completions(draw) -> Completion:
+    ids = draw(token_ids)
+    return Completion(
+        id=draw(text),
+        token_ids=ids,
+        logprobs=tuple(draw(st.lists(float32, min_size=len(ids), max_size=len(ids)))),
+        versions=tuple(draw(st.lists(spans, max_size=3))),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        distribution=draw(st.sampled_from(Distribution)),
+    )
+
+
+turns = st.builds(
+    Turn,
+    id=text,
+    parent=st.none() | text,
+    fork_at=st.integers(0, 2**40),
+    new_prompt_ids=token_ids,
+    completions=st.lists(completions(), max_size=2).map(tuple),
+    request_delta=st.lists(json_objects, max_size=3).map(tuple),
+    sampling=samplings,
+    started_s=finite,
+    ended_s=finite,
+    fork_reason=st.none() | st.sampled_from(ForkReason),
+)
+endings = st.fixed_dictionaries(
+    {
+        "rewards": st.builds(
+            Rewards,
+            final=st.none() | finite,
+            by_completion=st.dictionaries(text, finite, max_size=2),
+            parts=st.dictionaries(text, finite, max_size=2),
+        ),
+        "status": st.sampled_from(Status),
+        "error": st.none() | text,
+        "logged": json_objects,
+        "ended_s": finite,
+    }
+)
+
+
+def with_own_ids(turn: Turn, number: int) -> Turn:
+    """The same turn, its ids unique in the ledger."""
+    answers = tuple(replace(one, id=f"{number}-{place}-{one.id}") for place, one in enumerate(turn.completions))
+    return replace(turn, id=f"{number}-{turn.id}", completions=answers)
+
+
+def test_any_trajectory_comes_back_equal(path: Path, make) -> None:
+    numbers = itertools.count()
+
+    async def round_trip(ledger: Ledger, recorded: list[Turn], ending: dict) -> None:
+        session_id = f"s{next(numbers)}"
+        recorded = [with_own_ids(turn, next(numbers)) for turn in recorded]
+        await ledger.open_session(make.session(session_id))
+        await asyncio.gather(*(ledger.append_turn(session_id, turn) for turn in recorded))
+        await ledger.close_session(make.ending(session_id, **ending))
+        expected = make.ending(session_id, turns=tuple(recorded), **ending)
+        assert await ledger.trajectory(session_id) == expected
+
+    with asyncio.Runner() as runner:
+        ledger = runner.run(Ledger.open(path, create=True))
+
+        @settings(max_examples=80, deadline=None)
+        @given(recorded=st.lists(turns, max_size=3), ending=endings)
+        def check(recorded: list[Turn], ending: dict) -> None:
+            runner.run(round_trip(ledger, recorded, ending))
+
+        check()
+        runner.run(ledger.aclose())
+
+
+async def test_a_logprob_comes_back_as_the_float32_it_was(ledger: Ledger, make) -> None:
+    logprob = -0.1  # not a float32 itself
+    completion = replace(make.completion("c", num_tokens=1), logprobs=(logprob,))
+    await ledger.open_session(make.session("s"))
+    await ledger.append_turn("s", make.turn("s", completions=(completion,)))
+    await ledger.close_session(make.ending("s"))
+    [turn] = (await ledger.trajectory("s")).turns
+    assert turn.completions[0].logprobs == struct.unpack("<f", struct.pack("<f", logprob))
+
+
+async def test_what_is_no_json_is_refused_by_name(ledger: Ledger, make) -> None:
+    await ledger.open_session(make.session("s"))
+    with pytest.raises(LedgerError, match="the messages cannot be written as JSON"):
+        await ledger.append_turn("s", make.turn("s", request_delta=({"content": object()},)))
+
+
+async def test_a_token_id_that_is_no_int32_is_refused(ledger: Ledger, make) -> None:
+    await ledger.open_session(make.session("s"))
+    with pytest.raises(LedgerError, match="token ids are int32; 2147483648 is none"):
+        await ledger.append_turn("s", make.turn("s", new_prompt_ids=(2**31,)))
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+async def test_a_turn_costs_its_new_tokens_not_its_history(ledger: Ledger, path: Path, make) -> None:
+    await ledger.open_session(make.session("s"))
+    for number in range(400):
+        await ledger.append_turn("s", make.turn("s", number))  # number 400 has a history of 2,800 tokens
+    await ledger.aclose()
+    assert size_of(path) < 400 * 1000

@@ -1,0 +1,138 @@
+"""What becomes of a trajectory: exactly one of waiting, leased, trained, dropped.
+
+1. what waits comes in the order of closing, whatever its status; 2. evaluation never waits and is never leased or
+dropped; 3. lease, then commit: trained by the step of the lease; 4. a commit takes every lease up to its step, and no
+later one; 5. committing twice changes nothing; 6. a lease is refused when open, unknown, leased, trained or dropped,
+7. and with it all of its siblings; 8. so is a drop; 9. no lease for a step that a checkpoint holds; 10. digests and
+numbers must name the same sessions; 11. notes hold values; 12. group numbers count on; 13. counts add up.
+"""
+
+import pytest
+
+from areal_agent.errors import LedgerError
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.types import Drop, Fate, SessionPurpose, Status
+
+
+async def waiting_ids(ledger: Ledger) -> list[str]:
+    return [trajectory.session_id for trajectory in await ledger.waiting()]
+
+
+async def test_waiting_is_in_the_order_of_closing_whatever_the_status(ledger: Ledger, make) -> None:
+    for id in ("a", "b", "c"):
+        await ledger.open_session(make.session(id))
+    await ledger.close_session(make.ending("c"))
+    await ledger.close_session(make.ending("a", status=Status.ERROR, error="it raised"))
+    assert [(one.session_id, one.status) for one in await ledger.waiting()] == [
+        ("c", Status.COMPLETED),
+        ("a", Status.ERROR),
+    ]
+
+
+async def test_evaluation_never_waits_and_has_no_fate(ledger: Ledger, make) -> None:
+    await make.closed(ledger, "e", purpose=SessionPurpose.EVAL)
+    assert await waiting_ids(ledger) == []
+    with pytest.raises(LedgerError, match="its purpose is 'eval', not 'train'"):
+        await make.leased(ledger, 1, "e")
+    with pytest.raises(LedgerError, match="its purpose is 'eval', not 'train'"):
+        await ledger.drop({"e": Drop.STALE})
+    assert (await ledger.trajectory("e")).fate is None
+
+
+async def test_a_lease_ends_as_trained_by_its_own_step(ledger: Ledger, make) -> None:
+    await make.closed(ledger, "a")
+    await make.leased(ledger, 1, "a")
+    assert await waiting_ids(ledger) == []
+    assert (await ledger.trajectory("a")).fate is None
+    await ledger.commit_checkpoint(5, "checkpoints/5")
+    assert (await ledger.trajectory("a")).fate == Fate(trained_step=1)
+
+
+async def test_a_commit_takes_no_later_lease(ledger: Ledger, make) -> None:
+    await make.closed(ledger, "a", "b", "c")
+    for step, id in enumerate("abc", start=1):
+        await make.leased(ledger, step, id)
+    await ledger.commit_checkpoint(2, "checkpoints/2")
+    fates = [(await ledger.trajectory(id)).fate for id in "abc"]
+    assert fates == [Fate(trained_step=1), Fate(trained_step=2), None]
+
+
+async def test_committing_twice_changes_nothing(ledger: Ledger, make) -> None:
+    await make.closed(ledger, "a", "b")
+    await make.leased(ledger, 1, "a")
+    await ledger.commit_checkpoint(1, "checkpoints/1")
+    await make.leased(ledger, 2, "b")
+    before = await ledger.counts()
+    await ledger.commit_checkpoint(1, "checkpoints/1")
+    assert await ledger.counts() == before
+
+
+async def prepared(ledger: Ledger, make) -> None:
+    """One session in each state."""
+    await make.closed(ledger, "trained", "leased", "dropped", "waiting")
+    await ledger.open_session(make.session("open"))
+    await make.leased(ledger, 1, "trained")
+    await ledger.commit_checkpoint(1, "checkpoints/1")
+    await make.leased(ledger, 2, "leased")
+    await ledger.drop({"dropped": Drop.STALE})
+
+
+REFUSALS = [
+    ("unknown", "no session 'unknown'"),
+    ("open", "it is still open"),
+    ("leased", "it is leased for step 2"),
+    ("trained", r"its fate is trained\(1\) already"),
+    ("dropped", r"its fate is dropped\(stale\) already"),
+]
+
+
+@pytest.mark.parametrize(("id", "reason"), REFUSALS)
+async def test_a_lease_is_refused_whole(ledger: Ledger, make, id: str, reason: str) -> None:
+    await prepared(ledger, make)
+    with pytest.raises(LedgerError, match=reason):
+        await ledger.lease(3, {"waiting": "d", id: "d"}, {"waiting": 1, id: 1})
+    assert await waiting_ids(ledger) == ["waiting"]
+
+
+@pytest.mark.parametrize(("id", "reason"), REFUSALS)
+async def test_a_drop_is_refused_whole(ledger: Ledger, make, id: str, reason: str) -> None:
+    await prepared(ledger, make)
+    with pytest.raises(LedgerError, match=reason):
+        await ledger.drop({"waiting": Drop.FILTERED, id: Drop.FILTERED})
+    assert await waiting_ids(ledger) == ["waiting"]
+
+
+async def test_no_lease_for_a_step_that_a_checkpoint_holds(ledger: Ledger, make) -> None:
+    await make.closed(ledger, "a")
+    await ledger.commit_checkpoint(4, "checkpoints/4")
+    with pytest.raises(LedgerError, match="the checkpoint of step 4 is committed already"):
+        await make.leased(ledger, 4, "a")
+
+
+async def test_digests_and_numbers_name_the_same_sessions(ledger: Ledger) -> None:
+    with pytest.raises(LedgerError, match=r"odd: \['b'\]"):
+        await ledger.lease(1, {"a": "d"}, {"a": 1, "b": 1})
+
+
+async def test_notes_hold_values(ledger: Ledger) -> None:
+    assert await ledger.get_note("success") is None
+    await ledger.set_note("success", {"before": 0.25})
+    await ledger.set_note("success", {"before": 0.5})
+    assert await ledger.get_note("success") == {"before": 0.5}
+
+
+async def test_group_numbers_count_on(ledger: Ledger, make) -> None:
+    assert await ledger.next_group_number() == 0
+    for number, group_id in enumerate(["g000012", "g9", "group99", "eval-before-77", "g1x", "g"]):
+        await ledger.open_session(make.session(f"s{number}", group_id=group_id))
+    assert await ledger.next_group_number() == 13
+
+
+async def test_counts_add_up(ledger: Ledger, make) -> None:
+    await prepared(ledger, make)
+    await make.closed(ledger, "e", purpose=SessionPurpose.EVAL)
+    counts = await ledger.counts()
+    assert (counts.num_open, counts.num_closed, counts.num_eval) == (1, 5, 1)
+    assert (counts.num_trained, counts.num_leased, counts.num_waiting) == (1, 1, 1)
+    assert counts.drops == {Drop.STALE: 1}
+    assert counts.statuses == {Status.COMPLETED: 5}

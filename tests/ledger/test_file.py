@@ -1,0 +1,123 @@
+"""The file and its lock.
+
+1. it is readable by its owner only, and so are the files beside it; 2. a second live writer is refused, with the
+folder's name, in another process too; 3. after the first has closed, it is not; 4. a missing file, 5. an empty one,
+6. a newer or older version, 7. another program's database, which is not written to, 8. no database at all: each refused
+with what to do; 9. opening with `create` keeps what is there; 10. a closed ledger is one file.
+"""
+
+import asyncio
+import os
+import sqlite3
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_agent.errors import LedgerError
+from areal_agent.ledger.ledger import Ledger
+
+
+async def test_it_is_private_to_its_owner(ledger: Ledger, path: Path, make) -> None:
+    await make.closed(ledger, "s")
+    modes = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in os.scandir(path.parent)}
+    assert modes.keys() == {path.name + end for end in ("", "-wal", "-shm", ".lock")}
+    assert set(modes.values()) == {0o600}
+
+
+async def test_a_second_writer_is_refused(ledger: Ledger, path: Path) -> None:
+    with pytest.raises(LedgerError, match=f"another process is writing to the run folder {path.parent}"):
+        await Ledger.open(path, create=False)
+
+
+async def test_a_second_writer_of_another_process_is_refused(ledger: Ledger, path: Path) -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from areal_agent.ledger.ledger import Ledger\n"
+        "asyncio.run(Ledger.open(sys.argv[1], create=False))\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(path), stderr=asyncio.subprocess.PIPE
+    )
+    _, stderr = await process.communicate()
+    assert b"LedgerError: another process is writing" in stderr
+
+
+async def test_the_lock_ends_with_the_ledger(ledger: Ledger, path: Path) -> None:
+    await ledger.aclose()
+    again = await Ledger.open(path, create=False)
+    await again.aclose()
+
+
+async def test_a_missing_file_is_refused(path: Path) -> None:
+    with pytest.raises(LedgerError, match="there is no ledger"):
+        await Ledger.open(path, create=False)
+    with pytest.raises(LedgerError, match="check that its folder exists"):
+        await Ledger.open(path.parent / "missing" / path.name, create=True)
+
+
+@pytest.fixture
+def empty(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def foreign(path: Path) -> Path:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE recipes (cake TEXT)")
+    connection.close()
+    return path
+
+
+@pytest.fixture
+def scribble(path: Path) -> Path:
+    path.write_bytes(b"not a database " * 100)
+    return path
+
+
+async def test_an_empty_file_is_refused_unless_it_is_to_be_made(empty: Path) -> None:
+    with pytest.raises(LedgerError, match="its run ended before it was made"):
+        await Ledger.open(empty, create=False)
+    ledger = await Ledger.open(empty, create=True)
+    await ledger.aclose()
+
+
+@pytest.mark.parametrize(("version", "age"), [(0, "older"), (99, "newer")])
+async def test_another_version_is_refused(ledger: Ledger, path: Path, version: int, age: str) -> None:
+    await ledger.aclose()
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+    with pytest.raises(LedgerError, match=f"has version {version}, {age} than"):
+        await Ledger.open(path, create=False)
+
+
+async def test_another_programs_database_is_refused_and_left_alone(foreign: Path) -> None:
+    with pytest.raises(LedgerError, match="is no ledger of areal_agent"):
+        await Ledger.open(foreign, create=True)
+    connection = sqlite3.connect(foreign)
+    tables = connection.execute("SELECT name FROM sqlite_master").fetchall()
+    connection.close()
+    assert tables == [("recipes",)]
+
+
+async def test_what_is_no_database_is_refused(scribble: Path) -> None:
+    with pytest.raises(LedgerError, match="cannot be opened: file is not a database"):
+        await Ledger.open(scribble, create=True)
+
+
+async def test_create_keeps_what_is_there(ledger: Ledger, path: Path, make) -> None:
+    await make.closed(ledger, "s")
+    await ledger.aclose()
+    again = await Ledger.open(path, create=True)
+    assert (await again.trajectory("s")).session_id == "s"
+    await again.aclose()
+
+
+async def test_a_closed_ledger_is_one_file(ledger: Ledger, path: Path, make) -> None:
+    await make.closed(ledger, "s")
+    await ledger.waiting()
+    await ledger.aclose()
+    assert {entry.name for entry in os.scandir(path.parent)} == {path.name, path.name + ".lock"}

@@ -1,0 +1,104 @@
+"""What a restart finds.
+
+1. incarnations count from 0; 2. what a dead process left open ends as an orphan, with the turns it had; 3. an orphan
+of an evaluation has no fate; 4. leases that the checkpoint holds are trained, although their commit was lost; 5. later
+ones wait again and can be leased again; 6. nothing changes for what has its fate; 7. a run that resumes from an earlier
+checkpoint than the newest trains the lost steps again; 8. a completed run that goes on is running again.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.records import Incarnation
+from areal_agent.types import Drop, Fate, SessionPurpose, Status
+
+
+@pytest.fixture
+def restart(ledger: Ledger, path: Path):
+    """Close the ledger, as a crash would leave it, and begin the next incarnation."""
+
+    async def restart(checkpoint_step: int) -> tuple[Ledger, Incarnation]:
+        await ledger.aclose()
+        again = await Ledger.open(path, create=False)
+        return again, await again.begin_incarnation(checkpoint_step)
+
+    return restart
+
+
+async def test_incarnations_count_from_0(path: Path) -> None:
+    ledger = await Ledger.open(path, create=True)
+    numbers = [(await ledger.begin_incarnation(0)).number for _ in range(3)]
+    await ledger.aclose()
+    assert numbers == [0, 1, 2]
+
+
+async def test_what_was_open_ends_as_an_orphan_with_its_turns(ledger: Ledger, make, restart) -> None:
+    await ledger.open_session(make.session("s"))
+    await ledger.append_turn("s", make.turn("s"))
+    again, incarnation = await restart(0)
+    trajectory = await again.trajectory("s")
+    await again.aclose()
+    assert incarnation == Incarnation(number=1, num_orphans=1, num_returned=0)
+    assert (trajectory.status, trajectory.fate) == (Status.ORPHAN, Fate(dropped=Drop.ORPHAN))
+    assert trajectory.turns == (make.turn("s"),)
+    assert trajectory.ended_s == make.turn("s").ended_s
+
+
+async def test_an_orphan_of_an_evaluation_has_no_fate(ledger: Ledger, make, restart) -> None:
+    await ledger.open_session(make.session("e", purpose=SessionPurpose.EVAL))
+    again, _ = await restart(0)
+    trajectory = await again.trajectory("e")
+    await again.aclose()
+    assert (trajectory.status, trajectory.fate) == (Status.ORPHAN, None)
+
+
+async def test_leases_are_settled_by_the_checkpoint(ledger: Ledger, make, restart) -> None:
+    await make.closed(ledger, "a", "b", "c", "d")
+    await make.leased(ledger, 1, "a", "b")
+    await make.leased(ledger, 2, "c")
+    await make.leased(ledger, 3, "d")
+    again, incarnation = await restart(2)  # published, but its commit was lost
+    fates = [(await again.trajectory(id)).fate for id in "abcd"]
+    waiting = [one.session_id for one in await again.waiting()]
+    await make.leased(again, 3, "d")
+    await again.aclose()
+    assert incarnation.num_returned == 1
+    assert fates == [Fate(trained_step=1), Fate(trained_step=1), Fate(trained_step=2), None]
+    assert waiting == ["d"]
+
+
+async def test_what_has_its_fate_keeps_it(ledger: Ledger, make, restart) -> None:
+    await make.closed(ledger, "a", "b")
+    await make.leased(ledger, 1, "a")
+    await ledger.commit_checkpoint(1, "checkpoints/1")
+    await ledger.drop({"b": Drop.FILTERED})
+    before = await ledger.counts()
+    again, _ = await restart(1)
+    after = await again.counts()
+    await again.aclose()
+    assert after == before
+
+
+async def test_steps_of_a_lost_checkpoint_are_trained_again(ledger: Ledger, make, restart) -> None:
+    await make.closed(ledger, "a", "b")
+    await make.leased(ledger, 1, "a")
+    await make.leased(ledger, 2, "b")
+    await ledger.commit_checkpoint(1, "checkpoints/1")
+    await ledger.commit_checkpoint(2, "checkpoints/2")
+    again, incarnation = await restart(1)  # the newest checkpoint is gone
+    assert incarnation.num_returned == 1
+    await make.leased(again, 2, "b")
+    await again.commit_checkpoint(2, "checkpoints/2")
+    fates = [(await again.trajectory(id)).fate for id in "ab"]
+    await again.aclose()
+    assert fates == [Fate(trained_step=1), Fate(trained_step=2)]
+
+
+async def test_a_completed_run_that_goes_on_is_running_again(ledger: Ledger, restart) -> None:
+    await ledger.set_note("status", "completed")
+    again, _ = await restart(0)
+    status = await again.get_note("status")
+    await again.aclose()
+    assert status == "running"

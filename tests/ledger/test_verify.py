@@ -1,0 +1,237 @@
+"""`ledger verify`: proves the invariants, and finds each breach of them.
+
+1. a run in the middle of its life is in order, and so is a completed one, with the right figures; 2. each planted
+corruption is found, as the invariant that it breaks; 3. a file too damaged to read on is a violation, no traceback;
+4. it works beside the live writer, and sees one state; 5. the command prints a report and exits 0, or 1 with the
+violation; 6. a folder or ledger that is not there is one line and exit 2.
+"""
+
+import asyncio
+import sqlite3
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from areal_agent.ledger.invariants import Invariant
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.verify import verify
+from areal_agent.types import Drop, SessionPurpose, VersionSpan, WeightVersion
+
+
+async def live(ledger: Ledger, make) -> None:
+    """A session in every state, one with a fork and a completion that two weight versions sampled."""
+    await make.closed(ledger, "trained", "leased", "dropped", "waiting")
+    await make.closed(ledger, "eval", purpose=SessionPurpose.EVAL)
+    spans = (
+        VersionSpan(version=WeightVersion(step=1), start=0, end=3),
+        VersionSpan(version=WeightVersion(step=2), start=3, end=4),
+    )
+    await ledger.open_session(make.session("open"))
+    await ledger.append_turn("open", make.turn("open", 0))
+    await ledger.append_turn("open", make.turn("open", 1))
+    fork = replace(make.completion("open-fork"), versions=spans)
+    await ledger.append_turn("open", make.turn("open", 2, parent="open-c0", fork_at=5, completions=(fork,)))
+    await make.leased(ledger, 1, "trained")
+    await ledger.commit_checkpoint(1, "checkpoints/1")
+    await make.leased(ledger, 2, "leased")
+    await ledger.drop({"dropped": Drop.STALE})
+
+
+async def test_a_live_run_is_in_order(ledger: Ledger, path: Path, make) -> None:
+    await live(ledger, make)
+    report = verify(path)
+    assert report.violations == ()
+    assert report.num_turns == 13
+    assert report.num_sampled_tokens == 13 * 4
+    assert report.num_trained_tokens == 8
+    assert report.counts == await ledger.counts()
+
+
+async def test_a_completed_run_is_in_order(ledger: Ledger, path: Path, make) -> None:
+    await make.closed(ledger, "a", "b")
+    await make.leased(ledger, 1, "a")
+    await ledger.drop({"b": Drop.FILTERED})
+    await ledger.commit_checkpoint(1, "checkpoints/1")
+    await ledger.set_note("status", "completed")
+    await ledger.aclose()
+    assert verify(path).is_ok
+
+
+def floats(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+SESSION = "(SELECT number FROM sessions WHERE id = '{}')"
+TRAINED, LEASED, DROPPED, WAITING, EVAL, OPEN = (
+    SESSION.format(id) for id in ("trained", "leased", "dropped", "waiting", "eval", "open")
+)
+ANSWER = "WHERE id = 'trained-c1'"
+TURN = "WHERE id = 'trained-t1'"
+
+CORRUPTIONS = {
+    "a turn of no session": (Invariant.INTACT, f"UPDATE turns SET session = 999 {TURN}", ()),
+    "a lease of no session": (Invariant.INTACT, "INSERT INTO leases VALUES (999, 9, 'd', 1)", ()),
+    "a status of no name": (Invariant.READABLE, f"UPDATE endings SET status = 'fine' WHERE session = {WAITING}", ()),
+    "rewards that are no JSON": (
+        Invariant.READABLE,
+        f"UPDATE endings SET rewards = '{{' WHERE session = {WAITING}",
+        (),
+    ),
+    "rewards that are a list": (Invariant.READABLE, f"UPDATE endings SET rewards = '[]' WHERE session = {WAITING}", ()),
+    "a torn blob": (Invariant.READABLE, f"UPDATE completions SET token_ids = ? {ANSWER}", (b"\0" * 7,)),
+    "sampling that is none": (Invariant.READABLE, f"UPDATE turns SET sampling = '{{}}' {TURN}", ()),
+    "spans that are none": (Invariant.READABLE, f"UPDATE completions SET versions = '[[1, 2]]' {ANSWER}", ()),
+    "a drop of no name": (Invariant.READABLE, "UPDATE fates SET dropped = 'lost' WHERE dropped IS NOT NULL", ()),
+    "a fate of an open session": (Invariant.ONE_FATE, f"INSERT INTO fates VALUES ({OPEN}, NULL, 'stale')", ()),
+    "a lease of an open session": (Invariant.ONE_FATE, f"INSERT INTO leases VALUES ({OPEN}, 9, 'd', 1)", ()),
+    "a fate of an evaluation": (Invariant.ONE_FATE, f"INSERT INTO fates VALUES ({EVAL}, NULL, 'stale')", ()),
+    "a lease of an evaluation": (Invariant.ONE_FATE, f"INSERT INTO leases VALUES ({EVAL}, 9, 'd', 1)", ()),
+    "dropped and leased": (Invariant.ONE_FATE, f"INSERT INTO leases VALUES ({DROPPED}, 9, 'd', 1)", ()),
+    "two fates in one": (Invariant.ONE_FATE, f"UPDATE fates SET trained_step = 1 WHERE session = {DROPPED}", ()),
+    "a fate of nothing": (Invariant.ONE_FATE, f"UPDATE fates SET dropped = NULL WHERE session = {DROPPED}", ()),
+    "trained without a lease": (Invariant.TRAINED, f"DELETE FROM leases WHERE session = {TRAINED}", ()),
+    "trained in another step": (Invariant.TRAINED, f"UPDATE leases SET step = 0 WHERE session = {TRAINED}", ()),
+    "trained beyond the checkpoint": (Invariant.TRAINED, "DELETE FROM checkpoints", ()),
+    "leased below the checkpoint": (Invariant.TRAINED, "INSERT INTO checkpoints VALUES (2, 'p')", ()),
+    "completed with left-overs": (Invariant.FINISHED, "UPDATE notes SET value = '\"completed\"'", ()),
+    "another token": (Invariant.SAMPLED, f"UPDATE completions SET token_ids = ? {ANSWER}", (b"\1\0\0\0" * 4,)),
+    "another probability": (
+        Invariant.SAMPLED,
+        f"UPDATE completions SET logprobs = ? {ANSWER}",
+        (floats(*[-0.25] * 4),),
+    ),
+    "a lost turn": (Invariant.SAMPLED, f"DELETE FROM completions {ANSWER}", ()),
+    "more loss tokens than sampled": (
+        Invariant.SAMPLED,
+        f"UPDATE leases SET num_loss_tokens = 9 WHERE session = {TRAINED}",
+        (),
+    ),
+    "no loss token": (Invariant.SAMPLED, f"UPDATE leases SET num_loss_tokens = 0 WHERE session = {TRAINED}", ()),
+    "too few probabilities": (Invariant.LENGTHS, f"UPDATE completions SET logprobs = ? {ANSWER}", (floats(-0.5),)),
+    "a probability that is none": (
+        Invariant.LOGPROBS,
+        f"UPDATE completions SET logprobs = ? {ANSWER}",
+        (floats(-0.5, float("nan"), -0.5, -0.5),),
+    ),
+    "a probability above 1": (
+        Invariant.LOGPROBS,
+        f"UPDATE completions SET logprobs = ? {ANSWER}",
+        (floats(-0.5, -0.5, 0.1, -0.5),),
+    ),
+    "an impossible token": (
+        Invariant.LOGPROBS,
+        f"UPDATE completions SET logprobs = ? {ANSWER}",
+        (floats(-0.5, -0.5, float("-inf"), -0.5),),
+    ),
+    "a gap between spans": (
+        Invariant.SPANS,
+        f'UPDATE completions SET versions = \'[["0:0",0,1],["0:0",2,4]]\' {ANSWER}',
+        (),
+    ),
+    "spans that overlap": (
+        Invariant.SPANS,
+        f'UPDATE completions SET versions = \'[["0:0",0,3],["0:0",2,4]]\' {ANSWER}',
+        (),
+    ),
+    "spans too short": (Invariant.SPANS, f"UPDATE completions SET versions = '[[\"0:0\",0,3]]' {ANSWER}", ()),
+    "no span": (Invariant.SPANS, f"UPDATE completions SET versions = '[]' {ANSWER}", ()),
+    "versions that go back": (
+        Invariant.SPANS,
+        f'UPDATE completions SET versions = \'[["0:2",0,2],["0:1",2,4]]\' {ANSWER}',
+        (),
+    ),
+    "a parent that is not there": (Invariant.LINEAGE, f"UPDATE turns SET parent = 'nobody' {TURN}", ()),
+    "a parent of another session": (Invariant.LINEAGE, f"UPDATE turns SET parent = 'leased-c0' {TURN}", ()),
+    "a parent of later": (Invariant.LINEAGE, "UPDATE turns SET parent = 'trained-c1' WHERE id = 'trained-t0'", ()),
+    "a fork behind the end": (Invariant.LINEAGE, f"UPDATE turns SET fork_at = 8 {TURN}", ()),
+    "a fork before the start": (Invariant.LINEAGE, f"UPDATE turns SET fork_at = -1 {TURN}", ()),
+    "a root that keeps tokens": (Invariant.LINEAGE, f"UPDATE turns SET parent = NULL {TURN}", ()),
+    "a turn that ends before it starts": (Invariant.TIMES, f"UPDATE turns SET ended_s = started_s - 60 {TURN}", ()),
+    "a turn before its parent": (Invariant.TIMES, f"UPDATE turns SET started_s = started_s - 60 {TURN}", ()),
+    "a session that starts after its turns": (
+        Invariant.TIMES,
+        "UPDATE sessions SET started_s = started_s + 60 WHERE id = 'trained'",
+        (),
+    ),
+    "a session that ends before its turns": (
+        Invariant.TIMES,
+        f"UPDATE endings SET ended_s = ended_s - 2000 WHERE session = {TRAINED}",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+async def test_a_planted_corruption_is_found(ledger: Ledger, path: Path, make, name: str) -> None:
+    await live(ledger, make)
+    await ledger.aclose()
+    invariant, change, values = CORRUPTIONS[name]
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA ignore_check_constraints = ON")
+    assert connection.execute(change, values).rowcount == 1
+    connection.close()
+    assert verify(path).of(invariant)
+
+
+def deface(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: 4096 * 3].ljust(len(content), b"\xff"))
+
+
+async def test_a_file_too_damaged_to_read_is_a_violation(ledger: Ledger, path: Path, make) -> None:
+    await make.closed(ledger, *(f"s{number}" for number in range(30)))
+    await ledger.aclose()
+    deface(path)
+    assert verify(path).of(Invariant.INTACT)
+
+
+async def test_it_sees_one_state_beside_the_live_writer(ledger: Ledger, path: Path, make) -> None:
+    async def write() -> None:
+        for number in range(20):
+            await make.closed(ledger, f"s{number}")
+            await make.leased(ledger, number + 1, f"s{number}")
+            await ledger.commit_checkpoint(number + 1, "checkpoints")
+
+    writing = asyncio.create_task(write())
+    reports = []
+    while not writing.done():
+        reports.append(await asyncio.to_thread(verify, path))
+    await writing
+    assert [report.violations for report in reports] == [()] * len(reports)
+    assert reports[0].num_turns < verify(path).num_turns == 40
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "areal_agent.ledger", *map(str, arguments)], capture_output=True, text=True
+    )
+
+
+async def test_the_command_reports_a_live_run(ledger: Ledger, path: Path, make) -> None:
+    await live(ledger, make)
+    done = command("verify", path.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "52 sampled in 13 turns; 8 trained in the loss" in done.stdout
+    assert "1 trained, 1 dropped (1 stale); 1 leased, 1 waiting" in done.stdout
+    assert done.stdout.endswith("OK: all 11 invariants hold\n")
+
+
+async def test_the_command_exits_1_and_names_the_violation(ledger: Ledger, path: Path, make) -> None:
+    await live(ledger, make)
+    await ledger.set_note("status", "completed")
+    done = command("verify", path.parent)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "✗ a completed run leaves nothing open, waiting or leased" in done.stdout
+    assert "the run: it is completed, yet 1 of its sessions are waiting" in done.stdout
+    assert "VIOLATED: 1 of 11 invariants" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "message"), [("missing", "there is no run folder"), (".", "has no ledger.sqlite")])
+def test_what_is_not_there_is_one_line_and_exit_2(tmp_path: Path, name: str, message: str) -> None:
+    done = command("verify", tmp_path / name)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr and done.stderr.count("\n") == 1
