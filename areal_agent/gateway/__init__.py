@@ -8,6 +8,7 @@
     conversation.py  messages and tools of a body      sampling.py      temperature, max_tokens ... of a body
     fields.py        reading decoded JSON strictly     control.py       bodies of /rl/*
     session.py       one rollout's conversation: the one mutable noun
+    calls.py         its engine requests in flight
     sessions.py      all of them, by id and by key     stats.py         what the gateway counts
     serve.py         the listening socket
 

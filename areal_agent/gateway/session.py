@@ -13,11 +13,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 
-from areal_agent.errors import EngineError, EngineUnreachable, RequestError
+from areal_agent.errors import EngineUnreachable, RequestError
+from areal_agent.gateway.calls import EngineCalls
 from areal_agent.gateway.chat import ChatAnswer, ChatRequest, Choice, completion_ids
 from areal_agent.gateway.control import EndRequest, RewardRequest
 from areal_agent.gateway.sampling import MAX_SEED, SamplingWishes
@@ -29,7 +30,6 @@ from areal_agent.types import (
     Completion,
     Distribution,
     FinishReason,
-    GenerateRequest,
     GenerateResult,
     Rewards,
     SamplingParams,
@@ -89,7 +89,7 @@ class Session:
         self._final_reward: float | None = None
         self._completion_rewards: dict[str, float] = {}
         self._reward_parts: dict[str, float] = {}
-        self._calls: dict[str, asyncio.Task[GenerateResult]] = {}  # engine requests in flight, by id
+        self._calls = EngineCalls(services.sampler, services.counters)
         self._writes: set[asyncio.Task[None]] = set()  # turns on their way into the journal
         self._ending: asyncio.Task[Trajectory] | None = None
         self._num_chats = 0
@@ -109,7 +109,7 @@ class Session:
             started_s = time.time()
             prompt = await self._plan(request)
             sampling = self._sampling(request, prompt)
-            results = await self._sample(prompt, sampling, request.num_choices)
+            results = await self._calls.sample(prompt.token_ids(), sampling, request.num_choices)
             return await self._record(request, prompt, sampling, results, started_s)
 
     async def _plan(self, request: ChatRequest) -> Prompt:
@@ -140,32 +140,6 @@ class Session:
         key = self.record.seed.to_bytes(8)
         return int.from_bytes(blake2b(prompt.identity, digest_size=8, key=key).digest()) & MAX_SEED
 
-    async def _sample(self, prompt: Prompt, sampling: SamplingParams, num_choices: int) -> list[GenerateResult]:
-        input_ids = prompt.token_ids()
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._generate(input_ids, _for_choice(sampling, index)))
-                    for index in range(num_choices)
-                ]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        if any(task.cancelled() for task in tasks):
-            raise self._aborted()
-        return [task.result() for task in tasks]
-
-    async def _generate(self, input_ids: tuple[int, ...], sampling: SamplingParams) -> GenerateResult:
-        self._require_open()
-        request = GenerateRequest(request_id=secrets.token_hex(16), input_ids=input_ids, sampling=sampling)
-        self._calls[request.request_id] = _current_task()
-        try:
-            with self._services.counters.engine.one():
-                result = await self._services.sampler.generate(request)
-        finally:
-            del self._calls[request.request_id]
-        self._services.counters.generated_tokens += len(result.token_ids)
-        return result
-
     async def _record(
         self,
         request: ChatRequest,
@@ -175,8 +149,8 @@ class Session:
         started_s: float,
     ) -> ChatAnswer:
         is_aborted = any(result.finish_reason is FinishReason.ABORT for result in results)
-        if is_aborted:
-            results = [result for result in results if result.token_ids]
+        if is_aborted:  # the agent gets none of its answers, so none is to be trained
+            results = [replace(result, finish_reason=FinishReason.ABORT) for result in results if result.token_ids]
         answer_id = f"chatcmpl-{secrets.token_hex(12)}"
         completions = [
             _completion(completion_id, result, sampling.distribution)
@@ -304,20 +278,11 @@ class Session:
         return trajectory
 
     async def _drain(self) -> None:
-        """Abort the engine requests in flight and wait until their partial answers are in the journal."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._services.abort_grace_s):
-                await asyncio.gather(*(self._abort(request_id) for request_id in self._calls))
-                await self._no_chat.wait()
-        for call in self._calls.values():
-            call.cancel()
+        """End the engine requests in flight and wait until their partial answers are in the journal."""
+        await self._calls.abort_all(self._services.abort_grace_s)
         await self._no_chat.wait()
         if self._writes:  # of chats whose agent hung up
             await asyncio.wait(self._writes)
-
-    async def _abort(self, request_id: str) -> None:
-        with contextlib.suppress(EngineError):  # an engine that is gone samples nothing
-            await self._services.sampler.abort(request_id)
 
     @contextlib.contextmanager
     def _chatting(self) -> Generator[None]:
@@ -345,20 +310,6 @@ class Session:
         if self.state is SessionState.OPEN:
             return EngineUnreachable("the engine aborted the request; is it shutting down?")
         return self._not_open()
-
-
-def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The first choice is sampled as asked; the others with seeds of their own."""
-    if index == 0 or sampling.seed is None:
-        return sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        seed=(sampling.seed + index) & MAX_SEED,
-    )
 
 
 def _completion(completion_id: str, result: GenerateResult, distribution: Distribution) -> Completion:
@@ -389,9 +340,3 @@ def _outcome(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[
     if rewards.is_missing:
         return Status.MISSING_REWARD, request.error or "the session ended without a reward"
     return Status.COMPLETED, request.error
-
-
-def _current_task() -> "asyncio.Task[GenerateResult]":
-    task = asyncio.current_task()
-    assert task is not None  # a coroutine runs in a task
-    return task

@@ -97,6 +97,19 @@ async def test_the_end_keeps_partial_answers(open_world: OpenWorld) -> None:
     assert trajectory.error == "too slow"
 
 
+async def test_no_answer_of_an_aborted_turn_is_trained(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>", "bcdefgh", is_stepped=True)
+    agent = await world.start()
+    call = asyncio.create_task(agent.post_chat(n=2))
+    await world.engine.wait_for_requests(2)
+    world.engine.step(3)  # one answer is whole, the other is not
+    await agent.end(status="timeout")
+    assert (await call)[0] == 409
+    trajectory = world.journal.closed[agent.id]
+    assert trajectory.num_sampled_tokens == 5
+    assert not any(record.loss_mask.any() for record in token_records(trajectory))
+
+
 async def test_an_end_without_partial_tokens_has_no_turn(open_world: OpenWorld) -> None:
     world = await open_world("abcd", is_stepped=True)
     agent = await world.start()
