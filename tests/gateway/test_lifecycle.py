@@ -6,7 +6,7 @@
 - an engine that does not answer an abort does not hold up the end; an engine that aborts by itself is an engine error
 - a journal that fails to open a session leaves none behind
 - failures of engine, journal and route, and bodies that are no JSON object, nested or too large: error objects
-- a port in use is named; closing twice is harmless
+- a port in use is named; closing twice is harmless; a tokenizer of another model is refused
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from areal_agent.errors import (
     LedgerError,
     RequestError,
 )
+from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.control import EndRequest
 from areal_agent.gateway.sampling import SamplingWishes
@@ -264,3 +265,16 @@ async def test_closing_twice_is_harmless(open_world: OpenWorld) -> None:
     await served.aclose()
     with pytest.raises(Exception, match=r"refused|connect"):
         await world.http.get(f"{served.base_url}/health")
+
+
+def test_a_tokenizer_of_another_model_is_refused(renderer: Renderer) -> None:
+    with pytest.raises(ConfigError, match="they do not belong together"):
+        Gateway(
+            sampler=DeafEngine(),
+            renderer=renderer,
+            journal=MemoryJournal(),
+            model_name="model",
+            admin_key="sk-admin",
+            max_context_tokens=100,
+            vocab_size=renderer.vocab_size - 1,
+        )
