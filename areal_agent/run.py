@@ -111,7 +111,7 @@ class Run:
         The first call starts the admit loop. Waits until there are enough groups.
         """
         if self._producing is None:
-            self._counted = self._count()  # rows begin here: start and evaluation are not in them
+            self._counted = await self._count()  # rows begin here: start and evaluation are not in them
             self._producing = self._spawn(self._producer.admit_forever(), "admit loop")
         with self._account.during("waiting_for_rollouts"):
             return await self._producer.take(self.step + 1, self.config.batch_size)
@@ -146,12 +146,12 @@ class Run:
         self._producer.publish(version.step)
         self._push_stall_s += report.stall_s
         self._row |= {f"push/{name}": value for name, value in asdict(report).items() if name.endswith("_s")}
-        self._end_row()
+        await self._end_row()
         return report
 
-    def _end_row(self) -> None:
+    async def _end_row(self) -> None:
         """Complete the step's row with what both sides did since the last one, write it and show it."""
-        counted = self._count()
+        counted = await self._count()
         delta = {name: value - self._counted.get(name, 0.0) for name, value in counted.items()}
         self._counted = counted
         admission, counts = self._producer.admission, self._producer.counts
@@ -174,21 +174,25 @@ class Run:
         self._metrics.append(row)
         self.progress.step(view_of(row))
 
-    def _count(self) -> dict[str, float]:
+    async def _count(self) -> dict[str, float]:
         """Seconds and tokens since the start. Each side's activities add up to the wall time.
 
-        The engine's side is generating while a request is in flight and no push holds it; else it waits for agents
-        (their tools, their own work) while rollouts run, and for admission (the staleness bound) while none does.
+        The engine generates while its model runs. Else a push holds it, or requests are on their way to or from it
+        (gateway), or all rollouts are busy with their own work (agents), or the staleness bound lets none run
+        (admission).
         """
+        engine = await self._serving.engine.stats()
         stats = self._serving.gateway.stats()
         trainer = self._account.seconds()
         wall_s = sum(trainer.values())
         rolling_s = self._serving.runner.running.busy_s
+        held_s = engine.busy_s + self._push_stall_s
         return {
             "seconds/wall": wall_s,
             **{f"seconds/trainer/{activity}": seconds for activity, seconds in trainer.items()},
-            "seconds/engine/generating": stats.engine_busy_s - self._push_stall_s,
+            "seconds/engine/generating": engine.busy_s,
             "seconds/engine/paused_for_push": self._push_stall_s,
+            "seconds/engine/waiting_for_gateway": max(0.0, stats.engine_busy_s - held_s),
             "seconds/engine/waiting_for_agents": max(0.0, rolling_s - stats.engine_busy_s),
             "seconds/engine/waiting_for_admission": max(0.0, wall_s - rolling_s),
             "tokens/generated": stats.generated_tokens,
