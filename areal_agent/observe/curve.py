@@ -53,6 +53,11 @@ def _mean(values: Column) -> float:
     return float(present.mean()) if len(present) else float("nan")
 
 
+def _highest(*columns: Column) -> float:
+    """The largest value that is there, at least 1."""
+    return max([1.0, *(float(value) for column in columns for value in column if np.isfinite(value))])
+
+
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Column:
     return np.array([np.nan if row.get(name) is None else float(row[name]) for row in rows])
 
@@ -105,7 +110,7 @@ def _draw_level(axes: Axes, level: float, label: str, colour: str, side: Literal
 def _draw_rates(axes: Axes, steps: Column, generated: Column, trained: Column) -> None:
     axes.plot(steps, generated, color=ENGINE, linewidth=1.6, marker=".", label="sampled")
     axes.plot(steps, trained, color=TRAINER, linewidth=1.6, marker=".", label="trained")
-    axes.set_ylim(0, max(1.0, np.nanmax([generated, trained], initial=0.0)) * 1.1)
+    axes.set_ylim(0, _highest(generated, trained) * 1.1)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylabel("tokens/s")
     _legend(axes)
@@ -114,7 +119,7 @@ def _draw_rates(axes: Axes, steps: Column, generated: Column, trained: Column) -
 def _draw_staleness(axes: Axes, steps: Column, mean: Column, highest: Column) -> None:
     axes.bar(steps, highest, color=STALENESS, alpha=0.3, width=0.8, label="highest")
     axes.plot(steps, mean, color=TRAINER, linewidth=1.6, marker=".", label="mean of the tokens")
-    axes.set_ylim(0, max(1.0, np.nanmax(highest, initial=0.0)) * 1.1)
+    axes.set_ylim(0, _highest(highest) * 1.1)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel("staleness")

@@ -1,0 +1,138 @@
+"""What a person sees while a run goes.
+
+1. plain: one aligned line a step under a heading, 2. the time left from the pace of the steps, 3. a line for each
+quarter of a phase, 4. no control character, 5. `off` shows nothing; 6. `auto` is plain when the stream is no
+terminal; 7. in a terminal it draws a picture, leaves the last one there and gives the cursor back; 8. a side that
+does not wait is a dash.
+"""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from areal_agent.observe.progress import Progress
+from areal_agent.observe.step_view import StepView
+
+VIEW = StepView(
+    step=1,
+    reward=0.25,
+    success=0.5,
+    generated_tokens_per_s=1512.4,
+    trained_tokens_per_s=980.0,
+    staleness_mean=0.8,
+    staleness_max=2,
+    engine={"generating": 0.7, "waiting_for_agents": 0.2, "paused_for_push": 0.1},
+    trainer={"training": 0.65, "waiting_for_rollouts": 0.35},
+)
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+def plain(stream: io.StringIO, total_steps: int, times_s: list[float]) -> Progress:
+    clock = iter(times_s)
+    return Progress(total_steps, stream, mode="plain", now=lambda: next(clock))
+
+
+def test_a_step_is_one_aligned_line_under_a_heading(stream: io.StringIO) -> None:
+    progress = plain(stream, 100, [0.0, 5.0])
+    progress.step(VIEW)
+    progress.step(replace(VIEW, step=100, reward=-10.5, generated_tokens_per_s=123456.0))
+    heading, first, last = stream.getvalue().splitlines()
+    for name, value in (("step", "1/100"), ("reward", "0.250"), ("success", "0.500"), ("staleness", "0.8 max 2")):
+        assert first.index(value) + len(value) == heading.index(name) + len(name)
+    assert len(first) == len(last) == len(heading)
+    assert "20% agents" in first and "35% rollouts" in first
+
+
+def test_the_time_left_follows_the_pace(stream: io.StringIO) -> None:
+    progress = plain(stream, 10, [0.0, 60.0, 120.0])
+    for step in (1, 2, 3):
+        progress.step(replace(VIEW, step=step))
+    assert [line.split()[-1] for line in stream.getvalue().splitlines()[1:]] == ["-", "8:00", "7:00"]
+
+
+def test_the_time_left_leaves_out_what_came_before_the_steps(stream: io.StringIO) -> None:
+    progress = plain(stream, 4, [0.0, 500.0, 510.0])
+    progress.phase("evaluating before")
+    progress.phase_progress(1.0, "200/200 tasks")
+    progress.step(VIEW)
+    assert stream.getvalue().splitlines()[-1].split()[-1] == "0:30"
+
+
+def test_a_phase_is_a_line_for_each_quarter(stream: io.StringIO) -> None:
+    progress = Progress(10, stream, mode="plain")
+    progress.phase("evaluating before")
+    for number in range(201):
+        progress.phase_progress(number / 200, f"{number}/200 tasks")
+    assert stream.getvalue().splitlines() == [
+        "evaluating before ...",
+        "evaluating before ...  25%  50/200 tasks",
+        "evaluating before ...  50%  100/200 tasks",
+        "evaluating before ...  75%  150/200 tasks",
+        "evaluating before ... 100%  200/200 tasks",
+    ]
+
+
+def test_a_side_that_does_not_wait_is_a_dash(stream: io.StringIO) -> None:
+    plain(stream, 10, [0.0]).step(replace(VIEW, engine={"generating": 1.0}, trainer={"training": 1.0}))
+    assert stream.getvalue().splitlines()[1].split()[-3:] == ["-", "-", "-"]
+
+
+def use_all(progress: Progress) -> None:
+    progress.phase("starting")
+    progress.phase_progress(0.5, "half")
+    progress.step(VIEW)
+    progress.note("a [note] stays")
+    progress.close()
+    progress.close()
+
+
+def test_auto_is_plain_without_a_terminal_and_has_no_control_character(stream: io.StringIO) -> None:
+    use_all(Progress(10, stream))
+    assert "a [note] stays\n" in stream.getvalue()
+    assert stream.getvalue().replace("\n", "").isprintable()
+
+
+def test_off_shows_nothing(stream: io.StringIO) -> None:
+    use_all(Progress(10, stream, mode="off"))
+    assert stream.getvalue() == ""
+
+
+def shown_in_a_terminal() -> str:
+    """What a real terminal receives while `use_all` runs in a process of its own."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    with subprocess.Popen([sys.executable, __file__], stdin=slave, stdout=slave, stderr=slave, env=environment):
+        os.close(slave)
+        received = b""
+        try:
+            while chunk := os.read(master, 65536):
+                received += chunk
+        except OSError:  # how Linux says that the other end is closed
+            pass
+    os.close(master)
+    return received.decode()
+
+
+def test_a_terminal_gets_a_picture_and_its_cursor_back() -> None:
+    received = shown_in_a_terminal()
+    assert received.count("\x1b[?25l") == received.count("\x1b[?25h") > 0  # the cursor, hidden and shown
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", received)
+    last_picture = text[text.rindex("step 1/10") :]
+    assert "✓ starting" in text
+    assert "a [note] stays" in text
+    for part in ("reward", "0.250", "1,512 tokens/s", "generating 70% · waiting for agents 20%", "at most 2"):
+        assert part in last_picture
+
+
+if __name__ == "__main__":
+    use_all(Progress(10))
