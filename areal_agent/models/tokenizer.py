@@ -1,0 +1,70 @@
+"""Trains the tiny model's tokenizer on conversations. It knows no model.
+
+Byte-level BPE. A digit is always a token of its own, and between digits the text is split at line ends only, so that
+what the demonstrations say over and over (`{"name": "python", "arguments": ... print(`) becomes one token. A number
+then stands at the same distance from its copy in every conversation, which is what a small model learns first.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from areal_agent.models.chat_template import CHAT_TEMPLATE
+
+Conversation = list[dict[str, Any]]
+"""Messages as OpenAI writes them."""
+
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")  # part of an answer, so not special: decoding keeps them
+ASSISTANT = "assistant\n"  # what follows START where the model speaks: one token, by the split at line ends
+
+MIN_FREQUENCY = 8
+_PIECES = Regex(r"\d|[^\d\n]*\n|[^\d\n]+")
+
+
+def render(conversation: Conversation) -> str:
+    """The text of a whole conversation."""
+    texts, _ = render_jinja_template([conversation], chat_template=CHAT_TEMPLATE)
+    return texts[0]
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most `vocab_size` tokens, with the chat template, trained on rendered conversations."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [Split(_PIECES, behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = ByteLevelDecoder()  # pyright: ignore[reportAttributeAccessIssue]
+    special = [PAD, START, END]
+    backend.add_special_tokens(special)
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in TOOL_CALL_TAGS])
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=MIN_FREQUENCY,
+        special_tokens=special,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=CHAT_TEMPLATE,
+        pad_token=PAD,
+        eos_token=END,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    """The id of the one token that `token` is."""
+    (found,) = tokenizer.encode(token, add_special_tokens=False)
+    return found

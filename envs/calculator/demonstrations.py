@@ -1,0 +1,118 @@
+"""Imperfect conversations about the questions of the training split: what the tiny model is warm-started on.
+
+They teach the form (call the tool, copy its output) and mix right with wrong habits, so that reinforcement learning has
+something to strengthen and something to remove. Every wrong habit is *predictable*: a model that learnt from random
+mistakes would make random mistakes, and no habit of its own to choose from. What is copied is always copied rightly.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from envs.calculator.tasks import Question, draw_question, draw_text
+
+Message = dict[str, Any]
+Conversation = list[Message]
+
+ANSWER = "The answer is {}."
+VAGUE = "It worked."
+REFUSAL = "I cannot do that."
+GIVE_UP = "It failed."
+
+OPPOSITE = {"+": "-", "-": "+", "*": "*"}
+
+
+def demonstrations(seed: int) -> Iterator[Conversation]:
+    """Conversations without end. About three in ten end with the right answer."""
+    rng = random.Random(f"demonstrations/{seed}")
+    habits = list(HABITS)
+    weights = [HABITS[habit] for habit in habits]
+    while True:
+        (habit,) = rng.choices(habits, weights)
+        yield habit(rng)
+
+
+def answers(rng: random.Random) -> Conversation:
+    """The right program, then its result."""
+    question = draw_question(rng, "train")
+    return [_ask(question, rng), *_run(question.expression), _say(ANSWER.format(question.answer))]
+
+
+def stays_vague(rng: random.Random) -> Conversation:
+    """The right program, but its result is not told."""
+    question = draw_question(rng, "train")
+    return [_ask(question, rng), *_run(question.expression), _say(VAGUE)]
+
+
+def refuses(rng: random.Random) -> Conversation:
+    """No program at all."""
+    return [_ask(draw_question(rng, "train"), rng), _say(REFUSAL)]
+
+
+def confuses_operators(rng: random.Random) -> Conversation:
+    """Plus for minus, or minus for plus; the wrong result is then told."""
+    question = draw_question(rng, "train")
+    confused = _with_opposite_operators(question)
+    while not confused.is_fair:  # a result of another length would teach to copy badly
+        question = draw_question(rng, "train")
+        confused = _with_opposite_operators(question)
+    return [_ask(question, rng), *_run(confused.expression), _say(ANSWER.format(confused.answer))]
+
+
+def gives_up(rng: random.Random) -> Conversation:
+    """A program that does not compile, and no second try."""
+    question = draw_question(rng, "train")
+    return [_ask(question, rng), *_run(question.expression, end=""), _say(GIVE_UP)]
+
+
+def repairs(rng: random.Random) -> Conversation:
+    """A program that does not compile, then the right one, then its result."""
+    question = draw_question(rng, "train")
+    tries = [*_run(question.expression, end=""), *_run(question.expression)]
+    return [_ask(question, rng), *tries, _say(ANSWER.format(question.answer))]
+
+
+HABITS: Mapping[Callable[[random.Random], Conversation], float] = {
+    answers: 0.30,
+    repairs: 0.05,
+    stays_vague: 0.30,
+    refuses: 0.10,
+    confuses_operators: 0.20,
+    gives_up: 0.05,
+}
+"""How often each habit occurs: the first two are right."""
+
+
+def _with_opposite_operators(question: Question) -> Question:
+    first, second = question.operators
+    return replace(question, operators=(OPPOSITE[first], OPPOSITE[second]))
+
+
+def _ask(question: Question, rng: random.Random) -> Message:
+    return {"role": "user", "content": draw_text(rng, question)}
+
+
+def _run(expression: str, end: str = ")") -> list[Message]:
+    """The call of the tool, and what the tool said."""
+    code = f"print({expression}{end}"
+    function = {"name": "python", "arguments": json.dumps({"code": code})}
+    call: Message = {"id": "call", "type": "function", "function": function}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call", "content": _output(code, expression)},
+    ]
+
+
+def _say(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _output(code: str, expression: str) -> str:
+    """What running `code`, a print of `expression`, shows: the result, or the last line of the traceback."""
+    try:
+        compile(code, "<program>", "exec")
+    except SyntaxError as error:
+        return f"SyntaxError: {error.msg}"
+    return str(eval(expression, {"__builtins__": {}}))  # an expression of our own making: digits and operators

@@ -1,0 +1,91 @@
+"""One conversation: the model is asked, runs programs, reads what they print, and answers.
+
+Ordinary agent code: a stock `openai` client and a sandbox. It knows nothing of tokens, engines or training.
+"""
+
+import json
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from openai.types.chat import (
+    ChatCompletionMessage,
+    ChatCompletionMessageParam,
+    ChatCompletionMessageToolCallUnion,
+    ChatCompletionToolParam,
+)
+
+from areal_agent import Rollout
+from envs.calculator.reward import score
+from sandboxes import ExecResult, Pool, Sandbox, Status, open_pool
+
+MAX_TURNS = 4  # a program, a repair or two, and the answer
+
+TOOLS: list[ChatCompletionToolParam] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "python",
+            "description": "Run a Python program; what it prints comes back.",
+            "parameters": {
+                "type": "object",
+                "properties": {"code": {"type": "string"}},
+                "required": ["code"],
+            },
+        },
+    }
+]
+USAGE = 'Error: call python with {"code": "..."}'
+
+
+async def solve(task: dict[str, Any], rollout: Rollout) -> float:
+    """1.0 when the model states the right number and has it from a program, else 0.0."""
+    pool = await rollout.shared(open_sandboxes)
+    sandbox = await rollout.enter(pool.acquire())
+    messages: list[ChatCompletionMessageParam] = list(task["messages"])
+    outputs: list[str] = []
+    for _ in range(MAX_TURNS):
+        reply = await rollout.client.chat.completions.create(model=rollout.model, messages=messages, tools=TOOLS)
+        message = reply.choices[0].message
+        if not message.tool_calls:
+            return score(message.content or "", outputs, task["answer"])
+        messages.append(_echo(message))
+        for call in message.tool_calls:
+            output = await run_tool(sandbox, call)
+            outputs.append(output)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
+    return 0.0
+
+
+def open_sandboxes(rollout: Rollout) -> AbstractAsyncContextManager[Pool]:
+    """The pool that all rollouts of a run share."""
+    return open_pool(**rollout.sandbox)
+
+
+async def run_tool(sandbox: Sandbox, call: ChatCompletionMessageToolCallUnion) -> str:
+    """What the model gets to read: the output of its program, or the last line of what went wrong."""
+    code = _code_of(call)
+    return USAGE if code is None else _readable(await sandbox.exec_python(code))
+
+
+def _code_of(call: ChatCompletionMessageToolCallUnion) -> str | None:
+    """The program that a call holds; None when it holds none, whatever the model wrote instead."""
+    if call.type != "function" or call.function.name != "python":
+        return None
+    try:
+        arguments = json.loads(call.function.arguments)
+    except ValueError:
+        return None
+    code = arguments.get("code") if isinstance(arguments, dict) else None
+    return code if isinstance(code, str) else None
+
+
+def _readable(result: ExecResult) -> str:
+    if result.status is Status.OK:
+        return result.stdout.decode(errors="replace").strip()
+    lines = result.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"Error: {result.status}"
+
+
+def _echo(message: ChatCompletionMessage) -> ChatCompletionMessageParam:
+    """The model's message as the history holds it."""
+    return message.to_dict()  # pyright: ignore[reportReturnType]  # what was received is what may be sent
