@@ -12,8 +12,8 @@ What to run, its stdin and its output travel by the four descriptors (request, s
 between host and program. The launcher reads none of them: it holds no data that one program could take from
 another, and a program that got here could forge nothing, for a control frame carries no text.
 
-When the host goes, however it goes, the control socket closes: the launcher kills every program, becomes `rm -rf`
-of ROOT, and is gone.
+When the host goes, however it goes, the control socket closes: the launcher kills every program, removes ROOT,
+and is gone.
 """
 
 import atexit
@@ -61,6 +61,8 @@ class ReportKind(IntEnum):
     FAILED = 4  # it could not be set up; value: errno, 0 when unknown
 
 
+REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
+"""The launcher's last act, in shell: a program may have locked its folders."""
 PROGRAM_FILE = "<program>"
 IS_LINUX = sys.platform == "linux"
 
@@ -137,17 +139,21 @@ def drop_privileges() -> None:
 
 def set_limits(request: dict[str, Any], max_processes: int | None) -> None:
     """The kernel's limits on each process of the program."""
-    for name, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, request["file_bytes"]),
-        (resource.RLIMIT_NOFILE, request["open_files"]),
-        (resource.RLIMIT_AS, request["memory_bytes"]),
-    ):
-        resource.setrlimit(name, (value, value))
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_FSIZE, request["file_bytes"])
+    lower_limit(resource.RLIMIT_NOFILE, request["open_files"])
     if max_processes is not None:
-        resource.setrlimit(resource.RLIMIT_NPROC, (max_processes, max_processes))
+        lower_limit(resource.RLIMIT_NPROC, max_processes)
     # At the soft limit SIGXCPU ends the program; one that ignores it dies a second later.
-    resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_s"], request["cpu_s"] + 1))
+    lower_limit(resource.RLIMIT_CPU, request["cpu_s"], grace=1)
+    lower_limit(resource.RLIMIT_AS, request["memory_bytes"])
+
+
+def lower_limit(name: int, value: int, *, grace: int = 0) -> None:
+    """Set a limit and its ceiling, `grace` above it; a stricter ceiling of the host's own stays."""
+    _, ceiling = resource.getrlimit(name)
+    hard = value + grace if ceiling == resource.RLIM_INFINITY else min(value + grace, ceiling)
+    resource.setrlimit(name, (min(value, hard), hard))
 
 
 def count_user_tasks() -> int:
@@ -241,8 +247,6 @@ def print_traceback(kind: type[BaseException], error: BaseException, frames: typ
         lines = traceback.format_exception(kind, error, frames)
     except MemoryError:
         lines = ["MemoryError\n"]
-    if frames is None and isinstance(error, SyntaxError):
-        lines = lines[1:]  # Python's own has no "Traceback" over a program that did not compile
     sys.stderr.write("".join(lines))
 
 
@@ -338,7 +342,7 @@ class Launcher:
         except BaseException as error:  # the boundary: nothing of the program has run, so the host is told
             self._report(ReportKind.FAILED, run_id, (error.errno if isinstance(error, OSError) else None) or 0)
             os._exit(1)
-        os.closerange(3, 256)  # the launcher opens a dozen descriptors: all of its own are below
+        os.closerange(3, 256)  # the launcher opens a dozen descriptors, of the lowest numbers that are free
         return request
 
     def _confine(self, request: dict[str, Any]) -> None:
@@ -433,14 +437,17 @@ def children_of(pid: int) -> list[int]:
 
 
 def main() -> None:
-    control_fd, root = int(sys.argv[1]), sys.argv[2]
+    inherited, root = int(sys.argv[1]), sys.argv[2]
+    control = socket.socket(fileno=os.dup(inherited))  # with a low number, see `_set_up`
+    os.close(inherited)
     site.setquit()  # `exit()` and `quit()`, which -S leaves out and programs use
+    compile("", PROGRAM_FILE, "exec")  # the first compilation sets the compiler up: 1 ms that no program need pay
     gc.disable()  # nothing here makes cycles; a collection would copy the pages that children share
     gc.freeze()
-    launcher = Launcher(socket.socket(fileno=control_fd))
+    launcher = Launcher(control)
     launcher.serve()
     launcher.kill_all()
-    os.execv("/bin/rm", ["rm", "-rf", "--", root])
+    os.execv("/bin/sh", ["sh", "-c", REMOVE, "sh", root])
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ class LauncherLink:
                 ended = Ended(wait_status=value, cpu_s=cpu_us / 1e6, peak_memory_bytes=peak_bytes)
                 _settle(run.ended, ended)
             else:
-                reason = os.strerror(value) if value else "see the launcher's log"
+                reason = os.strerror(value) if value else "not an error of the system"
                 _settle(run.ended, SandboxError(f"the program could not be set up: {reason}"))
 
     def _fail(self, reason: str) -> None:

@@ -1,0 +1,145 @@
+"""Honest programs.
+
+1. Python source runs as `__main__` and prints; 2. stdin reaches it; 3. an uncaught exception is Python's own traceback
+and exit code 1; 4. so is a syntax error; 5. SystemExit is its exit code, text goes to stderr; 6. threads and exit
+handlers finish first; 7. each program is a process of its own: nothing stays; 8. it may import what was written beside
+it; 9. an executable gets its arguments, stdin, environment and folder; 10. one that does not exist ends with 127, one
+that cannot be run with 126; 11. the environment has PATH, HOME, TMPDIR and what the spec names; 12. output is bytes as
+written; 13. a megabyte of honest output within the bound is whole; 14. time and memory are measured; 15. text that the
+system cannot take is the program's failure; 16. a string for argv, a `cwd` outside and an empty argv are refused.
+"""
+
+import pytest
+
+from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status
+
+
+async def test_python_runs_as_main(box: Sandbox) -> None:
+    result = await box.exec_python("print(__name__, 6 * 7)")
+    assert (result.status, result.exit_code, result.stdout) == (Status.OK, 0, b"__main__ 42\n")
+
+
+async def test_stdin_reaches_the_program(box: Sandbox) -> None:
+    result = await box.exec_python(
+        "print(input()); import sys; print(len(sys.stdin.read()))", stdin=b"first\n" + b"x" * 200_000
+    )
+    assert result.stdout == b"first\n200000\n"
+
+
+async def test_uncaught_exception_is_pythons_own_traceback(box: Sandbox) -> None:
+    result = await box.exec_python("def half(x):\n    return x / nothing\n\nhalf(1)")
+    assert (result.status, result.exit_code) == (Status.NONZERO, 1)
+    assert result.stderr.decode() == (
+        "Traceback (most recent call last):\n"
+        '  File "<program>", line 4, in <module>\n'
+        "    half(1)\n"
+        '  File "<program>", line 2, in half\n'
+        "    return x / nothing\n"
+        "               ^^^^^^^\n"
+        "NameError: name 'nothing' is not defined\n"
+    )
+
+
+async def test_syntax_error_is_pythons_own(box: Sandbox) -> None:
+    result = await box.exec_python("print('before')\n1 +")
+    lines = result.stderr.decode().splitlines()
+    assert (result.exit_code, result.stdout) == (1, b"")
+    assert (lines[0], lines[-1]) == ('  File "<program>", line 2', "SyntaxError: invalid syntax")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "stderr"), [("exit()", 0, b""), ("quit(3)", 3, b""), ("exit('why')", 1, b"why\n")]
+)
+async def test_system_exit(box: Sandbox, ending: str, code: int, stderr: bytes) -> None:
+    result = await box.exec_python(ending)
+    assert (result.exit_code, result.stderr) == (code, stderr)
+
+
+async def test_threads_and_exit_handlers_finish(box: Sandbox) -> None:
+    source = """
+import atexit, threading
+gate = threading.Event()
+atexit.register(print, "handler")
+threading.Thread(target=lambda: (gate.wait(), print("thread"))).start()
+threading.Timer(0.01, gate.set).start()
+print("main")
+"""
+    assert (await box.exec_python(source)).stdout == b"main\nthread\nhandler\n"
+
+
+async def test_nothing_stays_from_one_program_to_the_next(box: Sandbox) -> None:
+    await box.exec_python("import builtins, os, sys; builtins.left = 1; os.environ['LEFT'] = '1'; sys.left = 1")
+    result = await box.exec_python(
+        "import builtins, os, sys\nprint([hasattr(x, 'left') for x in (builtins, sys)], 'LEFT' in os.environ)"
+    )
+    assert result.stdout == b"[False, False] False\n"
+
+
+async def test_imports_what_was_written_beside_it(box: Sandbox) -> None:
+    await box.write("helper.py", b"def double(x): return 2 * x")
+    assert (await box.exec_python("import helper; print(helper.double(21))")).stdout == b"42\n"
+
+
+async def test_executable_gets_arguments_stdin_environment_and_folder(box: Sandbox) -> None:
+    await box.write("inside/file.txt", b"x")
+    script = 'echo "$1|$WHO|$(cat)|$(ls)"'
+    result = await box.exec(["sh", "-c", script, "sh", "a b"], stdin=b"in", env={"WHO": "me"}, cwd="inside")
+    assert (result.status, result.stdout) == (Status.OK, b"a b|me|in|file.txt\n")
+
+
+async def test_missing_executable_ends_with_127(box: Sandbox) -> None:
+    result = await box.exec(["no-such-program"])
+    assert (result.status, result.exit_code) == (Status.NONZERO, 127)
+    assert result.stderr == b"sandbox: cannot run 'no-such-program': No such file or directory\n"
+
+
+async def test_file_that_is_no_program_ends_with_126(box: Sandbox) -> None:
+    await box.write("data", b"not executable")
+    assert (await box.exec(["./data"])).exit_code == 126
+
+
+async def test_environment_is_empty_but_for_what_is_named(pool: Pool) -> None:
+    async with pool.acquire(SandboxSpec(env={"MODE": "test"})) as box:
+        python = await box.exec_python("import os; print(sorted(os.environ), os.environ['HOME'] == os.getcwd())")
+        executable = await box.exec(["/usr/bin/env"])
+    assert python.stdout == b"['HOME', 'MODE', 'PATH', 'TMPDIR'] True\n"
+    names = {line.split(b"=")[0] for line in executable.stdout.splitlines()}
+    assert names == {b"HOME", b"MODE", b"PATH", b"TMPDIR"}
+
+
+async def test_output_is_bytes_as_written(box: Sandbox) -> None:
+    data = bytes(range(256)) + b"\x1b[2J\x00\xc3"
+    result = await box.exec_python(
+        f"import sys; sys.stdout.buffer.write({data!r}); sys.stderr.buffer.write({data[::-1]!r})"
+    )
+    assert (result.stdout, result.stderr) == (data, data[::-1])
+
+
+async def test_a_megabyte_within_the_bound_is_whole(box: Sandbox) -> None:
+    result = await box.exec_python("print('x' * (2**20 - 1))", limits=Limits(output_bytes=2**20))
+    assert (result.status, len(result.stdout), result.truncated) == (Status.OK, 2**20, False)
+
+
+async def test_time_and_memory_are_measured(box: Sandbox) -> None:
+    result = await box.exec_python("x = bytearray(50_000_000)\nimport time\nwhile time.process_time() < 0.05: pass")
+    assert result.cpu_s >= 0.05
+    assert result.wall_s > 0
+    assert 50_000_000 <= result.peak_memory_bytes < 120_000_000
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\0b"])
+async def test_text_that_the_system_cannot_take_fails_the_program(box: Sandbox, text: str) -> None:
+    assert (await box.exec_python(f"print(1) # {text}")).status is Status.NONZERO
+    assert (await box.exec([text])).exit_code == 126
+
+
+@pytest.mark.parametrize("argv", ["ls", []])
+async def test_argv_must_be_a_list_with_a_program(box: Sandbox, argv: list[str]) -> None:
+    with pytest.raises(ValueError, match="give the program and its arguments as a list"):
+        await box.exec(argv)
+
+
+@pytest.mark.parametrize("cwd", ["..", "/", "a/../.."])
+async def test_cwd_stays_inside(box: Sandbox, cwd: str) -> None:
+    with pytest.raises(PermissionError, match="relative and without"):
+        await box.exec(["true"], cwd=cwd)

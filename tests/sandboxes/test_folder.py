@@ -1,0 +1,128 @@
+"""The working directory.
+
+1. Bytes round-trip, folders are made on the way; 2. odd names round-trip; 3. a spec's files are there from the start;
+4. a path that leads out is refused, for reading and writing; 5. a missing file is FileNotFoundError; 6. symlinks are
+not followed, in the last place or before it; 7. a FIFO and a folder are not read; 8. a file longer than the limit is
+not read; 9. writing replaces what a program planted; 10. the folder is private; 11. whatever programs leave is
+removed: deep, locked, odd, linked outside; 12. sandboxes do not share a folder.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status
+from sandboxes.folder import remove_tree
+
+
+async def path_of(box: Sandbox) -> Path:
+    return Path((await box.exec_python("import os; print(os.getcwd(), end='')")).stdout.decode())
+
+
+async def test_bytes_round_trip(box: Sandbox) -> None:
+    data = bytes(range(256)) * 5_000
+    await box.write("a/b/c.bin", data)
+    assert await box.read("a/b/c.bin") == data
+    assert (await box.exec(["wc", "-c", "a/b/c.bin"])).stdout.split()[0] == b"1280000"
+
+
+@pytest.mark.parametrize("name", ["new\nline", "-rf", "ünï", " ", "*", "\udcff"])
+async def test_odd_names_round_trip(box: Sandbox, name: str) -> None:
+    await box.write(name, b"x")
+    assert await box.read(name) == b"x"
+
+
+async def test_files_of_the_spec(pool: Pool) -> None:
+    async with pool.acquire(SandboxSpec(files={"in/data.txt": b"7"})) as box:
+        assert (await box.exec_python("print(open('in/data.txt').read())")).stdout == b"7\n"
+
+
+@pytest.mark.parametrize("path", ["../x", "a/../../x", "/etc/hostname", "", ".", "a\0b"])
+async def test_path_that_leads_out(box: Sandbox, path: str) -> None:
+    with pytest.raises(PermissionError, match="give a path in the working directory"):
+        await box.read(path)
+    with pytest.raises(PermissionError, match="give a path in the working directory"):
+        await box.write(path, b"")
+
+
+async def test_missing_file(box: Sandbox) -> None:
+    with pytest.raises(FileNotFoundError):
+        await box.read("answer.txt")
+
+
+async def test_symlinks_are_not_followed(box: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("host bytes")
+    await box.exec(["ln", "-s", str(tmp_path / "secret"), "answer.txt"])
+    await box.exec(["ln", "-s", str(tmp_path), "folder"])
+    for path in ("answer.txt", "folder/secret"):
+        with pytest.raises(OSError, match=r"symbolic links|Not a directory"):
+            await box.read(path)
+    with pytest.raises(NotADirectoryError):
+        await box.write("folder/new", b"x")
+    assert os.listdir(tmp_path) == ["secret"]
+
+
+@pytest.mark.parametrize("make", [["mkfifo", "x"], ["mkdir", "x"]])
+async def test_only_regular_files_are_read(box: Sandbox, make: list[str]) -> None:
+    assert (await box.exec(make)).status is Status.OK
+    with pytest.raises(OSError, match=r"only regular files|Is a directory"):
+        await box.read("x")
+
+
+async def test_file_longer_than_the_limit(pool: Pool) -> None:
+    async with pool.acquire(SandboxSpec(limits=Limits(file_bytes=1000))) as box:
+        await box.write("big", bytes(1001))
+        with pytest.raises(OSError, match=r"longer than Limits\.file_bytes, 1000"):
+            await box.read("big")
+
+
+async def test_writing_replaces_what_was_planted(box: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("whole")
+    await box.exec(["ln", "-s", str(tmp_path / "victim"), "input.txt"])
+    await box.write("input.txt", b"new")
+    assert (await box.read("input.txt"), (tmp_path / "victim").read_text()) == (b"new", "whole")
+
+
+async def test_folder_is_private(box: Sandbox) -> None:
+    folder = await path_of(box)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
+
+
+async def test_whatever_programs_leave_is_removed(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("whole")
+    source = f"""
+import os
+os.symlink({str(tmp_path)!r}, "link")
+os.mkfifo("fifo")
+os.makedirs("locked/inside/deeper")
+open("locked/inside/file", "w").close()
+os.chmod("locked/inside", 0)
+os.chmod("locked", 0)
+open(b"\\xff\\n", "w").close()
+for _ in range(1200):  # beyond Python's recursion, and the longest path that the kernel takes
+    os.mkdir("deep")
+    os.chdir("deep")
+    open("file", "w").close()
+"""
+    async with pool.acquire() as box:
+        folder = await path_of(box)
+        result = await box.exec_python(source)
+        assert (result.status, result.stderr) == (Status.OK, b"")
+        assert folder.exists()
+    assert not folder.exists()
+    assert (tmp_path / "outside").read_text() == "whole"
+
+
+def test_removing_what_is_not_there(tmp_path: Path) -> None:
+    remove_tree(tmp_path / "never")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_sandboxes_do_not_share_a_folder(pool: Pool) -> None:
+    async with pool.acquire() as one, pool.acquire() as other:
+        await one.write("x", b"1")
+        with pytest.raises(FileNotFoundError):
+            await other.read("x")
+        assert await path_of(one) != await path_of(other)

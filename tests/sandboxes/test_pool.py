@@ -1,0 +1,193 @@
+"""The pool, its launcher, and every way to end.
+
+1. 200 programs at once, without a thread each; 2. programs at once are bounded and wait in their order; 3. checkouts
+are not bounded; 4. a slot is free again after a failure; 5. cancelling a call kills its program; 6. so does closing its
+sandbox, and the call fails; 7. closing the pool leaves neither process nor file, also with programs running; 8. closing
+twice is harmless, and afterwards nothing runs; 9. a killed launcher fails its calls, takes its programs along, and the
+next program gets a fresh one; 10. so does one that no longer answers; 11. when the host is killed, programs and files
+go too; 12. opening warns of what is not stopped; 13. more isolation than there is, too many programs, an unknown
+backend are refused.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from areal_agent.errors import SandboxError
+from sandboxes import Isolation, Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
+
+WAIT = "witness.recv(9)\n"
+
+
+async def launcher_pid(box: Sandbox) -> int:
+    return int((await box.exec_python("import os; print(os.getppid())")).stdout)
+
+
+async def test_200_programs_at_once_without_a_thread_each() -> None:
+    async with open_pool(backend="subprocess", wall_s=30.0, max_concurrent=200) as pool, pool.acquire() as box:
+        num_threads = threading.active_count()
+        calls = [asyncio.create_task(box.exec_python(f"print({number})")) for number in range(200)]
+        results = await asyncio.gather(*calls)
+        assert threading.active_count() == num_threads
+    assert [result.stdout for result in results] == [b"%d\n" % number for number in range(200)]
+
+
+async def test_programs_wait_in_their_order(witness) -> None:
+    async with open_pool(backend="subprocess", wall_s=30.0, max_concurrent=1) as pool, pool.acquire() as box:
+        calls = [asyncio.create_task(box.exec_python(witness.connect(str(number)) + WAIT)) for number in range(4)]
+        for number, call in enumerate(calls):
+            arrival = await witness.arrival()
+            assert (arrival.name, witness.arrivals.qsize()) == (str(number), 0)
+            assert not call.done()
+            arrival.release()
+            assert (await call).status is Status.OK
+
+
+async def test_checkouts_are_not_bounded() -> None:
+    pool_of_one = open_pool(backend="subprocess", max_concurrent=1)
+    async with pool_of_one as pool, pool.acquire() as one, pool.acquire() as other:
+        results = [await box.exec_python("print(1)") for box in (one, other)]
+    assert [result.status for result in results] == [Status.OK, Status.OK]
+
+
+async def test_failure_frees_its_slot() -> None:
+    async with open_pool(backend="subprocess", max_concurrent=1) as pool, pool.acquire() as box:
+        with pytest.raises(ValueError):
+            await box.exec([])
+        assert (await box.exec_python("")).status is Status.OK
+
+
+async def test_cancelling_a_call_kills_its_program(box: Sandbox, witness) -> None:
+    call = asyncio.create_task(box.exec_python(witness.connect() + WAIT))
+    arrival = await witness.arrival()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await arrival.death()
+    assert (await box.exec_python("print(1)")).status is Status.OK
+
+
+async def test_closing_a_sandbox_kills_its_program(pool: Pool, witness) -> None:
+    async with pool.acquire() as box:
+        call = asyncio.create_task(box.exec_python(witness.connect() + WAIT))
+        arrival = await witness.arrival()
+    with pytest.raises(SandboxError, match="the sandbox is closed"):
+        await call
+    await arrival.death()
+
+
+async def test_closing_the_pool_leaves_nothing(witness) -> None:
+    async with open_pool(backend="subprocess", wall_s=30.0) as pool, pool.acquire() as box:
+        folder = Path(
+            (await box.exec_python("open('left', 'w'); import os; print(os.getcwd(), end='')")).stdout.decode()
+        )
+        launcher = await launcher_pid(box)
+        call = asyncio.create_task(box.exec_python(witness.connect() + WAIT))
+        arrival = await witness.arrival()
+        await pool.close()
+        with pytest.raises(SandboxError):
+            await call
+    await arrival.death()
+    assert not folder.parent.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(launcher, 0)
+
+
+async def test_closed_is_closed() -> None:
+    async with open_pool(backend="subprocess") as pool, pool.acquire() as box:
+        await pool.close()
+        await pool.close()
+        await box.close()
+        with pytest.raises(SandboxError, match="closed"):
+            await box.exec_python("print(1)")
+        with pytest.raises(SandboxError, match="the sandbox pool is closed"):
+            async with pool.acquire():
+                pass
+
+
+async def test_killed_launcher_is_replaced(box: Sandbox, witness) -> None:
+    launcher = await launcher_pid(box)
+    call = asyncio.create_task(box.exec_python(witness.connect() + WAIT))
+    arrival = await witness.arrival()
+    os.kill(launcher, signal.SIGKILL)
+    with pytest.raises(SandboxError, match="launcher died while a program ran"):
+        await call
+    await arrival.death()
+    assert await launcher_pid(box) != launcher
+
+
+async def test_launcher_that_does_not_answer_is_replaced(box: Sandbox) -> None:
+    launcher = await launcher_pid(box)
+    os.kill(launcher, signal.SIGSTOP)
+    with pytest.raises(SandboxError, match="did not answer and was killed"):
+        await box.exec_python("print(1)", limits=Limits(wall_s=0.1))
+    assert await launcher_pid(box) != launcher
+
+
+HOST = """
+import asyncio, sys
+from sandboxes import open_pool
+
+async def main():
+    async with open_pool(backend="subprocess", wall_s=60.0) as pool, pool.acquire() as box:
+        lock = "import os; os.makedirs('a/left'); os.chmod('a', 0); print(os.getcwd())"
+        folder = (await box.exec_python(lock)).stdout
+        print(folder.decode(), flush=True)
+        await box.exec_python(sys.argv[1])
+
+asyncio.run(main())
+"""
+
+
+async def test_killed_host_leaves_nothing(witness) -> None:
+    program = witness.connect() + "import os\nif os.fork() == 0: os.setsid()\n" + WAIT
+    pipe = asyncio.subprocess.PIPE
+    host = await asyncio.create_subprocess_exec(sys.executable, "-c", HOST, program, stdout=pipe, stderr=pipe)
+    folder = Path((await host.stdout.readline()).decode().strip())
+    arrival = await witness.arrival()
+    assert (folder / "a").exists()
+    host.kill()
+    await arrival.death()
+    await host.communicate()  # the launcher has the host's stderr: it ends when the launcher's last act is done
+    assert not folder.parent.exists()
+
+
+async def test_opening_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="sandboxes"):
+        async with open_pool(backend="subprocess") as pool:
+            capabilities = pool.capabilities()
+    assert (capabilities.backend, capabilities.isolation) == ("subprocess", Isolation.PROCESS)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "does not isolate" in message
+    assert all(act in message for act in capabilities.cannot_stop)
+    assert {"reading your files", "using the network"} <= set(capabilities.cannot_stop)
+
+
+async def test_more_isolation_than_there_is_fails_closed(pool: Pool) -> None:
+    with pytest.raises(SandboxError, match="min_isolation is 'container', the subprocess backend gives only 'process'"):
+        async with pool.acquire(SandboxSpec(min_isolation=Isolation.CONTAINER)):
+            pass
+    async with pool.acquire(SandboxSpec(min_isolation=Isolation.PROCESS)) as box:
+        assert (await box.exec_python("")).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "docker"}, "sandbox backend 'docker' does not exist"),
+        ({"backend": "subprocess", "max_concurrent": 0}, "max_concurrent is 0"),
+        ({"backend": "subprocess", "max_concurrent": 10**9}, "lower it, or raise the limit"),
+        ({"backend": "subprocess", "wall_s": -1.0}, "Limits.wall_s is -1.0"),
+        ({"backend": "subprocess", "memory_bytes": 0}, "Limits.memory_bytes is 0"),
+    ],
+)
+async def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        async with open_pool(**options):
+            pass
