@@ -93,10 +93,6 @@ class LauncherLink:
     def is_alive(self) -> bool:
         return self._is_alive
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def run(self, descriptors: Sequence[int]) -> Run:
         """Start the program that the descriptors (request, stdin, stdout, stderr) tell of; they stay the caller's."""
         run = Run(self._next_id, self._loop.create_future())

@@ -133,7 +133,7 @@ class SubprocessSandbox:
     ) -> ExecResult:
         if isinstance(argv, str) or not argv:
             raise ValueError(f"argv is {argv!r}; give the program and its arguments as a list of strings")
-        if cwd is not None:
+        if cwd not in (None, "."):
             relative_parts(cwd)
         program = {"argv": list(argv), "cwd": cwd or ".", "env": {**self._env, **(env or {})}}
         return await self._run(program, stdin, limits or self._limits)
