@@ -33,12 +33,25 @@ async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) ->
 
 
 async def _tiny(seed: int, logs: Path, progress: Progress) -> Path:
-    """Build it in a process of its own, so that torch stays out of this one."""
+    """Build it in a process of its own, so that torch stays out of this one.
+
+    On one thread: a small model gains little from a second, and loses much when another program wants that core.
+    """
     folder = model_folder(RECIPE, seed, DEMONSTRATIONS)
     if (folder / "config.json").is_file():
         return folder
     progress.phase("building the tiny model")
-    argv = [sys.executable, "-m", "areal_agent.models.tiny", "--out", str(folder), "--seed", str(seed)]
+    argv = [
+        sys.executable,
+        "-m",
+        "areal_agent.models.tiny",
+        "--out",
+        str(folder),
+        "--seed",
+        str(seed),
+        "--threads",
+        "1",
+    ]
     process = await ManagedProcess.start("model building", argv, log_path=logs / "model.log")
     try:
         while process.is_running:
