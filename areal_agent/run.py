@@ -78,7 +78,7 @@ class Run:
         self.folder = self.preflight.folder
         self.version = WeightVersion()  # that serves
         self.step = 0  # train steps done
-        self.progress = progress or Progress(total_steps=config.steps, mode="off")
+        self.progress = progress or Progress(total_steps=config.steps, mode="none")
         self._stack = AsyncExitStack()
         self._account = TimeAccount()  # of the trainer's side
         self._row: Row = {}

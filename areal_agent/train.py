@@ -26,7 +26,7 @@ def main() -> int:
     args = _parse()
     config_file = Path(args.config) if args.config else Path(args.resume) / "config.yaml"
     config = Config.load(config_file, args.overrides)
-    progress = Progress(total_steps=config.steps, mode="off" if args.dry_run else config.observe.progress)
+    progress = Progress(total_steps=config.steps, mode="none" if args.dry_run else config.observe.progress)
     run = Run(config, name=config_file.stem, resume=args.resume, progress=progress)
     if args.dry_run:
         print(run.preflight.summary())

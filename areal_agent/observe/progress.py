@@ -10,7 +10,7 @@ from areal_agent.observe.progress_live import LiveDisplay
 from areal_agent.observe.progress_plain import PlainDisplay
 from areal_agent.observe.step_view import StepView, TimeLeft
 
-Mode = Literal["auto", "plain", "off"]
+Mode = Literal["auto", "plain", "none"]
 
 
 class Display(Protocol):
@@ -28,7 +28,7 @@ class Display(Protocol):
 
 
 class Progress:
-    """What a run tells of itself. `auto` is live in a terminal and plain lines elsewhere; `off` shows nothing.
+    """What a run tells of itself. `auto` is live in a terminal and plain lines elsewhere; `none` shows nothing.
 
     ::
 
@@ -82,7 +82,7 @@ class Progress:
 
 
 def _choose(total_steps: int, stream: TextIO, mode: Mode) -> Display | None:
-    if mode == "off":
+    if mode == "none":
         return None
     is_live = mode == "auto" and stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     return LiveDisplay(total_steps, stream) if is_live else PlainDisplay(total_steps, stream)

@@ -46,7 +46,7 @@ def run_one(seed: int, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     """One quickstart in a process of its own; prints its row."""
     with tempfile.TemporaryDirectory() as cache:
         command = ["areal_agent.train", "--config", "configs/quickstart.yaml", f"seed={seed}", f"run_dir={run_dir}"]
-        run([*command, "observe.progress=off", *overrides], AREAL_AGENT_CACHE=cache)
+        run([*command, "observe.progress=none", *overrides], AREAL_AGENT_CACHE=cache)
     is_verified = run(["areal_agent.ledger", "verify", str(run_dir)]) == 0
     summary = json.loads((run_dir / "summary.json").read_text())
     before, after, wall_s = summary["success_before"], summary["success_after"], summary["wall_s"]

@@ -1,7 +1,7 @@
 """What a person sees while a run goes.
 
 1. plain: one aligned line a step under a heading, 2. the time left from the pace of the steps, 3. a line for each
-quarter of a phase, 4. no control character, 5. `off` shows nothing; 6. `auto` is plain when the stream is no
+quarter of a phase, 4. no control character, 5. `none` shows nothing; 6. `auto` is plain when the stream is no
 terminal; 7. in a terminal it draws a picture, leaves the last one there and gives the cursor back; 8. a side that
 does not wait is a dash.
 """
@@ -103,7 +103,7 @@ def test_auto_is_plain_without_a_terminal_and_has_no_control_character(stream: i
 
 
 def test_off_shows_nothing(stream: io.StringIO) -> None:
-    use_all(Progress(10, stream, mode="off"))
+    use_all(Progress(10, stream, mode="none"))
     assert stream.getvalue() == ""
 
 
