@@ -45,7 +45,7 @@ def _ledger_in(run_dir: Path) -> Path:
 
 def _verify(path: Path) -> VerifyReport:
     """With a bar on a terminal: a big ledger takes a while."""
-    progress = Progress(total_steps=0, stream=sys.stderr, mode="auto" if sys.stderr.isatty() else "off")
+    progress = Progress(total_steps=0, stream=sys.stderr, mode="auto" if sys.stderr.isatty() else "none")
     progress.phase("verifying")
     try:
         return verify(
