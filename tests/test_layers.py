@@ -2,7 +2,8 @@
 
 1. no module imports a layer above its own, nor a sibling in its row; 2. torch stays in the rooms that need it;
 3. sandboxes knows nothing of areal_agent but its errors; 4. areal_agent imports neither envs nor sandboxes nor
-examples; 5. `import areal_agent` loads none of torch, transformers, openai; 6. there is no import cycle.
+examples; 5. `import areal_agent` loads none of torch, transformers, openai; 6. there is no import cycle; 7. docs/structure.md
+names every file.
 """
 
 import ast
@@ -129,3 +130,13 @@ def test_no_import_cycle() -> None:
 
     for module in graph:
         visit(module, ())
+
+
+def test_the_structure_page_names_every_file() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    for package in ("areal_agent", "envs", "sandboxes"):
+        for path in modules(package).values():
+            name = path.relative_to(ROOT / package).as_posix()
+            assert path.name == "__init__.py" or f"`{name}`" in page, (
+                f"docs/structure.md does not name {package}/{name}"
+            )
