@@ -2,8 +2,8 @@
 
 1. no module imports a layer above its own, nor a sibling in its row; 2. torch stays in the rooms that need it;
 3. sandboxes knows nothing of areal_agent but its errors; 4. areal_agent imports neither envs nor sandboxes nor
-examples; 5. `import areal_agent` loads none of torch, transformers, openai; 6. there is no import cycle; 7. docs/structure.md
-names every file.
+examples; 5. `import areal_agent` loads none of torch, transformers, openai; and the main
+process of a run no torch; 6. there is no import cycle; 7. docs/structure.md names every file.
 """
 
 import ast
@@ -115,6 +115,12 @@ def test_import_areal_agent_is_light() -> None:
     code = "import areal_agent, sys; print([m for m in ('torch', 'transformers', 'openai') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_the_main_process_never_loads_torch() -> None:
+    code = "import areal_agent.train, areal_agent.eval, sys; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
 
 
 def test_no_import_cycle() -> None:
