@@ -14,7 +14,7 @@ class Recipe:
     num_layers: int = 2
     num_heads: int = 6
     head_dim: int = 32
-    rope_theta: float = 10_000.0
+    rope_theta: float = 1_000.0  # positions matter within a hundred tokens
     max_context_tokens: int = 1024
 
     vocab_size: int = 1024  # at most; the demonstrations decide
@@ -29,10 +29,10 @@ class Recipe:
 
     check_every: int = 25  # steps between two looks at how well it copies
     num_check_conversations: int = 128
-    copy_gate: float = 0.8  # copying at least this well starts the decay of the learning rate
-    typical_gate_steps: int = 200  # for the progress bar
-    max_gate_steps: int = 600  # the decay starts here at the latest
-    num_decay_steps: int = 200
+    copy_gate: float = 0.9  # copying at least this well starts the decay of the learning rate
+    typical_gate_steps: int = 150  # for the progress bar
+    max_gate_steps: int = 500  # the decay starts here at the latest
+    num_decay_steps: int = 150
 
 
 RECIPE = Recipe()

@@ -75,12 +75,12 @@ def repairs(rng: random.Random) -> Conversation:
 
 
 HABITS: Mapping[Callable[[random.Random], Conversation], float] = {
-    answers: 0.30,
-    repairs: 0.05,
-    stays_vague: 0.30,
-    refuses: 0.10,
-    confuses_operators: 0.20,
-    gives_up: 0.05,
+    answers: 0.28,
+    repairs: 0.04,
+    stays_vague: 0.32,
+    refuses: 0.12,
+    confuses_operators: 0.18,
+    gives_up: 0.06,
 }
 """How often each habit occurs: the first two are right."""
 
