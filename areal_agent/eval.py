@@ -15,6 +15,7 @@ from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.progress import Progress
 from areal_agent.preflight import Preflight
 from areal_agent.serving import EvalReport, open_serving
@@ -37,8 +38,11 @@ def main() -> int:
         "num_failed": report.num_failed,
     }
     preflight.folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
-    print(f"success {report.success:.3f} on {report.num_tasks} held-out tasks (mean reward {report.reward_mean:.3f}, ")
-    print(f"{report.num_failed} rollouts failed); every token is in {preflight.folder.path}")
+    print(
+        f"success on {report.num_tasks} held-out tasks: {report.success:.3f} (mean reward {report.reward_mean:.3f}, "
+        f"{report.num_failed} rollouts failed)\n"
+        f"in {preflight.folder.path}: summary.json, and the ledger with every token"
+    )
     return 0
 
 
@@ -55,6 +59,8 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
     config, folder = preflight.config, preflight.folder
     progress = Progress(total_steps=config.steps, mode=config.observe.progress)
     folder.make()
+    log_to_file(folder.logs / "main.log")
+    show_warnings(progress.note)
     folder.config.write_text(config.to_yaml())
     num_done = 0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError
+from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.progress import Progress
 from areal_agent.report import RunFacts, RunStatus, closing_lines, write_report
 from areal_agent.run import Run
@@ -82,6 +83,9 @@ async def _train(run: Run) -> int:
     interruption = Interruption()
     started_s = time.monotonic()
     outcome = Outcome()
+    run.folder.make()
+    log_to_file(run.folder.logs / "main.log")
+    show_warnings(run.progress.note)
     try:
         with interruption.cancels(task):
             async with run:

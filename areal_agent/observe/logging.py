@@ -1,6 +1,7 @@
 """The log file of one process. It knows nothing of what is logged."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 CHATTY = ("aiohttp.access", "httpcore", "httpx", "openai")
@@ -19,3 +20,19 @@ def log_to_file(path: Path, level: int = logging.INFO) -> None:
     logging.captureWarnings(True)
     for name in CHATTY:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
+
+
+class _Shown(logging.Handler):
+    """Hands warnings to a person, without the traceback: that is in the file."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def show_warnings(show: Callable[[str], None]) -> None:
+    """Also hand every warning and error that is logged to `show`, as one text. Called after `log_to_file`."""
+    logging.getLogger().addHandler(_Shown(show))
