@@ -1,0 +1,227 @@
+"""Groups on their way to a batch, over a real ledger, with scripted rollouts.
+
+1. admission holds groups back at the bound, and a published version lets them in; 2. `wait`: a batch waits for the
+group that would be too stale for the next one; 3. `drop`: trajectories beyond the bound are dropped(stale), their siblings
+trained, and a group that is stale as a whole gives its capacity back; 4. `mask`: only stale tokens leave the loss;
+5. failed siblings get their fate at once, a group that failed as a whole is replaced; 6. the oldest groups go first.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.rollout.admission import Admission
+from areal_agent.rollout.producer import Producer
+from areal_agent.rollout.tasks import TaskStream
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    FinishReason,
+    SamplingParams,
+    SessionPurpose,
+    SessionRecord,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+GROUP_SIZE = 2
+
+
+async def roll_out(ledger: Ledger, session_id: str, group_id: str, versions: list[int], status: Status) -> Trajectory:
+    """Record one rollout whose one answer was sampled under `versions`, token by token."""
+    record = SessionRecord(
+        id=session_id,
+        group_id=group_id,
+        task_id="0",
+        purpose=SessionPurpose.TRAIN,
+        seed=0,
+        key_hash="0" * 64,
+        started_s=1.0,
+    )
+    spans = tuple(
+        VersionSpan(version=WeightVersion(step=version), start=place, end=place + 1)
+        for place, version in enumerate(versions)
+    )
+    completion = Completion(
+        id=f"{session_id}-c",
+        token_ids=tuple(range(len(versions))),
+        logprobs=(-0.5,) * len(versions),
+        versions=spans,
+        finish_reason=FinishReason.STOP,
+        distribution=Distribution.EXACT,
+    )
+    turn = Turn(
+        id=f"{session_id}-t",
+        parent=None,
+        fork_at=0,
+        new_prompt_ids=(1, 2),
+        completions=(completion,),
+        request_delta=(),
+        sampling=SamplingParams(),
+        started_s=1.0,
+        ended_s=2.0,
+    )
+    await ledger.open_session(record)
+    await ledger.append_turn(session_id, turn)
+    await ledger.close_session(
+        Trajectory(
+            session_id=session_id,
+            group_id=group_id,
+            task_id="0",
+            turns=(turn,),
+            rewards=Rewards(final=1.0),
+            status=status,
+            error=None,
+            logged={},
+            started_s=1.0,
+            ended_s=3.0,
+        )
+    )
+    return await ledger.trajectory(session_id)
+
+
+class Script:
+    """Runs groups as told: `versions(number)` gives each sibling's versions; held groups wait until released."""
+
+    def __init__(self, ledger: Ledger, versions: Callable[[int], list[list[int]]]) -> None:
+        self.ledger = ledger
+        self.versions = versions
+        self.statuses: dict[int, list[Status]] = {}
+        self.held: dict[int, asyncio.Event] = {}
+        self.started: list[int] = []
+
+    async def run_group(self, group_id: str, task: Task) -> TrajectoryGroup:
+        number = int(group_id[1:])
+        self.started.append(number)
+        versions = self.versions(number)
+        if number in self.held:
+            await self.held[number].wait()
+        statuses = self.statuses.get(number, [Status.COMPLETED] * GROUP_SIZE)
+        siblings = [
+            await roll_out(self.ledger, f"{group_id}-{index}", group_id, versions[index], statuses[index])
+            for index in range(GROUP_SIZE)
+        ]
+        return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=tuple(siblings))
+
+
+@asynccontextmanager
+async def producing(
+    tmp_path: Path, script: Callable[[Ledger], Script], *, max_staleness: int, straggler: str, groups_a_batch: int = 1
+) -> AsyncGenerator[tuple[Producer, Script]]:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(0)
+    scripted = script(ledger)
+    producer = Producer(
+        run_group=scripted.run_group,
+        stream=TaskStream([Task(id="0", data={})], seed=0),
+        next_number=0,
+        ledger=ledger,
+        admission=Admission(batch_answers=groups_a_batch * GROUP_SIZE, max_staleness=max_staleness),
+        group_size=GROUP_SIZE,
+        straggler=straggler,
+        straggler_wait_s=60.0,
+        max_concurrent=64,
+        max_failed_groups=3,
+    )
+    admitting = asyncio.create_task(producer.admit_forever())
+    try:
+        yield producer, scripted
+    finally:
+        admitting.cancel()
+        await asyncio.gather(admitting, return_exceptions=True)
+        await ledger.aclose()
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 (the producer has no event for tests)
+            await asyncio.sleep(0.005)
+
+
+def numbers(batch) -> list[int]:
+    return [int(group.group_id[1:]) for group in batch.groups]
+
+
+async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path: Path) -> None:
+    def fresh(ledger: Ledger) -> Script:
+        return Script(ledger, lambda number: [[0], [0]])
+
+    async with producing(tmp_path, fresh, max_staleness=1, straggler="wait") as (producer, script):
+        await settled(lambda: producer.buffer.num_ready == 2)
+        assert script.started == [0, 1]
+        assert numbers(await producer.take(1, 1)) == [0]
+        assert script.started == [0, 1], "consumed, but its version is not published"
+        producer.publish(1)
+        await settled(lambda: script.started == [0, 1, 2])
+
+
+async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) -> None:
+    def first_is_slow(ledger: Ledger) -> Script:
+        script = Script(ledger, lambda number: [[min(number, 1)]] * 2)
+        script.held[0] = asyncio.Event()
+        return script
+
+    async with producing(tmp_path, first_is_slow, max_staleness=1, straggler="wait") as (producer, script):
+        assert numbers(await producer.take(1, 1)) == [1], "the slow group may still be used in step 2"
+        producer.publish(1)
+        await settled(lambda: producer.buffer.num_ready == 1)
+        taking = asyncio.create_task(producer.take(2, 1))
+        await asyncio.sleep(0.05)
+        assert not taking.done()
+        script.held[0].set()
+        assert numbers(await taking) == [0]
+
+
+async def test_drop_drops_what_is_stale_and_keeps_its_siblings(tmp_path: Path) -> None:
+    def one_old_sibling(ledger: Ledger) -> Script:
+        return Script(ledger, lambda number: [[0, 2], [2, 2]])
+
+    async with producing(tmp_path, one_old_sibling, max_staleness=0, straggler="drop") as (producer, _):
+        batch = await producer.take(3, 1)
+        assert [one.session_id for one in batch.trained] == ["g000000-1"]
+        assert dict(producer.counts.drops) == {"stale": 1}
+
+
+async def test_a_group_that_is_stale_as_a_whole_gives_its_capacity_back(tmp_path: Path) -> None:
+    def first_is_old(ledger: Ledger) -> Script:
+        return Script(ledger, lambda number: [[0], [0]] if number == 0 else [[2], [2]])
+
+    async with producing(tmp_path, first_is_old, max_staleness=0, straggler="drop") as (producer, _):
+        assert numbers(await producer.take(3, 1)) == [1]
+        assert dict(producer.counts.drops) == {"stale": 2}
+
+
+async def test_mask_takes_only_stale_tokens_out_of_the_loss(tmp_path: Path) -> None:
+    def half_old(ledger: Ledger) -> Script:
+        return Script(ledger, lambda number: [[0, 2, 2], [2, 2, 2]])
+
+    async with producing(tmp_path, half_old, max_staleness=0, straggler="mask") as (producer, _):
+        batch = await producer.take(3, 1)
+    masks = {record.session_id: record.loss_mask.tolist() for record in batch.records}
+    assert masks == {"g000000-0": [False] * 3 + [True] * 2, "g000000-1": [False] * 2 + [True] * 3}
+
+
+async def test_failed_siblings_get_their_fate_and_failed_groups_are_replaced(tmp_path: Path) -> None:
+    def failing(ledger: Ledger) -> Script:
+        script = Script(ledger, lambda number: [[0], [0]])
+        script.statuses = {0: [Status.ERROR, Status.TIMEOUT], 1: [Status.INFRA, Status.COMPLETED]}
+        return script
+
+    async with producing(tmp_path, failing, max_staleness=0, straggler="wait") as (producer, _):
+        batch = await producer.take(1, 1)
+        assert (numbers(batch), [one.session_id for one in batch.trained]) == ([1], ["g000001-1"])
+        assert dict(producer.counts.drops) == {"error": 2, "infra": 1}
+        assert dict(producer.counts.statuses) == {"error": 1, "timeout": 1, "infra": 1, "completed": 1}
+
+
+async def test_the_oldest_groups_go_first(tmp_path: Path) -> None:
+    def later_is_older(ledger: Ledger) -> Script:
+        return Script(ledger, lambda number: [[2 - number]] * 2)
+
+    async with producing(tmp_path, later_is_older, max_staleness=2, straggler="wait") as (producer, _):
+        await settled(lambda: producer.buffer.num_ready == 3)
+        assert numbers(await producer.take(1, 1)) == [2]
