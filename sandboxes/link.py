@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes import launcher
 from sandboxes.launcher import REPORT, REQUEST, ReportKind, RequestKind
 
+LAUNCHER = Path(__file__).with_name("launcher.py")  # run by its path: it must not import its package
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 
@@ -63,7 +63,7 @@ class LauncherLink:
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", "-X", "utf8", launcher.__file__, str(theirs.fileno()), str(root),
+                sys.executable, "-I", "-S", "-X", "utf8", str(LAUNCHER), str(theirs.fileno()), str(root),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,  # stderr stays ours: a traceback of the launcher is a bug to be seen
                 env={},

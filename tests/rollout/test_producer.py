@@ -2,7 +2,7 @@
 
 1. admission holds groups back at the bound, and a published version lets them in;
 2. `wait`: a batch waits for the group that would be too stale for the next one;
-3. `drop`: trajectories beyond the bound are dropped(stale), their siblings trained, and a group that is stale as a whole
+3. `drop`: trajectories beyond the bound are dropped(stale), their siblings trained; a group stale as a whole
    gives its capacity back;
 4. `mask`: only stale tokens leave the loss;
 5. failed siblings get their fate at once, a group that failed as a whole is replaced;
