@@ -1,0 +1,177 @@
+"""Building a model into a folder:
+
+- transformers loads it, weights tied; the report in the folder says what was done
+- the folder appears whole or not at all, and nothing is left beside it
+- what stands at the place is refused, unless it is the same model, built meanwhile
+- the cache builds once; its place depends on seed, recipe, demonstrations and the environment
+- torch's random state and threads are left as they were
+- demonstrations that cannot be loaded are refused; the command says what is wrong in one line, with exit code 2
+- slow: the recipe teaches copying
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from areal_agent.errors import ConfigError
+from areal_agent.models.cache import model_folder
+from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Recipe
+from areal_agent.models.tiny import REPORT_NAME, build, cached
+from areal_agent.models.tokenizer import Conversation
+from areal_agent.models.warm_start import WarmStartProgress
+
+
+def weights_of(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "areal_agent.models.tiny", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def broken_demonstrations(seed: int) -> Iterator[Conversation]:
+    raise RuntimeError("no demonstrations today")
+
+
+def test_transformers_loads_it(small_recipe: Recipe, tmp_path: Path) -> None:
+    report = build(tmp_path / "model", seed=3, recipe=small_recipe, threads=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert (model.num_parameters(), len(tokenizer)) == (report.num_parameters, report.vocab_size)
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_the_report_is_in_the_folder(small_recipe: Recipe, tmp_path: Path) -> None:
+    report = build(tmp_path / "model", seed=3, recipe=small_recipe, threads=1)
+    assert json.loads((tmp_path / "model" / REPORT_NAME).read_text()) == asdict(report)
+
+
+def test_the_same_seed_builds_the_same_model(small_recipe: Recipe, tmp_path: Path) -> None:
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        build(tmp_path / name, seed=seed, recipe=small_recipe, threads=1)
+    assert torch.equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "again"))
+    assert not torch.equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
+
+
+def test_nothing_else_is_left(small_recipe: Recipe, tmp_path: Path) -> None:
+    build(tmp_path / "new" / "model", seed=0, recipe=small_recipe, threads=1)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+
+
+def test_a_failure_leaves_nothing(small_recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        build(tmp_path / "model", seed=0, recipe=small_recipe, demonstrations=f"{__name__}:broken_demonstrations")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_taken(small_recipe: Recipe, tmp_path: Path) -> None:
+    build(tmp_path, seed=0, recipe=small_recipe, threads=1)
+    assert (tmp_path / "config.json").is_file()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_in_the_way_is_refused(small_recipe: Recipe, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "taken"
+    inside = out if kind == "file" else out / "mine.txt"
+    inside.parent.mkdir(exist_ok=True)
+    inside.write_text("mine")
+    with pytest.raises(ConfigError, match="exists already"):
+        build(out, seed=0, recipe=small_recipe)
+    assert inside.read_text() == "mine"
+
+
+def test_a_model_that_was_built_meanwhile_stays(small_recipe: Recipe, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    rivals: list[float] = []
+
+    def rival(progress: WarmStartProgress) -> None:
+        if not out.exists():
+            build(out, seed=0, recipe=small_recipe, threads=1)
+            rivals.append((out / "config.json").stat().st_mtime)
+
+    build(out, seed=0, recipe=small_recipe, threads=1, on_progress=rival)
+    assert rivals == [(out / "config.json").stat().st_mtime]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_something_else_that_appeared_meanwhile_is_not_overwritten(small_recipe: Recipe, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+
+    def stranger(progress: WarmStartProgress) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "mine.txt").write_text("mine")
+
+    with pytest.raises(ConfigError, match="cannot write"):
+        build(out, seed=0, recipe=small_recipe, threads=1, on_progress=stranger)
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine.txt"]
+
+
+def test_the_cache_builds_once(small_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_AGENT_CACHE", str(tmp_path))
+    reports: list[WarmStartProgress] = []
+    folder = cached(seed=0, recipe=small_recipe, threads=1, on_progress=reports.append)
+    num_reports = len(reports)
+    assert cached(seed=0, recipe=small_recipe, threads=1, on_progress=reports.append) == folder
+    assert (num_reports, len(reports)) == (3, 3)
+    assert folder.parent == tmp_path
+
+
+def test_the_place_depends_on_what_decides_the_model(tmp_path: Path) -> None:
+
+    places = {
+        model_folder(RECIPE, 0, DEMONSTRATIONS),
+        model_folder(RECIPE, 1, DEMONSTRATIONS),
+        model_folder(replace(RECIPE, batch_size=RECIPE.batch_size + 1), 0, DEMONSTRATIONS),
+        model_folder(RECIPE, 0, f"{__name__}:broken_demonstrations"),
+    }
+    assert len(places) == 4
+
+
+def test_the_cache_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AREAL_AGENT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert model_folder(RECIPE, 0, DEMONSTRATIONS).parent == tmp_path / "areal_agent"
+
+
+def test_torch_is_left_as_it_was(small_recipe: Recipe, tmp_path: Path) -> None:
+    before = torch.get_num_threads(), torch.get_rng_state()
+    build(tmp_path / "model", seed=0, recipe=small_recipe, threads=before[0] + 1)
+    assert torch.get_num_threads() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("demonstrations", "not of the form"),
+        ("no.such.module:f", "importing 'no.such.module' failed"),
+        ("envs.calculator.tasks:demonstrations", "has no function 'demonstrations'"),
+    ],
+)
+def test_demonstrations_that_cannot_be_loaded(tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(tmp_path / "model", seed=0, demonstrations=path)
+
+
+def test_the_command_refuses_what_is_wrong(tmp_path: Path) -> None:
+    done = run("--out", str(tmp_path / "model"), "--threads", "0")
+    assert (done.returncode, done.stderr) == (2, "error: --threads is 0; give at least 1\n")
+
+
+@pytest.mark.slow
+def test_the_recipe_teaches_copying(tmp_path: Path) -> None:
+    done = run("--out", str(tmp_path / "model"), "--seed", "11")
+    assert done.returncode == 0, done.stderr
+    assert "100% warm start" in done.stderr
+    assert json.loads((tmp_path / "model" / REPORT_NAME).read_text())["copy_accuracy"] >= 0.97

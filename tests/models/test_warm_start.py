@@ -1,0 +1,107 @@
+"""Supervised training on demonstrations:
+
+- the loss is on what the assistant says, its end token included, and on nothing else
+- what a conversation is batched with, and its padding, change nothing
+- the decay of the learning rate starts when copying passes the gate, and at the latest at its cap
+- progress rises to 1
+- the same seed gives the same weights; another seed others
+- it learns: the loss falls
+"""
+
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from areal_agent.models.recipe import Recipe
+from areal_agent.models.tiny import make_model
+from areal_agent.models.tokenizer import Conversation
+from areal_agent.models.warm_start import ConversationEncoder, WarmStart, WarmStartProgress, WarmStartResult
+
+SPOKEN = '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call><|im_end|>'
+CONVERSATION: Conversation = [
+    {"role": "user", "content": "assistant\nWhat is 12?"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "python", "arguments": '{"code": "print(1)"}'}}]},
+    {"role": "tool", "content": "345"},
+    {"role": "assistant", "content": "The answer is 345."},
+]
+
+
+def train(
+    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], recipe: Recipe, seed: int = 0
+) -> tuple[WarmStartResult, list[WarmStartProgress], torch.Tensor]:
+    torch.manual_seed(seed)
+    model = make_model(tokenizer, recipe)
+    reports: list[WarmStartProgress] = []
+    result = WarmStart(model, tokenizer, cycle(conversations), recipe, reports.append).run()
+    return result, reports, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_the_loss_is_on_what_the_assistant_says(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = ConversationEncoder(tokenizer).batch([CONVERSATION])
+    spoken = batch.targets[0][batch.targets[0] != -100]
+    assert tokenizer.decode(spoken, skip_special_tokens=False) == SPOKEN + "The answer is 345.<|im_end|>"
+
+
+def test_the_digits_among_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = ConversationEncoder(tokenizer).batch([CONVERSATION])
+    assert tokenizer.decode(batch.targets[batch.is_digit]) == "1345"
+
+
+def test_company_changes_nothing(tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe) -> None:
+    model = make_model(tokenizer, small_recipe)
+    encoder = ConversationEncoder(tokenizer)
+    short: Conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I cannot do that."}]
+    alone, together = encoder.batch([short]), encoder.batch([CONVERSATION, short])
+    length = alone.inputs.shape[1]
+    with torch.no_grad():
+        logits_alone = model(input_ids=alone.inputs, use_cache=False).logits[0]
+        logits_together = model(input_ids=together.inputs, use_cache=False).logits[1, :length]
+    assert (together.targets[1, length:] == -100).all()
+    assert torch.equal(together.targets[1, :length], alone.targets[0])
+    torch.testing.assert_close(logits_together, logits_alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("gate", "steps"), [(0.0, 2 + 6), (2.0, 10 + 6)], ids=["opens at once", "never opens"])
+def test_the_gate_starts_the_decay(
+    tokenizer: PreTrainedTokenizerFast,
+    conversations: list[Conversation],
+    small_recipe: Recipe,
+    gate: float,
+    steps: int,
+) -> None:
+    recipe = replace(small_recipe, copy_gate=gate, check_every=2, max_gate_steps=10, num_decay_steps=6)
+    result, _, _ = train(tokenizer, conversations, recipe)
+    assert result.steps == steps
+
+
+@pytest.mark.parametrize("gate", [0.0, 2.0])
+@pytest.mark.parametrize("typical", [2, 100])
+def test_progress_rises_to_one(
+    tokenizer: PreTrainedTokenizerFast,
+    conversations: list[Conversation],
+    small_recipe: Recipe,
+    gate: float,
+    typical: int,
+) -> None:
+    recipe = replace(small_recipe, copy_gate=gate, typical_gate_steps=typical)
+    _, reports, _ = train(tokenizer, conversations, recipe)
+    fractions = [report.fraction for report in reports]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+def test_the_same_seed_gives_the_same_weights(
+    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe
+) -> None:
+    weights = [train(tokenizer, conversations, small_recipe, seed)[2] for seed in (1, 1, 2)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_it_learns(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe) -> None:
+    recipe = replace(small_recipe, check_every=60, max_gate_steps=60, num_decay_steps=60, batch_size=8)
+    result, _, _ = train(tokenizer, conversations, recipe)
+    assert result.loss < 3  # from log(vocabulary) = 6
