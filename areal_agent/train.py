@@ -7,7 +7,6 @@ A second Ctrl-C ends it at once; the ledger and the last checkpoint still hold w
 import argparse
 import asyncio
 import signal
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -21,6 +20,8 @@ from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.progress import Progress
 from areal_agent.report import RunFacts, RunStatus, closing_lines, write_report
 from areal_agent.run import Run
+
+INTERRUPTED_CODE = 130
 
 
 def main() -> int:
@@ -77,6 +78,15 @@ class Interruption:
 
 
 async def _train(run: Run) -> int:
+    try:
+        code, last_words = await _train_and_report(run)
+    finally:
+        run.progress.close()
+    print(last_words)
+    return code
+
+
+async def _train_and_report(run: Run) -> tuple[int, str]:
     """Run the loop under the signals; whatever happens, the run folder says how it ended."""
     task = asyncio.current_task()
     assert task is not None  # asyncio.run made one
@@ -102,19 +112,15 @@ async def _train(run: Run) -> int:
     except asyncio.CancelledError:
         if not interruption.happened:
             raise
-        run.progress.close()
-        print("interrupted before training started", file=sys.stderr)
-        return 130
+        return INTERRUPTED_CODE, "interrupted before training started"
     except ArealAgentError as error:
-        run.progress.close()
         if run.folder.metrics.exists():
             outcome.error = str(error)
             write_report(run.folder, _facts(run, outcome, started_s))
             error.add_note(f"go on with: python -m areal_agent.train --resume {run.folder.path}")
         raise
-    run.progress.close()
-    print(closing_lines(run.folder, write_report(run.folder, _facts(run, outcome, started_s))))
-    return 0 if outcome.status is RunStatus.COMPLETED else 130
+    summary = write_report(run.folder, _facts(run, outcome, started_s))
+    return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
 
 
 @dataclass(slots=True)
