@@ -25,6 +25,8 @@ from areal_agent.types import (
     WeightVersion,
 )
 
+collect_ignore = ["worker.py"]  # the process that is killed; no test, and no doctest
+
 
 class Make:
     """Small valid records. Turn `n` of a session continues turn `n - 1`."""
