@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: list[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        known, unknown = self.parse_known_args(args, namespace)
+        known, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
             option = unknown[0].split("=")[0]
             valid = [name for action in self._actions for name in action.option_strings]

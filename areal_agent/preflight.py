@@ -3,10 +3,11 @@
 It imports the workflow, loads the tasks, looks for the model and the ports. It starts no process and makes no file.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from areal_agent.cluster.local import check_port
 from areal_agent.config import Config
@@ -19,6 +20,7 @@ from areal_agent.types import Task
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 TINY = "tiny"
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +46,8 @@ class Preflight:
         check_model(config.model)
         check_port(config.rollout.gateway_port, "rollout.gateway_port")
         check_port(config.engine.port, "engine.port")
+        if config.engine.port and config.engine.port == config.rollout.gateway_port:
+            raise ConfigError(f"engine.port and rollout.gateway_port are both {config.engine.port}; they must differ")
         return cls(
             config=config,
             folder=RunFolder.choose(config.run_dir, name) if resume is None else RunFolder.reopen(resume),
@@ -68,12 +72,32 @@ class Preflight:
 def check_model(model: str) -> None:
     """Raise ConfigError unless `model` is `tiny`, a folder with a config.json, or the form of a hub name."""
     path = Path(model)
-    if model == TINY or (path / "config.json").is_file():
+    if model == TINY:
+        return
+    if (path / "config.json").is_file():
+        check_model_folder(path)
         return
     if path.exists():
         raise ConfigError(f"model {model!r} is no Hugging Face folder: it has no config.json")
     if not HUB_NAME.fullmatch(model):
         raise ConfigError(f"model {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
+
+
+def check_model_folder(path: Path) -> None:
+    """Raise ConfigError for a folder that engine and trainer could not load."""
+    try:
+        described: object = json.loads((path / "config.json").read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"model {str(path)!r}: its config.json is not JSON: {error}") from None
+    model_type = cast(dict[str, object], described).get("model_type") if isinstance(described, dict) else None
+    if model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"model {str(path)!r} is of type {model_type!r}; the embedded engine serves {', '.join(MODEL_TYPES)}"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model {str(path)!r} has no weights: there is no .safetensors file")
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"model {str(path)!r} has no tokenizer.json; save its fast tokenizer there")
 
 
 def load_eval_tasks(config: Config) -> tuple[Task, ...]:

@@ -31,6 +31,7 @@ class RunFacts:
     success_after: float | None
     num_eval_tasks: int
     checkpoint: Path | None
+    tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger; None: it could not be asked
     error: str | None = None
 
 
@@ -38,6 +39,7 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
     """Write summary.json and, once there is a step, curve.png; returns the summary."""
     rows = living_rows(read_metrics(folder.metrics))
     totals = total(rows)
+    sampled_tokens, trained_tokens = facts.tokens or (totals.generated_tokens, totals.trained_tokens)
     summary: dict[str, Any] = {
         "status": facts.status.value,
         "steps": totals.steps,
@@ -45,8 +47,8 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
         "success_before": facts.success_before,
         "success_after": facts.success_after,
         "num_eval_tasks": facts.num_eval_tasks,
-        "trained_tokens": totals.trained_tokens,
-        "generated_tokens": totals.generated_tokens,
+        "trained_tokens": trained_tokens,
+        "generated_tokens": sampled_tokens,
         "spanning_fraction": round(totals.spanning_fraction, 4),
         "interrupted_completions": totals.interrupted_completions,
         "max_staleness_seen": totals.max_staleness_seen,
@@ -69,7 +71,7 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
         lines.append(f"success on {summary['num_eval_tasks']} held-out tasks: {before:.3f} -> {after:.3f}")
     idle = summary["idle_fraction"]
     lines.append(
-        f"trained {summary['trained_tokens']} of {summary['generated_tokens']} generated tokens; "
+        f"trained {summary['trained_tokens']:,} of {summary['generated_tokens']:,} generated tokens; "
         f"{summary['spanning_fraction']:.0%} of the trajectories span weight versions, "
         f"{summary['interrupted_completions']} completions were interrupted; "
         f"staleness at most {summary['max_staleness_seen']}"

@@ -28,7 +28,7 @@ from areal_agent.cancellation import uninterrupted
 from areal_agent.cluster.local import shared_memory_folder, start_trainer
 from areal_agent.cluster.models import obtain_model
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError, EngineError, ProcessDied, TrainerError
+from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.clock import TimeAccount
 from areal_agent.observe.metrics import MetricsLog
@@ -92,6 +92,8 @@ class Run:
             await self._start()
         except BaseException as error:
             await self.__aexit__(type(error), error, error.__traceback__)
+            if isinstance(error, ConfigError) and not self.preflight.is_resumed:
+                self.folder.remove()
             raise
         return self
 
@@ -245,6 +247,10 @@ class Run:
         await self._producer.settle(is_completed=is_completed)
         await self.remember("status", "completed" if is_completed else "interrupted")
 
+    async def count_tokens(self) -> tuple[int, int]:
+        """Tokens sampled in training rollouts, and tokens trained in the lineage that lives, as the ledger has them."""
+        return await self._ledger.count_tokens()
+
     async def remember(self, name: str, value: Any) -> None:
         """Keep a fact about the run in its ledger, over restarts."""
         await self._ledger.set_note(name, value)
@@ -258,11 +264,11 @@ class Run:
     async def _start(self) -> None:
         config, folder, progress = self.config, self.folder, self.progress
         folder.make()
+        self._ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
+        self._stack.push_async_callback(self._ledger.aclose)  # the lock is ours: now the folder may be changed
         folder.config.write_text(config.to_yaml())
         model = await obtain_model(config.model, config.seed, folder.logs, progress)
         checkpoint = latest_checkpoint(folder.checkpoints)
-        self._ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
-        self._stack.push_async_callback(self._ledger.aclose)
         self.step = checkpoint.step if checkpoint else 0
         incarnation = await self._ledger.begin_incarnation(self.step)
         self.version = WeightVersion(incarnation=incarnation.number, step=self.step)
@@ -296,6 +302,7 @@ class Run:
             algorithm=config.algorithm,
             seed=config.seed,
             shared_memory=shared_memory,
+            resume=checkpoint is not None,
         )
 
     async def _start_producer(self) -> None:

@@ -3,6 +3,7 @@
 config.yaml  ledger.sqlite  metrics.jsonl  checkpoints/  logs/  curve.png  summary.json
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -30,7 +31,9 @@ class RunFolder:
                 path = Path("runs") / f"{name}-{number}"
             return cls(path)
         path = Path(run_dir)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if not run_dir or (path.exists() and not path.is_dir()):
+            raise ConfigError(f"run_dir {run_dir!r} is no folder; name one that does not exist yet")
+        if path.exists() and any(path.iterdir()):
             raise ConfigError(
                 f"run_dir {run_dir!r} exists and is not empty; go on with it by --resume {run_dir}, or name another"
             )
@@ -44,6 +47,10 @@ class RunFolder:
             if not needed.is_file():
                 raise ConfigError(f"--resume {run_dir!r}: there is no {needed.name}, so this is no run folder")
         return folder
+
+    def remove(self) -> None:
+        """Undo `make` for a run that could not be started."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def make(self) -> None:
         try:

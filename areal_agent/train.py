@@ -6,6 +6,7 @@ A second Ctrl-C ends it at once; the ledger and the last checkpoint still hold w
 
 import argparse
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Generator
@@ -63,9 +64,9 @@ class Interruption:
         loop = asyncio.get_running_loop()
 
         def interrupt() -> None:
+            if self.happened:
+                os._exit(INTERRUPTED_CODE)  # at once: the children see their lifeline close and end themselves
             self.happened = True
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)  # the second one ends the process at once
             task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -82,7 +83,9 @@ async def _train(run: Run) -> int:
         code, last_words = await _train_and_report(run)
     finally:
         run.progress.close()
-    print(last_words)
+    print(last_words, flush=True)
+    if len(asyncio.all_tasks()) > 1:
+        os._exit(code)  # a workflow that ignores its cancellation would be waited for without end
     return code
 
 
@@ -93,12 +96,13 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
     interruption = Interruption()
     started_s = time.monotonic()
     outcome = Outcome()
-    run.folder.make()
-    log_to_file(run.folder.logs / "main.log")
-    show_warnings(run.progress.note)
+    has_started = False
     try:
         with interruption.cancels(task):
             async with run:
+                has_started = True
+                log_to_file(run.folder.logs / "main.log")
+                show_warnings(run.progress.note)
                 try:
                     await _learn(run, outcome)
                     outcome.status = RunStatus.COMPLETED
@@ -112,9 +116,10 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
     except asyncio.CancelledError:
         if not interruption.happened:
             raise
-        return INTERRUPTED_CODE, "interrupted before training started"
+        hint = f"; go on with: python -m areal_agent.train --resume {run.folder.path}" if has_ledger(run) else ""
+        return INTERRUPTED_CODE, f"interrupted before training started{hint}"
     except ArealAgentError as error:
-        if run.folder.metrics.exists():
+        if has_started:
             outcome.error = str(error)
             write_report(run.folder, _facts(run, outcome, started_s))
             error.add_note(f"go on with: python -m areal_agent.train --resume {run.folder.path}")
@@ -132,6 +137,7 @@ class Outcome:
     success_after: float | None = None
     checkpoint: Path | None = None
     error: str | None = None
+    tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger
     earlier_wall_s: float = 0.0  # of the incarnations before this one
 
 
@@ -158,8 +164,11 @@ async def _learn(run: Run, outcome: Outcome) -> None:
 async def _wind_up(run: Run, outcome: Outcome, started_s: float) -> None:
     """Stop rolling out, publish the last checkpoint, and leave every trajectory with a fate or waiting for a resume."""
     await run.stop_producing()
+    if run.version.step < run.step:
+        await run.push()  # interrupted between the two: the step counts, and its row is written
     outcome.checkpoint = await run.save()
     await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
+    outcome.tokens = await run.count_tokens()
     await run.remember("wall_s", outcome.earlier_wall_s + time.monotonic() - started_s)
 
 
@@ -171,8 +180,14 @@ def _facts(run: Run, outcome: Outcome, started_s: float) -> RunFacts:
         success_after=outcome.success_after,
         num_eval_tasks=len(run.preflight.eval_tasks),
         checkpoint=outcome.checkpoint,
+        tokens=outcome.tokens,
         error=outcome.error,
     )
+
+
+def has_ledger(run: Run) -> bool:
+    """Whether the run got far enough to be resumed."""
+    return run.folder.ledger.is_file()
 
 
 def _share(success: float | None) -> str:

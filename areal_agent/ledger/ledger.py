@@ -129,6 +129,10 @@ class Ledger:
     async def counts(self) -> LedgerCounts:
         return await self._reader.run(reads.counts)
 
+    async def count_tokens(self) -> tuple[int, int]:
+        """Tokens sampled in training sessions, and loss tokens of the trajectories that are trained."""
+        return await self._reader.run(reads.count_tokens)
+
     async def set_note(self, key: str, value: Any) -> None:
         """Keep a value of JSON's kinds about the run.
 

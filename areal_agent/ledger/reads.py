@@ -95,6 +95,19 @@ def note(connection: sqlite3.Connection, key: str) -> Any:
     return None if found is None else decode_note(key, found[0])
 
 
+def count_tokens(connection: sqlite3.Connection) -> tuple[int, int]:
+    sampled = connection.execute(
+        "SELECT coalesce(sum(length(c.token_ids)), 0) FROM completions c JOIN turns t ON t.number = c.turn "
+        "JOIN sessions s ON s.number = t.session WHERE s.purpose = ?",
+        (SessionPurpose.TRAIN,),
+    ).fetchone()[0]
+    trained = connection.execute(
+        "SELECT coalesce(sum(l.num_loss_tokens), 0) FROM leases l JOIN fates f ON f.session = l.session "
+        "WHERE f.trained_step IS NOT NULL"
+    ).fetchone()[0]
+    return sampled // 4, trained  # ids are int32
+
+
 def counts(connection: sqlite3.Connection) -> LedgerCounts:
     def one(query: str, *values: str) -> int:
         return connection.execute(query, values).fetchone()[0]

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator
 
 from areal_agent.section import Section
 
@@ -59,3 +59,8 @@ class EvalConfig(Section):
     """Defaults to the training source with split `test`; a .jsonl source needs one of its own."""
     success_reward: float = 1.0
     """A rollout whose total reward is at least this is a success."""
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _source_alone(cls, value: object) -> object:
+        return {"source": value} if isinstance(value, str) else value

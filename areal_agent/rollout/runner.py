@@ -8,8 +8,10 @@ Whatever a workflow does ends as a status: a failed rollout is data, its sibling
 import asyncio
 import contextlib
 import logging
+import traceback
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
@@ -25,6 +27,9 @@ from areal_agent.rollout.workflow import Workflow
 from areal_agent.types import SessionPurpose, Status, Task
 
 logger = logging.getLogger(__name__)
+
+MAX_ERROR_CHARS = 2000
+MAX_LOGGED_BYTES = 1_000_000  # of one logged value
 
 CANCEL_GRACE_S = 5.0
 """How long a cancelled workflow may take to clean up before it is left behind."""
@@ -146,12 +151,13 @@ class RolloutRunner:
                 await rollout.aclose()
             return _outcome_of(returned, rollout)
         except Reject as reject:
-            return _Outcome(status=Status.REJECTED, error=str(reject))
+            return _Outcome(status=Status.REJECTED, error=_short(str(reject)))
         except _TooLong:
             return _Outcome(status=Status.TIMEOUT, error=f"it ran longer than rollout.timeout_s = {self._timeout_s:g}")
         except (SandboxError, EngineError, openai.InternalServerError, openai.APIConnectionError) as error:
             return _Outcome(status=Status.INFRA, error=_describe(error))
-        except (Exception, SystemExit) as error:  # the boundary: what a workflow raises is data
+        except Exception as error:  # the boundary: what a workflow raises is data
+            logger.info("rollout %s failed", spec.session_id, exc_info=error)
             return _Outcome(status=Status.ERROR, error=_describe(error))
 
     async def _give_rewards(self, rollout: Rollout, outcome: _Outcome) -> _Outcome:
@@ -167,9 +173,12 @@ class RolloutRunner:
     async def _end(self, rollout: Rollout, outcome: _Outcome) -> Status:
         """End the session; the gateway has the last word on its status (completed without a model call is none)."""
         outcome = await self._give_rewards(rollout, outcome)
-        logged = orjson.loads(orjson.dumps(rollout.logged, default=repr, option=orjson.OPT_NON_STR_KEYS))
-        body = {"status": outcome.status.value, "error": outcome.error, "logged": logged}
-        return Status((await self._post("/rl/end_session", rollout.api_key, body))["status"])
+        body = {"status": outcome.status.value, "error": outcome.error, "logged": sendable(rollout.logged)}
+        try:
+            return Status((await self._post("/rl/end_session", rollout.api_key, body))["status"])
+        except _Refused as refused:
+            logger.warning("a workflow ended its own session: %s", refused)  # its status is then the gateway's
+            return Status.COMPLETED
 
     async def _post(self, path: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
         async with self._http.post(
@@ -194,7 +203,7 @@ class _TooLong(Exception):
 
 async def _run_bounded(workflow: Awaitable[object], timeout_s: float) -> object:
     """Await it in a task of its own, for `timeout_s` at the most. When it ends early or late, its task has ended."""
-    task = asyncio.ensure_future(workflow)
+    task = asyncio.ensure_future(_contained(workflow))
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
     except asyncio.CancelledError:
@@ -206,6 +215,20 @@ async def _run_bounded(workflow: Awaitable[object], timeout_s: float) -> object:
     if task.cancelled():
         raise RuntimeError("the workflow cancelled itself")
     return task.result()
+
+
+class _Exited(Exception):
+    """A workflow raised what would end this process: SystemExit, KeyboardInterrupt, a BaseException of its own."""
+
+
+async def _contained(workflow: Awaitable[object]) -> object:
+    """asyncio lets SystemExit and KeyboardInterrupt of any task stop the whole loop: they must not leave the task."""
+    try:
+        return await workflow
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise _Exited(_describe(error)) from None
 
 
 async def _cancel(task: asyncio.Future[object]) -> None:
@@ -234,5 +257,30 @@ def _outcome_of(returned: object, rollout: Rollout) -> _Outcome:
 
 
 def _describe(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= 2000 else text[:2000] + "..."
+    """`KeyError: 'answer' (my_agent.py:12)`: what was raised, and the last place that is not in a library."""
+    if isinstance(error, _Exited):
+        return str(error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return _short(f"{type(error).__name__}: {error}") + place
+
+
+def _short(text: str) -> str:
+    clean = text.encode(errors="replace").decode()
+    return clean if len(clean) <= MAX_ERROR_CHARS else clean[:MAX_ERROR_CHARS] + "..."
+
+
+def sendable(logged: Mapping[str, Any]) -> dict[str, Any]:
+    """What a workflow logged as JSON types; each value that is none, or is too long, as a shortened repr.
+
+    >>> sendable({"n": 2**70, "ok": [1, None]})
+    {'n': '1180591620717411303424', 'ok': [1, None]}
+    """
+    result: dict[str, Any] = {}
+    for name, value in logged.items():
+        try:
+            text = orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS)
+            result[_short(name)] = orjson.loads(text) if len(text) <= MAX_LOGGED_BYTES else _short(repr(value))
+        except (TypeError, ValueError, RecursionError):  # integers beyond 64 bits, lone surrogates, deep nesting
+            result[_short(name)] = _short(repr(value))
+    return result

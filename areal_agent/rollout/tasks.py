@@ -24,15 +24,20 @@ def import_object(path: str, what: str) -> Any:
         raise ConfigError(f"{what}: {path!r} is not of the form 'package.module:name'")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a module of the user's may fail in any way at import
+    except (Exception, SystemExit) as error:  # a module of the user's may fail in any way at import
         raise ConfigError(
-            f"{what}: importing {module_name!r} failed: {type(error).__name__}: {error}; "
+            f"{what}: importing {module_name!r} failed: {one_line(error)}; "
             "check the name and that it can be imported from this folder"
         ) from error
     try:
         return getattr(module, name)
     except AttributeError:
         raise ConfigError(f"{what}: module {module_name!r} has no {name!r}") from None
+
+
+def one_line(error: BaseException) -> str:
+    """`ValueError: text`, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def load_tasks(config: TasksConfig, split: Split, seed: int, what: str = "tasks") -> tuple[Task, ...]:
@@ -51,9 +56,11 @@ def _from_function(config: TasksConfig, split: Split, seed: int, what: str) -> I
         raise ConfigError(f"{what}: {config.source!r} is a {type(function).__name__}, not a function(split, seed)")
     make = cast(Callable[..., Iterable[object]], function)
     try:
-        return iter(make(split=split, seed=seed, **config.args))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what}: {config.source}(split={split!r}, seed={seed}, ...) failed: {error}") from error
+        return list(islice(make(split=split, seed=seed, **config.args), MAX_TASKS))
+    except Exception as error:  # a function of the user's may fail in any way
+        raise ConfigError(
+            f"{what}: {config.source}(split={split!r}, seed={seed}, ...) failed: {one_line(error)}; see tasks.args"
+        ) from error
 
 
 def _from_file(path: Path, what: str) -> Iterable[object]:

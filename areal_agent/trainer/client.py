@@ -41,8 +41,11 @@ class TrainerClient:
         algorithm: AlgorithmConfig,
         seed: int,
         shared_memory: Path,
+        resume: bool = True,
     ) -> TrainerInfo:
-        """Load `model`, a Hugging Face folder; when it is a checkpoint, its training state too. The first command.
+        """Load `model`, a Hugging Face folder; with `resume`, when it is a checkpoint, its training state too.
+
+        The first command.
 
         `shared_memory` is the folder in which weights are published. Raises ConfigError for a model or a device that
         cannot be used.
@@ -55,6 +58,7 @@ class TrainerClient:
                 "algorithm": algorithm.model_dump(mode="json"),
                 "seed": seed,
                 "shared_memory": str(shared_memory),
+                "resume": resume,
             },
         )
         return TrainerInfo(**answer)

@@ -48,11 +48,19 @@ class Trainer:
 
     @classmethod
     def load(
-        cls, folder: Path, *, config: TrainerConfig, algorithm: AlgorithmConfig, seed: int, shared_memory: Path
+        cls,
+        folder: Path,
+        *,
+        config: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        seed: int,
+        shared_memory: Path,
+        resume: bool = True,
     ) -> Self:
-        """Load a Hugging Face folder; a checkpoint goes on exactly where it was saved. Raises ConfigError."""
+        """Load a Hugging Face folder. With `resume` a checkpoint goes on exactly where it was saved; without, only its
+        weights are taken. Raises ConfigError."""
         device = choose_device(config.device)
-        checkpoint = _checkpoint_in(folder)
+        checkpoint = _checkpoint_in(folder) if resume else None
         trainer = cls(
             Policy.load(folder, device),
             source=folder,

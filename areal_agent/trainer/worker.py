@@ -87,6 +87,7 @@ class Worker:
             algorithm=AlgorithmConfig.model_validate(arguments["algorithm"]),
             seed=arguments["seed"],
             shared_memory=Path(arguments["shared_memory"]),
+            resume=arguments["resume"],
         )
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", arguments["model"], info.num_parameters, info.device)
