@@ -9,12 +9,15 @@ the weights, and they go on under the new version: the agent sees latency only.
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import sandboxes
 from areal_agent import Rollout
 from areal_agent.config import Config
 from areal_agent.run import Run
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 PYTHON_TOOL = {
     "type": "function",
@@ -37,7 +40,9 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
     messages: list[Any] = list(task["messages"])
     for _ in range(3):
         reply = await rollout.client.chat.completions.create(
-            model=rollout.model, messages=messages, tools=[PYTHON_TOOL]  # pyright: ignore[reportArgumentType]
+            model=rollout.model,
+            messages=messages,
+            tools=[PYTHON_TOOL],  # pyright: ignore[reportArgumentType]
         )
         message: Any = reply.choices[0].message
         if not message.tool_calls:
@@ -51,7 +56,7 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
 
 
 async def main() -> None:
-    config = Config.load("configs/quickstart.yaml", ["steps=10", *sys.argv[1:]])
+    config = Config.load(QUICKSTART, ["steps=10", *sys.argv[1:]])
     async with Run(config, workflow=solve, name="minimal_loop") as run:
         while run.step < config.steps:
             batch = await run.prepare_batch()  # whatever is ready within the staleness bound

@@ -1,0 +1,158 @@
+"""Whatever a workflow does ends as a status, over a real gateway and a scripted engine.
+
+1. what it raises, exits with or returns; 2. what it logs, of any kind and size; 3. a session that it ends itself.
+"""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import aiohttp
+import httpx
+import pytest
+import pytest_asyncio
+
+from areal_agent import Reject, SandboxError, Status, Task
+from areal_agent.engine.fake import FakeEngine
+from areal_agent.gateway.app import Gateway
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.rollout.context import SharedResources
+from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import SessionPurpose
+
+SPEC = RolloutSpec(session_id="s-1", group_id="g", task=Task(id="t", data={}), seed=1, purpose=SessionPurpose.TRAIN)
+
+
+@pytest_asyncio.fixture
+async def make_runner(tmp_path: Path, small_model: Path) -> AsyncGenerator:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(0)
+    renderer = Renderer.load(small_model)
+    gateway = Gateway(
+        sampler=FakeEngine(lambda request: (70, renderer.end_token_id)),
+        renderer=renderer,
+        journal=ledger,
+        model_name="m",
+        admin_key="admin",
+        max_context_tokens=256,
+        vocab_size=renderer.vocab_size,
+    )
+    served = await gateway.serve("127.0.0.1", 0)
+    async with aiohttp.ClientSession() as http, httpx.AsyncClient() as http_client, SharedResources() as shared:
+
+        def make(workflow) -> RolloutRunner:
+            return RolloutRunner(
+                workflow,
+                gateway_url=served.base_url,
+                admin_key="admin",
+                model="m",
+                http=http,
+                http_client=http_client,
+                shared=shared,
+                max_concurrent=4,
+                timeout_s=20.0,
+                sampling={"max_tokens": 8},
+                sandbox={},
+            )
+
+        yield make, ledger
+    await served.aclose()
+    await ledger.aclose()
+
+
+async def ask(rollout) -> None:
+    await rollout.client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+
+
+class OwnEnd(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("wrong \ud800"), Status.ERROR),
+        (SystemExit(3), Status.ERROR),
+        (KeyboardInterrupt(), Status.ERROR),
+        (OwnEnd("gone"), Status.ERROR),
+        (TimeoutError("of its own"), Status.ERROR),
+        (Reject("x" * 100_000), Status.REJECTED),
+        (SandboxError("no sandbox"), Status.INFRA),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_what_it_raises(make_runner, error: BaseException, status: Status) -> None:
+    async def raising(task, rollout):
+        await ask(rollout)
+        raise error
+
+    make, ledger = make_runner
+    assert await make(raising).run(SPEC) is status
+    assert (await ledger.trajectory("s-1")).error
+
+
+@pytest.mark.parametrize(
+    ("returned", "status"),
+    [
+        (1, Status.COMPLETED),
+        (None, Status.MISSING_REWARD),
+        (float("nan"), Status.ERROR),
+        ("1.0", Status.ERROR),
+        ({"no-such-completion": 1.0}, Status.ERROR),
+    ],
+)
+async def test_what_it_returns(make_runner, returned: object, status: Status) -> None:
+    async def returning(task, rollout):
+        await ask(rollout)
+        return returned
+
+    make, _ = make_runner
+    assert await make(returning).run(SPEC) is status
+
+
+async def test_one_that_never_calls_the_model_is_an_error(make_runner) -> None:
+    async def silent(task, rollout):
+        return 1.0
+
+    make, ledger = make_runner
+    assert await make(silent).run(SPEC) is Status.ERROR
+    assert "never called" in (await ledger.trajectory("s-1")).error
+
+
+def nested(depth: int) -> object:
+    return [] if depth == 0 else [nested(depth - 1)]
+
+
+@pytest.mark.parametrize("value", [2**70, "\ud800", nested(400), "x" * 40_000_000, {1: object()}], ids=range(5))
+async def test_what_it_logs(make_runner, value: object) -> None:
+    async def logging_it(task, rollout):
+        await ask(rollout)
+        rollout.log(value=value)
+        return 1.0
+
+    make, ledger = make_runner
+    assert await make(logging_it).run(SPEC) is Status.COMPLETED
+    assert "value" in (await ledger.trajectory("s-1")).logged
+
+
+async def test_a_session_that_it_ends_itself(make_runner) -> None:
+    async def ending(task, rollout):
+        await ask(rollout)
+        async with aiohttp.ClientSession() as own:
+            url = rollout.base_url.removesuffix("/v1") + "/rl/end_session"
+            await own.post(url, json={}, headers={"Authorization": f"Bearer {rollout.api_key}"})
+        return 1.0
+
+    make, ledger = make_runner
+    await make(ending).run(SPEC)
+    assert (await ledger.trajectory("s-1")).status is Status.MISSING_REWARD
+
+
+async def test_the_place_of_an_error_is_told(make_runner) -> None:
+    async def broken(task, rollout):
+        await ask(rollout)
+        return task["answer"]
+
+    make, ledger = make_runner
+    await make(broken).run(SPEC)
+    assert "KeyError: 'answer' (test_runner.py:" in (await ledger.trajectory("s-1")).error
