@@ -5,6 +5,7 @@ It knows no command. Exit codes: 0 done, 1 the work failed, 2 the command line o
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
@@ -53,4 +54,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = 1
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # `... | head` has closed our output; nothing more can be said there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     sys.exit(code)

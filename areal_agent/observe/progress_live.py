@@ -126,8 +126,8 @@ class _Steps:
 
     def _numbers(self, view: StepView) -> Table:
         table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim")
-        table.add_column(justify="right")
+        table.add_column(style="dim", no_wrap=True, min_width=11)  # in a narrow terminal only the last column gives way
+        table.add_column(justify="right", no_wrap=True, min_width=14)
         table.add_column(no_wrap=True, overflow="ellipsis")
         table.add_row("  reward", f"{view.reward:.3f}", Text(sparkline(self._rewards), style="green"))
         table.add_row("  success", f"{view.success:.3f}", Text(sparkline(self._successes), style="green"))
