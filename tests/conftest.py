@@ -1,5 +1,6 @@
 """Shared by all tests: a small random model, made once a session."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_agent.models.tokenizer import train_tokenizer
+
+# A shell that runs the tests in the background has SIGINT ignored, and the processes under test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
