@@ -296,14 +296,22 @@ class Run:
                 logs=folder.logs,
             )
         )
-        await self._trainer.init(
-            model=weights,
-            trainer=config.trainer,
-            algorithm=config.algorithm,
-            seed=config.seed,
-            shared_memory=shared_memory,
-            resume=checkpoint is not None,
-        )
+        limit_s = config.trainer.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._trainer.init(
+                    model=weights,
+                    trainer=config.trainer,
+                    algorithm=config.algorithm,
+                    seed=config.seed,
+                    shared_memory=shared_memory,
+                    resume=checkpoint is not None,
+                )
+        except TimeoutError:
+            raise TrainerError(
+                f"the trainer did not load its model within trainer.startup_timeout_s = {limit_s:g}; "
+                f"see {folder.logs / 'trainer.log'}"
+            ) from None
 
     async def _start_producer(self) -> None:
         config = self.config

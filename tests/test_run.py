@@ -3,7 +3,8 @@
 1. it trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it;
 2. max_staleness 0 never mixes versions; 3. failing siblings leave the rest trained, and are counted; 4. it resumes, and
 steps after the checkpoint are trained again; 5. a process that dies ends it clearly; 6. so does a workflow that
-always fails; 7. rollout_batch is synchronous.
+always fails; 7. rollout_batch is synchronous;
+8. a trainer that is too slow to start is an error.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import pytest
 
 from areal_agent import Status
 from areal_agent.config import Config
-from areal_agent.errors import ProcessDied, RolloutsFailing
+from areal_agent.errors import ProcessDied, RolloutsFailing, TrainerError
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics
 from areal_agent.run import Run
@@ -186,3 +187,10 @@ async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -
         assert run.version.step == 1
         await end(run)
     assert verify(run.folder.ledger).is_ok
+
+
+async def test_a_trainer_that_is_too_slow_to_start_is_an_error(tmp_path: Path, small_model: Path) -> None:
+    settings = config(tmp_path, small_model, trainer={"startup_timeout_s": 1e-6})
+    with pytest.raises(TrainerError, match=r"trainer\.startup_timeout_s = 1e-06"):
+        async with Run(settings, workflow=solve):
+            pass
