@@ -4,6 +4,7 @@ gateway ── Sampler ──▶ engine          weights ── WeightReceiver �
 gateway ── Journal ──▶ ledger          trainer ── (files) ──▶ weights
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from areal_agent.types import (
@@ -13,6 +14,7 @@ from areal_agent.types import (
     PauseMode,
     SessionRecord,
     SharedMemoryWeights,
+    TokenChunk,
     Trajectory,
     Turn,
     WeightVersion,
@@ -22,9 +24,12 @@ from areal_agent.types import (
 class Sampler(Protocol):
     """Samples tokens. Implementations: `engine.http.HttpEngine`, `engine.fake.FakeEngine`."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Sample until a stop token, `max_tokens` or an abort.
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
+        """Sample until a stop token, `max_tokens` or an abort; with `on_chunk`, hand tokens out as they are sampled.
 
+        The chunks of a request, put together, are the tokens of its result; `on_chunk` must not block.
         Cancelling the call aborts the request in the engine.
         Raises EngineRejected (an id outside the vocabulary, a prompt that is too long) and EngineUnreachable.
         """

@@ -74,7 +74,7 @@ class Distribution(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one completion. `top_k=-1` and `top_p=1.0` mean off; `seed=None` lets the engine choose.
+    """How to sample one completion. The defaults of all but `temperature` and `max_tokens` mean off.
 
     >>> SamplingParams(temperature=1.0, max_tokens=64).distribution
     <Distribution.EXACT: 'exact'>
@@ -83,14 +83,31 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    json_schema: str | None = None  # a JSON schema, as text, that the answer must match (grammar-constrained)
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
+    stop: tuple[str, ...] = ()  # texts that end the answer. The gateway cuts there: no engine sees them
+    seed: int | None = None  # None: the engine chooses
 
     @property
     def distribution(self) -> Distribution:
-        """`exact` when temperature is the only knob in use."""
-        only_temperature = self.temperature > 0.0 and self.top_p >= 1.0 and self.top_k in (-1, 0)
+        """`exact` when temperature is the only knob in use that changes probabilities."""
+        only_temperature = (
+            self.temperature > 0.0
+            and self.top_p >= 1.0
+            and self.top_k in (-1, 0)
+            and self.min_p <= 0.0
+            and self.frequency_penalty == 0.0
+            and self.presence_penalty == 0.0
+            and self.repetition_penalty == 1.0
+            and not any(bias for _, bias in self.logit_bias)
+            and self.json_schema is None
+        )
         return Distribution.EXACT if only_temperature else Distribution.ALTERED
 
 
@@ -101,6 +118,20 @@ class GenerateRequest:
     request_id: str
     input_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_top_logprobs: int = 0  # how many of the likeliest tokens to report at each position
+
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one position, likeliest first: (token id, log-probability in nats)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChunk:
+    """Tokens of one request as they leave the engine: those that no chunk before held. All chunks make the result."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # one a token, or empty when none were asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +143,7 @@ class GenerateResult:
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     cached_tokens: int = 0
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # one a token, or empty when none were asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,9 +171,12 @@ class Completion:
 class ForkReason(StrEnum):
     """Why a turn did not simply continue the newest completion of its session."""
 
-    NEW_CONVERSATION = "new_conversation"  # nothing recorded is a prefix of it
-    EDITED = "edited"  # it continues an older completion: the history was rewritten, or a sample was repeated
+    NEW_CONVERSATION = "new_conversation"  # nothing recorded is a prefix of it: a sub-agent, or a compacted context
+    EDITED = "edited"  # it continues an older completion: what followed that was rewritten
+    REPEATED = "repeated"  # the same messages and tools again: a parallel sample, or a retry
     TOOLS_CHANGED = "tools_changed"  # the same messages under other tool definitions
+    SYSTEM_CHANGED = "system_changed"  # the same messages under another system prompt
+    TEMPLATE_STRIPS_THINKING = "template_strips_thinking"  # the template leaves out the thinking of earlier answers
     TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"  # the old text is no prefix of the new rendering
 
 
@@ -150,7 +185,8 @@ class Turn:
     """One request of an agent and its answers. Only the *new* prompt tokens are held: the rest is the parent's path.
 
     The full prompt of the turn is the first `fork_at` tokens of the path that ends with completion `parent`,
-    followed by `new_prompt_ids`.
+    followed by `new_prompt_ids`. Where that cuts the parent's completion (its thinking was stripped, say), the tokens
+    of it that come again in `new_prompt_ids` are injected there: they are in the loss in the parent's branch only.
     """
 
     id: str
@@ -266,6 +302,7 @@ class Trajectory:
     started_s: float
     ended_s: float
     fate: Fate | None = None
+    undelivered: tuple[str, ...] = ()  # completions whose answer never reached the agent: orphans, masked from the loss
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -376,6 +413,7 @@ class EngineInfo:
     weight_version: WeightVersion
     vocab_size: int
     max_context_tokens: int
+    has_grammar: bool = False  # it honours SamplingParams.json_schema
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

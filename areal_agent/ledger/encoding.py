@@ -97,6 +97,8 @@ def decode_turn(row: TurnRow, completions: Iterable[CompletionRow]) -> Turn:
 def _decode_sampling(text: str) -> SamplingParams:
     fields: dict[str, Any] = orjson.loads(text)
     fields["stop_token_ids"] = tuple(fields["stop_token_ids"])
+    fields["stop"] = tuple(fields.get("stop", ()))
+    fields["logit_bias"] = tuple((token_id, bias) for token_id, bias in fields.get("logit_bias", ()))
     return SamplingParams(**fields)
 
 
