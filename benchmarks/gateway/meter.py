@@ -1,0 +1,57 @@
+"""What a process costs: CPU nanoseconds of all its threads, resident bytes, and a bound on its CPU. Linux only."""
+
+import os
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup/cpu")  # version 1
+PERIOD_US = 20_000
+
+
+def cpu_ns(pid: int) -> int:
+    """CPU time of a process since its start; threads that have ended are not in it."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            total += int((task / "schedstat").read_text().split()[0])
+    return total
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class CpuBound:
+    """Gives a process at most `cores` of CPU, where cgroups of version 1 can be made."""
+
+    def __init__(self, name: str, pid: int, cores: float) -> None:
+        self._group = CGROUP / f"areal-agent-benchmark-{os.getpid()}-{name}"
+        self._group.mkdir()
+        (self._group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (self._group / "cpu.cfs_quota_us").write_text(str(int(cores * PERIOD_US)))
+        (self._group / "cgroup.procs").write_text(str(pid))
+
+    def close(self) -> None:
+        """After the process has ended."""
+        with suppress(OSError):
+            self._group.rmdir()
+
+    @staticmethod
+    def is_possible() -> bool:
+        return os.access(CGROUP / "cgroup.procs", os.W_OK) and (CGROUP / "cpu.cfs_quota_us").exists()
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    """Bind a process and all its threads to these cores."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), cores)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
