@@ -36,10 +36,10 @@ from areal_agent.observe.progress import Progress
 from areal_agent.observe.rows import Row, describe_batch, view_of
 from areal_agent.preflight import Preflight
 from areal_agent.process import ManagedProcess
-from areal_agent.rollout.admission import Admission
 from areal_agent.rollout.producer import Producer
 from areal_agent.rollout.tasks import TaskStream
 from areal_agent.serving import EvalReport, open_serving
+from areal_agent.staleness import Admission
 from areal_agent.trainer.checkpoint import Checkpoint, latest_checkpoint
 from areal_agent.trainer.client import StepReport
 from areal_agent.types import PauseMode, RolloutBatch, Task, WeightVersion

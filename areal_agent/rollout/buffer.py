@@ -1,7 +1,6 @@
 """Groups from admission until they are trained, and the staleness bound at consumption. It knows no loop and no I/O.
 
-A batch for train step s is trained on top of version s - 1; the staleness of a trajectory in it is s - 1 minus the
-version of its oldest sampled token. At most `max_staleness` may be used.
+A trajectory whose staleness (`staleness.py`) is more than `max_staleness` is not used.
 
     start ─▶ running ─finish─▶ ready ──take──▶ (leased)
                                  └──take_stale──▶ (dropped)
@@ -9,12 +8,8 @@ version of its oldest sampled token. At most `max_staleness` may be used.
 
 from dataclasses import dataclass
 
+from areal_agent.staleness import is_stale, oldest_step
 from areal_agent.types import Trajectory, TrajectoryGroup
-
-
-def oldest_step(trajectory: Trajectory) -> int:
-    """The step of the oldest weights that sampled a token of it. Raises ValueError when nothing was sampled."""
-    return min(trajectory.sampled_steps())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +68,7 @@ class Buffer:
 
     def is_stale(self, oldest: int, step: int) -> bool:
         """Whether a token of version `oldest` is beyond the bound in train step `step`."""
-        return step - 1 - oldest > self._max_staleness
+        return is_stale(oldest, step, self._max_staleness)
 
     def take_stale(self, step: int) -> tuple[ReadyGroup, ...]:
         """Remove and return the groups of which every trajectory is beyond the bound for train step `step`."""

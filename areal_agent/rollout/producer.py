@@ -18,10 +18,11 @@ from typing import Any
 
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.fates import FATE_OF_STATUS
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.rollout.admission import Admission
-from areal_agent.rollout.buffer import Buffer, ReadyGroup, oldest_step
+from areal_agent.rollout.buffer import Buffer, ReadyGroup
 from areal_agent.rollout.tasks import TaskStream
+from areal_agent.staleness import Admission, oldest_step
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
     Drop,
@@ -37,16 +38,6 @@ logger = logging.getLogger(__name__)
 
 RunGroup = Callable[[str, Task], Coroutine[Any, Any, TrajectoryGroup]]
 """Runs the siblings of one task under a group id; every trajectory is in the ledger when it returns."""
-
-FATE_OF_STATUS: Mapping[Status, Drop] = {
-    Status.MISSING_REWARD: Drop.MISSING_REWARD,
-    Status.REJECTED: Drop.REJECTED,
-    Status.INFRA: Drop.INFRA,
-    Status.ERROR: Drop.ERROR,
-    Status.TIMEOUT: Drop.ERROR,
-    Status.CANCELLED: Drop.ORPHAN,
-    Status.ORPHAN: Drop.ORPHAN,
-}
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.rollout.admission import Admission
 from areal_agent.rollout.producer import Producer
 from areal_agent.rollout.tasks import TaskStream
+from areal_agent.staleness import Admission
 from areal_agent.types import (
     Completion,
     Distribution,

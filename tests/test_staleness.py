@@ -5,7 +5,7 @@ burst."""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.rollout.admission import Admission
+from areal_agent.staleness import Admission
 
 
 @given(

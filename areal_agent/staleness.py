@@ -1,12 +1,31 @@
-"""How many rollouts may be under way: the staleness bound at the door. Pure accounting; it knows no task and no clock.
+"""The staleness bound: how many rollouts may be under way, and what is too old to train. Pure; it knows no clock.
 
 AReaL, Eq. 3: floor((N_r - 1) / B) <= i + eta, with N_r rollouts ever admitted (those that were given back excluded), B
 answers a train step, i the published weight version and eta the maximum staleness. Solved for what may be under way:
 
     running + finished  <=  (eta + i + 1) * B  -  consumed
+
+A batch for train step s is trained on top of version s - 1: the staleness of a trajectory in it is s - 1 minus the
+version of its oldest sampled token.
 """
 
 from dataclasses import dataclass
+
+from areal_agent.types import Trajectory
+
+
+def oldest_step(trajectory: Trajectory) -> int:
+    """The step of the oldest weights that sampled a token of it. Raises ValueError when nothing was sampled."""
+    return min(trajectory.sampled_steps())
+
+
+def is_stale(oldest: int, step: int, max_staleness: int) -> bool:
+    """Whether a token of version `oldest` is beyond the bound in train step `step`.
+
+    >>> is_stale(3, 5, max_staleness=1), is_stale(3, 6, max_staleness=1)
+    (False, True)
+    """
+    return step - 1 - oldest > max_staleness
 
 
 @dataclass(slots=True)
