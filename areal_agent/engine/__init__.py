@@ -6,6 +6,7 @@
     fields.py   reading JSON fields strictly
     http.py     `HttpEngine`: the client of any server on that wire
     fake.py     `FakeEngine`: scripted, deterministic, in this process; for tests, of users too
+    fake_row.py one request of the scripted engine
     embedded/   the engine that we bring: a server on that wire, on transformers' model code
     __main__.py `python -m areal_agent.engine`: the embedded engine as a process
 

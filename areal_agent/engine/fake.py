@@ -2,7 +2,8 @@
 
 It keeps the promises of `protocols.Engine`: a pause really holds requests back, an abort returns what was sampled, a
 token bears the version that was current when it was sampled. With `is_stepped` nothing is sampled until the test
-calls `step`, so a weight swap can fall between any two tokens.
+calls `step`, so a weight swap can fall between any two tokens. A streamed request gets one chunk a `step`; without
+`is_stepped`, one chunk a token.
 
 >>> import asyncio
 >>> from areal_agent.types import DiskWeights, SamplingParams
@@ -23,9 +24,9 @@ calls `step`, so a weight swap can fall between any two tokens.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 
+from areal_agent.engine.fake_row import FakeRow, fake_logprob, fake_top_logprobs
 from areal_agent.engine.limits import check_request
 from areal_agent.errors import EngineError, EngineRejected
 from areal_agent.types import (
@@ -36,9 +37,11 @@ from areal_agent.types import (
     GenerateResult,
     PauseMode,
     SharedMemoryWeights,
-    VersionSpan,
+    TokenChunk,
     WeightVersion,
 )
+
+__all__ = ["FakeEngine", "Operation", "Reply", "Script", "fake_logprob", "fake_top_logprobs"]
 
 Reply = Sequence[int] | Exception
 """The ids that one request is answered with (an end token included where there should be one), or what it raises."""
@@ -56,15 +59,6 @@ class Operation(StrEnum):
     UPDATE_WEIGHTS = "update_weights"
 
 
-def fake_logprob(token_id: int, position: int) -> float:
-    """The log-probability that FakeEngine reports for the token at this position of a completion.
-
-    >>> fake_logprob(5, 0)
-    -1.5
-    """
-    return -0.25 * (1 + (token_id + 7 * position) % 17)
-
-
 class FakeEngine:
     """A `protocols.Engine` that answers from a script. Use it from one event loop."""
 
@@ -75,6 +69,7 @@ class FakeEngine:
         version: WeightVersion | None = None,
         vocab_size: int = 1_000_000,
         max_context_tokens: int = 1_000_000,
+        has_grammar: bool = False,
         is_stepped: bool = False,
     ) -> None:
         self.version = version or WeightVersion()
@@ -85,19 +80,22 @@ class FakeEngine:
         self._script = script
         self._vocab_size = vocab_size
         self._max_context_tokens = max_context_tokens
+        self._has_grammar = has_grammar
         self._is_stepped = is_stepped
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, FakeRow] = {}
         self._failures: dict[Operation, list[Exception]] = {operation: [] for operation in Operation}
         self._arrived = asyncio.Condition()
 
     # ------------------------------------------------------------------------------------ protocols.Engine
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
         self._raise_scripted(Operation.GENERATE)
         check_request(request, self.info())
         if request.request_id in self._running:
             raise EngineRejected(f"request_id {request.request_id!r} is in flight already; make ids unique")
-        running = _Running(request=request, reply=self._next_reply(request))
+        running = FakeRow(request=request, reply=self._next_reply(request), on_chunk=on_chunk)
         self.requests.append(request)
         self._running[request.request_id] = running
         try:
@@ -141,6 +139,7 @@ class FakeEngine:
             weight_version=self.version,
             vocab_size=self._vocab_size,
             max_context_tokens=self._max_context_tokens,
+            has_grammar=self._has_grammar,
         )
 
     @property
@@ -186,49 +185,6 @@ class FakeEngine:
             self._arrived.notify_all()
 
     def _advance(self) -> None:
-        if not self._is_stepped:
-            self.step(self._max_context_tokens)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Running:
-    """One request in flight: its script, and how much of it has been sampled."""
-
-    request: GenerateRequest
-    reply: tuple[int, ...]
-    versions: list[WeightVersion] = field(default_factory=list[WeightVersion])  # one a sampled token
-    answer: asyncio.Future[GenerateResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def sample(self, num_tokens: int, version: WeightVersion) -> int:
-        limit = min(self.request.sampling.max_tokens, len(self.reply))
-        num_before = len(self.versions)
-        while not self.answer.done() and len(self.versions) < min(limit, num_before + num_tokens):
-            self.versions.append(version)
-            if self.reply[len(self.versions) - 1] in self.request.sampling.stop_token_ids:
-                self.finish(FinishReason.STOP)
-        if len(self.versions) == limit:
-            self.finish(FinishReason.STOP if limit == len(self.reply) else FinishReason.LENGTH)
-        return len(self.versions) - num_before
-
-    def finish(self, reason: FinishReason) -> None:
-        if self.answer.done():
-            return
-        token_ids = self.reply[: len(self.versions)]
-        self.answer.set_result(
-            GenerateResult(
-                token_ids=token_ids,
-                logprobs=tuple(fake_logprob(token_id, position) for position, token_id in enumerate(token_ids)),
-                versions=_spans(self.versions),
-                finish_reason=reason,
-            )
-        )
-
-
-def _spans(versions: Sequence[WeightVersion]) -> tuple[VersionSpan, ...]:
-    if not versions:
-        return ()
-    starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
-    ends = [*starts[1:], len(versions)]
-    return tuple(
-        VersionSpan(version=versions[start], start=start, end=end) for start, end in zip(starts, ends, strict=True)
-    )
+        """Sample all there is, a token at a time, unless the test does it."""
+        while not self._is_stepped and self.step():
+            pass

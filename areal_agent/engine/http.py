@@ -24,6 +24,7 @@ from areal_agent.types import (
     GenerateResult,
     PauseMode,
     SharedMemoryWeights,
+    TokenChunk,
     WeightVersion,
 )
 
@@ -47,7 +48,9 @@ class HttpEngine:
 
     # ------------------------------------------------------------------------------------ protocols.Engine
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
         """Sample one completion; it may take as long as it takes. Cancelling the call aborts the request."""
         check_request(request, self._info or await self.info())
         try:
@@ -55,7 +58,10 @@ class HttpEngine:
         except asyncio.CancelledError:
             self._abort_in_background(request.request_id)
             raise
-        return self._read(wire.decode_result, body, wire.GENERATE)
+        result = self._read(wire.decode_result, body, wire.GENERATE)
+        if on_chunk is not None and result.token_ids:
+            on_chunk(TokenChunk(token_ids=result.token_ids, logprobs=result.logprobs, top_logprobs=result.top_logprobs))
+        return result
 
     async def abort(self, request_id: str) -> None:
         """End one request; its `generate` returns what it has."""

@@ -11,6 +11,9 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     """Raises EngineRejected for a request that an engine with this vocabulary and context cannot serve."""
     _check_ids(request.input_ids, info.vocab_size)
     _check_length(len(request.input_ids), request.sampling.max_tokens, info.max_context_tokens)
+    _check_bias(request.sampling.logit_bias, info.vocab_size)
+    _check_top_logprobs(request.num_top_logprobs, info.vocab_size)
+    _check_grammar(request.sampling.json_schema, has_grammar=info.has_grammar)
 
 
 def _check_ids(input_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -30,4 +33,28 @@ def _check_length(num_prompt_tokens: int, max_tokens: int, max_context_tokens: i
         raise EngineRejected(
             f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} exceed the context of "
             f"{max_context_tokens} tokens; shorten the prompt, lower max_tokens, or raise engine.max_context_tokens"
+        )
+
+
+def _check_bias(logit_bias: tuple[tuple[int, float], ...], vocab_size: int) -> None:
+    for token_id, _ in logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise EngineRejected(
+                f"logit_bias names the token id {token_id}, outside the vocabulary of {vocab_size} ids"
+            )
+
+
+def _check_top_logprobs(num_top_logprobs: int, vocab_size: int) -> None:
+    if not 0 <= num_top_logprobs <= vocab_size:
+        raise EngineRejected(
+            f"the number of top log-probabilities is {num_top_logprobs}; it must be from 0 (off) to the {vocab_size} "
+            "ids of the vocabulary"
+        )
+
+
+def _check_grammar(json_schema: str | None, *, has_grammar: bool) -> None:
+    if json_schema is not None and not has_grammar:
+        raise EngineRejected(
+            f"json_schema is {json_schema!r:.80}, and this engine does not constrain answers to a grammar; "
+            "leave it out, or use an engine that has one"
         )
