@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
+from areal_agent.tokens.detokenizer import Detokenizer
 from areal_agent.types import JsonObject
 
 ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
@@ -45,6 +46,7 @@ class Renderer:
             )
         self._tokenizer = tokenizer
         self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self.detokenizer = Detokenizer(self._backend)
         self._history_thinking = history_thinking
         self._break = secrets.token_hex(16)  # stands, in rendered text, where special-token text is broken up
         control_tokens = _control_tokens(tokenizer)

@@ -1,0 +1,79 @@
+"""Ids to text:
+
+- streamed text is the whole text: byte-level with broken UTF-8 included, and SentencePiece-like (property)
+- text leaves with the token that completes a character
+- the bytes of an id are exact; a token beyond the vocabulary has none; special tokens are known
+"""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from areal_agent.tokens.detokenizer import Detokenizer
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|end|>", "<｜sep▁x｜>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello wörld 🙂🙂 日本 hello wörld 🙂 日本"] * 8, trainer)
+    return tokenizer
+
+
+def sentencepiece_like() -> Tokenizer:
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁hello", "▁", "world", "lo", "é", "<s>"]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+BYTE_LEVEL = byte_level()
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
+def test_streamed_text_is_the_whole_text(make: Callable[[], Tokenizer]) -> None:
+    detokenizer = Detokenizer(make())
+    is_exact = make is byte_level
+
+    @given(st.lists(st.integers(0, 261), max_size=12))
+    def check(token_ids: list[int]) -> None:
+        stream = detokenizer.stream()
+        streamed = "".join([*map(stream.feed, token_ids), stream.finish()])
+        whole = detokenizer.text_of(token_ids)
+        if is_exact or "\N{REPLACEMENT CHARACTER}" not in whole:
+            assert streamed == whole
+
+    check()
+
+
+def test_text_leaves_with_the_token_that_completes_it() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL)
+    ids = [BYTE_LEVEL.token_to_id(token) for token in ("h", "Ã", "¶", "!")]
+    stream = detokenizer.stream()
+    assert [stream.feed(token_id) for token_id in ids] == ["h", "", "ö", "!"]
+
+
+def test_bytes_are_exact() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL)
+    assert detokenizer.bytes_of(BYTE_LEVEL.token_to_id("Ã")) == b"\xc3"
+    assert detokenizer.bytes_of(BYTE_LEVEL.token_to_id("<｜sep▁x｜>")) == "<｜sep▁x｜>".encode()
+    assert detokenizer.bytes_of(100_000) == b""
+    assert detokenizer.special_ids == {0, 1}
+
+
+@given(st.text(max_size=20))
+def test_the_bytes_of_a_text_are_those_of_its_ids(text: str) -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL)
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
+    assert b"".join(map(detokenizer.bytes_of, ids)).decode() == text
