@@ -12,16 +12,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-import httpx
-from httpx_aiohttp import HttpxAiohttpClient
-
 from areal_agent.cluster.local import start_engine
 from areal_agent.config import Config
 from areal_agent.engine.http import HttpEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import ManagedProcess
+from areal_agent.rollout.clients import open_clients
 from areal_agent.rollout.context import SharedResources
 from areal_agent.rollout.group import rollout_seed, run_all, sibling_specs
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
@@ -116,18 +113,12 @@ async def open_serving(
         )
         served = await gateway.serve("127.0.0.1", config.rollout.gateway_port)
         stack.push_async_callback(served.aclose)
-        http = await stack.enter_async_context(aiohttp.ClientSession())
-        # httpx's own pool costs 10 ms of CPU a turn at 64 agents, aiohttp's 1.3 (benchmarks/agent_client)
-        http_client = await stack.enter_async_context(
-            HttpxAiohttpClient(trust_env=False, timeout=None, limits=httpx.Limits(max_connections=None))
-        )
         runner = RolloutRunner(
             workflow,
             gateway_url=served.base_url,
             admin_key=admin_key,
             model=config.model,
-            http=http,
-            http_client=http_client,
+            clients=await stack.enter_async_context(open_clients()),
             shared=await stack.enter_async_context(SharedResources()),
             max_concurrent=config.rollout.max_concurrent,
             timeout_s=config.rollout.timeout_s,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     import httpx
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, OpenAI
 
 Resource = TypeVar("Resource")
 
@@ -63,7 +63,9 @@ class Rollout:
     """One rollout, seen from inside the workflow.
 
     `client` is a stock `openai.AsyncOpenAI` without retries whose base URL is the gateway and whose key names this
-    session. Everything sampled through it is recorded token by token.
+    session. Everything sampled through it is recorded token by token. `sync_client` is its twin for a workflow that is
+    a plain `def`: that runs in a thread, and when its rollout is cancelled its next call fails, since nothing else can
+    end a thread.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class Rollout:
         *,
         client: "AsyncOpenAI",
         http_client: "httpx.AsyncClient",
+        sync_client: "OpenAI",
+        sync_http_client: "httpx.Client",
         base_url: str,
         api_key: str,
         model: str,
@@ -81,6 +85,7 @@ class Rollout:
     ) -> None:
         self.client = client
         self.http_client = http_client
+        self.sync_http_client = sync_http_client
         self.base_url = base_url
         self.api_key = api_key
         self.model = model
@@ -90,8 +95,14 @@ class Rollout:
         self.rewards: dict[tuple[str | None, str | None], float] = {}  # by (completion id, name)
         self.logged: dict[str, Any] = {}
         self.rejected: str | None = None
+        self._sync_client = sync_client
         self._shared = shared
         self._stack = AsyncExitStack()
+
+    @property
+    def sync_client(self) -> "OpenAI":
+        """A stock `openai.OpenAI` without retries, for plain functions. On the event loop it would block everybody."""
+        return self._sync_client.copy(api_key=self.api_key)
 
     def reward(self, value: object, completion: str | None = None, name: str | None = None) -> None:
         """Give a reward: the final one, that of one completion (by its id), or a named part (for metrics only).

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
-import httpx
 import openai
 import orjson
 
 from areal_agent.cancellation import uninterrupted
 from areal_agent.errors import ArealAgentError, EngineError, Reject, SandboxError
 from areal_agent.observe.busy import BusyClock
+from areal_agent.rollout.clients import Clients
 from areal_agent.rollout.context import Rollout, SharedResources, as_reward
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.types import SessionPurpose, Status, Task
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ERROR_CHARS = 2000
 MAX_LOGGED_BYTES = 1_000_000  # of one logged value
+
+NO_KEY = "replaced-by-session"
 
 CANCEL_GRACE_S = 5.0
 """How long a cancelled workflow may take to clean up before it is left behind."""
@@ -56,11 +58,7 @@ CANCELLED = _Outcome(status=Status.CANCELLED, error="the run ended first")
 
 
 class RolloutRunner:
-    """Runs a workflow against one gateway, at most `max_concurrent` rollouts at once.
-
-    `http` and `http_client` are shared by all rollouts: a client with a connection pool of its own would cost more
-    CPU than a turn.
-    """
+    """Runs a workflow against one gateway, at most `max_concurrent` rollouts at once."""
 
     def __init__(
         self,
@@ -69,8 +67,7 @@ class RolloutRunner:
         gateway_url: str,
         admin_key: str,
         model: str,
-        http: aiohttp.ClientSession,
-        http_client: httpx.AsyncClient,
+        clients: Clients,
         shared: SharedResources,
         max_concurrent: int,
         timeout_s: float,
@@ -81,10 +78,12 @@ class RolloutRunner:
         self._gateway_url = gateway_url
         self._admin_key = admin_key
         self._model = model
-        self._http = http
-        self._http_client = http_client
+        self._clients = clients
         self._client = openai.AsyncOpenAI(
-            api_key="replaced-by-session", base_url=f"{gateway_url}/v1", max_retries=0, http_client=http_client
+            api_key=NO_KEY, base_url=f"{gateway_url}/v1", max_retries=0, http_client=clients.agents
+        )
+        self._sync_client = openai.OpenAI(
+            api_key=NO_KEY, base_url=f"{gateway_url}/v1", max_retries=0, http_client=clients.threads
         )
         self._shared = shared
         self._slots = asyncio.Semaphore(max_concurrent)
@@ -132,7 +131,9 @@ class RolloutRunner:
     def _rollout(self, spec: RolloutSpec, session: Mapping[str, Any]) -> Rollout:
         return Rollout(
             client=self._client.copy(api_key=session["api_key"]),
-            http_client=self._http_client,
+            http_client=self._clients.agents,
+            sync_client=self._sync_client,
+            sync_http_client=self._clients.threads,
             base_url=session["base_url"],
             api_key=session["api_key"],
             model=self._model,
@@ -146,7 +147,8 @@ class RolloutRunner:
         """Run the workflow and clean up after it; failures of either become a status."""
         try:
             try:
-                returned = await _run_bounded(self._workflow(dict(spec.task.data), rollout), self._timeout_s)
+                workflow = self._workflow(dict(spec.task.data), rollout)
+                returned = await _run_bounded(workflow, self._timeout_s, task_name(spec.session_id))
             finally:
                 await rollout.aclose()
             return _outcome_of(returned, rollout)
@@ -181,7 +183,7 @@ class RolloutRunner:
             return Status.COMPLETED
 
     async def _post(self, path: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        async with self._http.post(
+        async with self._clients.control.post(
             self._gateway_url + path,
             allow_redirects=False,
             data=orjson.dumps(body),
@@ -193,6 +195,11 @@ class RolloutRunner:
             return cast(dict[str, Any], answer)
 
 
+def task_name(session_id: str) -> str:
+    """What the asyncio task of a rollout's workflow is called: the watchdog reads it there."""
+    return f"rollout {session_id}"
+
+
 class _Refused(ArealAgentError):
     """The gateway refused a control call."""
 
@@ -201,9 +208,9 @@ class _TooLong(Exception):
     """The workflow's time is up. Not TimeoutError: a workflow may raise that itself."""
 
 
-async def _run_bounded(workflow: Awaitable[object], timeout_s: float) -> object:
+async def _run_bounded(workflow: Awaitable[object], timeout_s: float, name: str) -> object:
     """Await it in a task of its own, for `timeout_s` at the most. When it ends early or late, its task has ended."""
-    task = asyncio.ensure_future(_contained(workflow))
+    task = asyncio.create_task(_contained(workflow), name=name)
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
     except asyncio.CancelledError:

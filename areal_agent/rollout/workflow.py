@@ -2,50 +2,103 @@
 
 import inspect
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, cast
 
 from areal_agent.errors import ConfigError
 from areal_agent.rollout.context import Rollout
 from areal_agent.rollout.tasks import import_object
+from areal_agent.rollout.threads import run_in_thread
 
 Workflow = Callable[[dict[str, Any], Rollout], Awaitable[object]]
 """`async def solve(task, rollout) -> float | bool | int | None | {completion_id: float}`."""
 
 
 def load_workflow(source: object) -> Workflow:
-    """Accepts `"package.module:name"`, an `async def`, a callable instance, or an object with `async def run`.
+    """Accepts `"package.module:name"`, a function, a callable instance, or an object with a method `run`.
 
-    Raises ConfigError for anything else, naming it.
+    What is no coroutine runs in a thread. Raises ConfigError for anything else, naming it.
     """
     name = repr(source)
     found = import_object(source, "workflow") if isinstance(source, str) else source
     if inspect.isclass(found):
         raise ConfigError(f"workflow: {name} is a class; give an instance, or a function")
-    if inspect.iscoroutinefunction(getattr(found, "run", None)):
-        return _agent_workflow(found)
-    call = found if inspect.isroutine(found) else getattr(found, "__call__", found)  # noqa: B004
-    if not inspect.iscoroutinefunction(call):
-        kind = "a plain function" if inspect.isroutine(found) else f"a {type(found).__name__}"
-        raise ConfigError(f"workflow: {name} is {kind}, not a coroutine; write it as 'async def solve(task, rollout)'")
-    _check_signature(call, name)
-    return cast(Workflow, found)
-
-
-def _check_signature(call: Callable[..., object], name: str) -> None:
-    try:
-        inspect.signature(call).bind({}, None)
-    except TypeError:
+    run = getattr(found, "run", None)
+    if inspect.ismethod(run) or inspect.iscoroutinefunction(run):
+        return _agent_workflow(run, name)
+    if not callable(found):
         raise ConfigError(
-            f"workflow: {name} takes {inspect.signature(call)}; it is called with two arguments, (task, rollout)"
-        ) from None
-
-
-def _agent_workflow(agent: Any) -> Workflow:
-    """AReaL's form: an object whose `run(data, base_url=, api_key=, http_client=)` calls the model by itself."""
-
-    async def solve(task: dict[str, Any], rollout: Rollout) -> object:
-        return await agent.run(
-            task, base_url=rollout.base_url, api_key=rollout.api_key, http_client=rollout.http_client
+            f"workflow: {name} is a {type(found).__name__}; write it as 'async def solve(task, rollout)', or as 'def'"
         )
+    if not _fits(found, {}, None):
+        raise ConfigError(
+            f"workflow: {name} takes {inspect.signature(found)}; it is called with two arguments, (task, rollout)"
+        )
+    return cast(Workflow, found) if _is_coroutine(found) else _in_thread(found)
+
+
+def import_path(source: object) -> str:
+    """The `package.module:name` under which another process finds the same workflow.
+
+    Raises ConfigError for what only this process has: a closure, an instance, a function of the program itself.
+    """
+    if isinstance(source, str):
+        return source
+    module, name = getattr(source, "__module__", None), getattr(source, "__qualname__", None)
+    path = f"{module}:{name}"
+    if module == "__main__" or not name or not _is_found(path, source):
+        raise ConfigError(
+            f"workflow: {source!r} cannot be imported by another process, which rollout.workers > 0 needs; make it a "
+            "function (or an instance) at the top level of a module and give 'package.module:name', or set "
+            "rollout.workers=0"
+        )
+    return path
+
+
+def _is_found(path: str, source: object) -> bool:
+    try:
+        return import_object(path, "workflow") is source
+    except ConfigError:
+        return False
+
+
+def _fits(call: Callable[..., object], *args: object, **kwargs: object) -> bool:
+    try:
+        inspect.signature(call).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # ValueError: a builtin that does not tell its signature
+        return False
+    return True
+
+
+def _is_coroutine(call: Callable[..., object]) -> bool:
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004
+
+
+def _in_thread(call: Callable[..., object]) -> Workflow:
+    async def solve(task: dict[str, Any], rollout: Rollout) -> object:
+        return await _threaded(partial(call, task, rollout))
 
     return solve
+
+
+def _agent_workflow(run: Callable[..., object], name: str) -> Workflow:
+    """AReaL's form: an object whose `run(data, base_url=, api_key=, http_client=)` calls the model by itself."""
+    if not _fits(run, {}, base_url="", api_key="", http_client=None):
+        raise ConfigError(
+            f"workflow: the method run of {name} takes {inspect.signature(run)}; it is called as "
+            "run(task, base_url=..., api_key=..., http_client=...): write it as 'async def run(self, data, **kwargs)'"
+        )
+
+    async def solve(task: dict[str, Any], rollout: Rollout) -> object:
+        call = partial(run, task, base_url=rollout.base_url, api_key=rollout.api_key)
+        if inspect.iscoroutinefunction(run):
+            return await cast(Awaitable[object], call(http_client=rollout.http_client))
+        return await _threaded(partial(call, http_client=rollout.sync_http_client))
+
+    return solve
+
+
+async def _threaded(call: Callable[[], object]) -> object:
+    """Run it in a thread; a plain function that hands back a coroutine (a lambda, a decorator) has that awaited."""
+    returned = await run_in_thread("workflow", call)
+    return await returned if inspect.isawaitable(returned) else returned

@@ -16,13 +16,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import httpx
 import pytest
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.models.tokenizer import render, train_tokenizer
+from areal_agent.rollout.clients import open_clients
 from areal_agent.rollout.context import SharedResources
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
 from areal_agent.tokens.renderer import Renderer
@@ -92,8 +91,7 @@ async def play(renderer: Renderer) -> AsyncIterator[Play]:
             gateway_url=served.base_url,
             admin_key=ADMIN_KEY,
             model="model",
-            http=await stack.enter_async_context(aiohttp.ClientSession()),
-            http_client=await stack.enter_async_context(httpx.AsyncClient()),
+            clients=await stack.enter_async_context(open_clients()),
             shared=await stack.enter_async_context(SharedResources()),
             max_concurrent=1,
             timeout_s=30.0,

@@ -1,13 +1,16 @@
 """Whatever a workflow does ends as a status, over a real gateway and a scripted engine.
 
-1. what it raises, exits with or returns; 2. what it logs, of any kind and size; 3. a session that it ends itself.
+1. what it raises, exits with or returns; 2. what it logs, of any kind and size; 3. a session that it ends itself;
+4. a plain function runs in a thread, with a client of its own kind; when its time is up its next call is refused.
 """
 
+import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import aiohttp
-import httpx
+import openai
 import pytest
 import pytest_asyncio
 
@@ -15,8 +18,10 @@ from areal_agent import Reject, SandboxError, Status, Task
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.rollout.clients import open_clients
 from areal_agent.rollout.context import SharedResources
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
+from areal_agent.rollout.workflow import load_workflow
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import SessionPurpose
 
@@ -38,7 +43,7 @@ async def make_runner(tmp_path: Path, small_model: Path) -> AsyncGenerator:
         vocab_size=renderer.vocab_size,
     )
     served = await gateway.serve("127.0.0.1", 0)
-    async with aiohttp.ClientSession() as http, httpx.AsyncClient() as http_client, SharedResources() as shared:
+    async with open_clients() as clients, SharedResources() as shared:
 
         def make(workflow) -> RolloutRunner:
             return RolloutRunner(
@@ -46,8 +51,7 @@ async def make_runner(tmp_path: Path, small_model: Path) -> AsyncGenerator:
                 gateway_url=served.base_url,
                 admin_key="admin",
                 model="m",
-                http=http,
-                http_client=http_client,
+                clients=clients,
                 shared=shared,
                 max_concurrent=4,
                 timeout_s=20.0,
@@ -146,6 +150,45 @@ async def test_a_session_that_it_ends_itself(make_runner) -> None:
     make, ledger = make_runner
     await make(ending).run(SPEC)
     assert (await ledger.trajectory("s-1")).status is Status.MISSING_REWARD
+
+
+def ask_plainly(rollout) -> None:
+    rollout.sync_client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+
+
+async def test_a_plain_function(make_runner) -> None:
+    def plain(task, rollout):
+        ask_plainly(rollout)
+        return 1.0
+
+    make, ledger = make_runner
+    assert await make(load_workflow(plain)).run(SPEC) is Status.COMPLETED
+    assert len((await ledger.trajectory("s-1")).turns) == 1
+
+
+async def test_a_plain_function_that_is_cancelled_is_refused_at_its_next_call(make_runner) -> None:
+    loop = asyncio.get_running_loop()
+    asked, is_over, refused = asyncio.Event(), threading.Event(), loop.create_future()
+
+    def plain(task, rollout):
+        ask_plainly(rollout)
+        loop.call_soon_threadsafe(asked.set)
+        is_over.wait()
+        try:
+            ask_plainly(rollout)
+        except openai.APIStatusError as error:
+            loop.call_soon_threadsafe(refused.set_result, error.status_code)
+        return 1.0
+
+    make, ledger = make_runner
+    running = asyncio.create_task(make(load_workflow(plain)).run(SPEC))
+    await asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    is_over.set()
+    assert await refused == 409
+    assert (await ledger.trajectory("s-1")).status is Status.CANCELLED
 
 
 async def test_the_place_of_an_error_is_told(make_runner) -> None:

@@ -1,11 +1,19 @@
-"""What may be a workflow: 1. functions, closures, callable instances and import paths; 2. objects with an async run
-(AReaL's form); 3. everything else is refused by name: a plain function, a class, a missing module or name, a wrong
-signature."""
+"""What may be a workflow.
+
+1. functions, closures, callable instances and import paths; 2. objects with a method run (AReaL's form);
+3. what is no coroutine runs in a thread, and may hand back a coroutine; 4. everything else is refused by name: a class,
+a value, a missing module or name, a wrong signature; 5. what another process could import has a path; a closure, an
+instance and a function of the program itself have none.
+"""
+
+import re
+import threading
 
 import pytest
 
 from areal_agent import ConfigError
-from areal_agent.rollout.workflow import load_workflow
+from areal_agent.rollout.workflow import import_path, load_workflow
+from envs.calculator import workflow as calculator
 
 
 async def solve(task, rollout):
@@ -13,7 +21,7 @@ async def solve(task, rollout):
 
 
 def plain(task, rollout):
-    return 1.0
+    return threading.current_thread().name
 
 
 class Callable:
@@ -26,8 +34,19 @@ class Agent:
         return {"data": data, **kwargs}
 
 
+class PlainAgent:
+    def run(self, data, **kwargs):
+        return {"thread": threading.current_thread().name, **kwargs}
+
+
+class AgentOfOneArgument:
+    async def run(self, data):
+        return 1.0
+
+
 class FakeRollout:
     base_url, api_key, http_client = "http://gateway/v1", "sk-1", "client"
+    sync_http_client = "sync client"
 
 
 async def test_functions_and_closures() -> None:
@@ -52,20 +71,33 @@ async def test_agents_with_a_run_method_get_the_gateway() -> None:
     assert got == {"data": {"x": 1}, "base_url": "http://gateway/v1", "api_key": "sk-1", "http_client": "client"}
 
 
+async def test_plain_functions_run_in_a_thread() -> None:
+    assert await load_workflow(plain)({"x": 1}, None) == "workflow"
+
+
+async def test_plain_functions_may_hand_back_a_coroutine() -> None:
+    assert await load_workflow(lambda task, rollout: solve(task, rollout))({"x": 1}, None) == 1
+
+
+async def test_plain_agents_run_in_a_thread_with_a_client_for_threads() -> None:
+    got = await load_workflow(PlainAgent())({"x": 1}, FakeRollout())
+    assert (got["thread"], got["http_client"]) == ("workflow", "sync client")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (plain, "not a coroutine; write it as 'async def solve"),
-        ("json:dumps", "'json:dumps' is a plain function, not a coroutine"),
+        ("json:dumps", "called with two arguments, (task, rollout)"),
+        (AgentOfOneArgument(), "write it as 'async def run(self, data, **kwargs)'"),
         ("json", "not of the form 'package.module:name'"),
         ("no_such_module:solve", "importing 'no_such_module' failed: ModuleNotFoundError"),
         ("json:solve", "module 'json' has no 'solve'"),
         (Callable, "is a class; give an instance"),
-        (3, "is a int, not a coroutine"),
+        (3, "3 is a int; write it as 'async def solve(task, rollout)'"),
     ],
 )
 def test_everything_else_is_refused(source: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_workflow(source)
 
 
@@ -75,3 +107,24 @@ def test_a_wrong_signature_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"called with two arguments, \(task, rollout\)"):
         load_workflow(solve)
+
+
+def test_a_path_is_its_own_path() -> None:
+    assert import_path("package.module:name") == "package.module:name"
+
+
+def test_a_function_of_a_module_has_a_path() -> None:
+    assert import_path(calculator.solve) == "envs.calculator.workflow:solve"
+
+
+async def _of_a_program(task, rollout):
+    return 1.0
+
+
+_of_a_program.__module__ = "__main__"
+
+
+@pytest.mark.parametrize("source", [lambda task, rollout: 1.0, Agent(), Agent().run, _of_a_program])
+def test_what_only_this_process_has_has_no_path(source: object) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be imported by another process.*rollout\.workers=0"):
+        import_path(source)
