@@ -31,12 +31,21 @@ class ConfigError(ArealAgentError):
 class RequestError(ArealAgentError):
     """A request to the gateway that cannot be honoured, as OpenAI's error object tells it."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s  # sent as the header Retry-After
 
 
 class EngineError(ArealAgentError):

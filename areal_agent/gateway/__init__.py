@@ -10,7 +10,11 @@
     session.py       one rollout's conversation: the one mutable noun
     calls.py         its engine requests in flight
     sessions.py      all of them, by id and by key     stats.py         what the gateway counts
-    serve.py         the listening socket
+    traffic.py       who may come in                   closing.py       silent sessions, and the end of the gateway
+    serve.py         the listening socket              connection.py    one client's connection
+    hosts.py         Host and Origin                   bodies.py        the JSON of a request
+    limits.py        all bounds                        metrics.py       /metrics
+    openapi/         /openapi.json
 
 A turn on its way: `app` finds the session by its key, `chat` reads the body, `session` places it in its forest
 (`tokens.tree`), asks the engine, appends the turn to the journal, and only then lets the answer leave.

@@ -4,26 +4,33 @@ Agents call `/v1/chat/completions` with the key of their session and see that se
 calls `/rl/*`; whoever has the admin key starts sessions and exports them. All the work is done in `session`.
 """
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from aiohttp import web
 
 from areal_agent.errors import ConfigError, RequestError
-from areal_agent.gateway.auth import bearer_hash, is_same_key, key_hash, new_key
+from areal_agent.gateway.auth import caller_hash, is_same_key, key_hash, new_key
+from areal_agent.gateway.bodies import BodyReader
 from areal_agent.gateway.chat import ChatRequest
+from areal_agent.gateway.closing import Closing
 from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
-from areal_agent.gateway.replies import error_boundary, json_reply, read_body
+from areal_agent.gateway.hosts import is_loopback
+from areal_agent.gateway.limits import Limits
+from areal_agent.gateway.metrics import Metrics
+from areal_agent.gateway.openapi.document import openapi_document
+from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.serve import ServedGateway, serve_app
 from areal_agent.gateway.session import Services, Session
 from areal_agent.gateway.sessions import Sessions
 from areal_agent.gateway.stats import Counters, GatewayStats
+from areal_agent.gateway.traffic import Traffic
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject, SessionRecord
-
-MAX_BODY_BYTES = 32 * 2**20
 
 DEFAULT_MODEL = "default"
 """A model name that every gateway understands, for agents that know none."""
@@ -51,6 +58,8 @@ class Gateway:
         admin_key: str,
         max_context_tokens: int,
         vocab_size: int,
+        limits: Limits | None = None,
+        allowed_hosts: Iterable[str] = (),
     ) -> None:
         if renderer.vocab_size > vocab_size:
             raise ConfigError(
@@ -67,25 +76,47 @@ class Gateway:
         self._journal = journal
         self._model_name = model_name
         self._admin_key_hash = key_hash(admin_key)
+        self._limits = limits or Limits()
+        self._allowed_hosts = tuple(allowed_hosts)
+        self._bodies = BodyReader(self._limits)
         self._sessions = Sessions()
+        self._traffic = Traffic(self._limits)
+        self._closing = Closing(self._traffic, self._sessions.with_id, self._counters)
+        self._metrics = Metrics(self.stats)
 
     def app(self) -> web.Application:
         """The web application; `serve` runs it the right way."""
-        boundary = error_boundary(self._count_error)
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary])
+        app = web.Application(client_max_size=self._limits.max_body_bytes)
+        app.cleanup_ctx.append(self._sweeping)
         for prefix in ("/v1", ""):
-            app.router.add_post(f"{prefix}/chat/completions", self._for_session(self._chat_completions))
+            app.router.add_post(f"{prefix}/chat/completions", self._for_agent(self._chat_completions))
             app.router.add_get(f"{prefix}/models", self._models)
         app.router.add_post("/rl/start_session", self._start_session)
         app.router.add_post("/rl/set_reward", self._for_session(self._set_reward))
         app.router.add_post("/rl/end_session", self._for_session(self._end_session))
         app.router.add_post("/export_trajectories", self._export_trajectories)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._prometheus)
+        app.router.add_get("/openapi.json", self._openapi)
         return app
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> ServedGateway:
         """Listen there; port 0 picks a free one. Raises ConfigError when the port is taken."""
-        return await serve_app(self.app(), host, port)
+        return await serve_app(
+            self.app(),
+            host,
+            port,
+            limits=self._limits,
+            counters=self._counters,
+            allowed_hosts=self._allowed_hosts,
+        )
+
+    async def drain(self, timeout_s: float) -> int:
+        """Close with grace: nothing new begins, calls in flight get so long to finish, then open sessions end.
+
+        They end as `cancelled`; returns how many. The gateway still answers: rewards, ends, exports.
+        """
+        return await self._closing.drain(timeout_s)
 
     def stats(self) -> GatewayStats:
         """What was counted until now."""
@@ -106,7 +137,7 @@ class Gateway:
         return json_reply(answer.body())
 
     async def _models(self, request: web.Request) -> web.Response:
-        caller = bearer_hash(request.headers)
+        caller = caller_hash(request.headers)
         if not self._is_admin(caller):
             self._session_of(caller)
         model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "areal_agent"}
@@ -116,7 +147,7 @@ class Gateway:
 
     async def _start_session(self, request: web.Request) -> web.Response:
         self._require_admin(request)
-        start = StartRequest.read(await read_body(request))
+        start = StartRequest.read(await self._bodies.control(request))
         self._sessions.require_free(start.session_id)
         api_key = new_key()
         record = SessionRecord(
@@ -128,12 +159,14 @@ class Gateway:
             key_hash=key_hash(api_key),
             started_s=time.time(),
         )
-        session = Session(record, defaults=start.sampling, services=self._services, on_ended=self._sessions.retire)
+        session = Session(record, defaults=start.sampling, services=self._services, on_ended=self._retire)
+        self._traffic.enter(record.id)
         self._sessions.add(session)
         try:
             await self._journal.open_session(record)
         except BaseException:
             self._sessions.remove(session)
+            self._traffic.leave(record.id)
             raise
         base_url = f"{request.url.origin()}/v1"  # whoever came this way can come again
         return json_reply({"session_id": record.id, "api_key": api_key, "base_url": base_url})
@@ -155,7 +188,7 @@ class Gateway:
 
     async def _export_trajectories(self, request: web.Request) -> web.Response:
         self._require_admin(request)
-        session = self._sessions.ended(read_export(await read_body(request)))
+        session = self._sessions.ended(read_export(await self._bodies.control(request)))
         assert session.trajectory is not None  # it has ended
         return json_reply({"trajectory": session.trajectory, "records": token_records(session.trajectory)})
 
@@ -163,23 +196,60 @@ class Gateway:
         stats = self.stats()
         return json_reply(
             {
-                "status": "ok",
+                "status": "draining" if self._traffic.is_draining else "ok",
                 "model": self._model_name,
                 "open_sessions": stats.num_open_sessions,
                 "engine_requests": stats.num_engine_requests,
             }
         )
 
+    async def _prometheus(self, request: web.Request) -> web.Response:
+        """Open to this machine; from elsewhere it takes the admin key."""
+        if request.transport is None or not is_loopback(request.transport.get_extra_info("peername")):
+            self._require_admin(request)
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": Metrics.CONTENT_TYPE})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return json_reply(openapi_document())
+
+    async def _sweeping(self, app: web.Application) -> AsyncIterator[None]:
+        """Owns the task that ends silent sessions, as long as the app runs."""
+        if self._limits.session_timeout_s is None:
+            yield
+            return
+        sweep = asyncio.create_task(self._closing.sweep(self._limits.session_timeout_s))
+        yield
+        sweep.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sweep
+
+    def _retire(self, session: Session) -> None:
+        self._sessions.retire(session)
+        self._traffic.leave(session.record.id)
+
     # ----------------------------------------------------------------------------------------------- keys
+
+    def _for_agent(
+        self, handle: Callable[[Session, JsonObject], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """A handler for a turn of the session whose key the request came with."""
+
+        async def handler(request: web.Request) -> web.Response:
+            session = self._session_of(caller_hash(request.headers))
+            with self._traffic.call(session.record.id, is_turn=True), self._metrics.turn():
+                return await handle(session, await self._bodies.agent(request))
+
+        return handler
 
     def _for_session(
         self, handle: Callable[[Session, JsonObject], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """A handler for the session whose key the request came with."""
+        """A handler for the owner of the session whose key the request came with."""
 
         async def handler(request: web.Request) -> web.Response:
-            session = self._session_of(bearer_hash(request.headers))
-            return await handle(session, await read_body(request))
+            session = self._session_of(caller_hash(request.headers))
+            with self._traffic.call(session.record.id):
+                return await handle(session, await self._bodies.control(request))
 
         return handler
 
@@ -192,7 +262,7 @@ class Gateway:
         raise RequestError("the API key is not that of any session", status=401, code="invalid_api_key")
 
     def _require_admin(self, request: web.Request) -> None:
-        caller = bearer_hash(request.headers)
+        caller = caller_hash(request.headers)
         if self._is_admin(caller):
             return
         self._session_of(caller)
@@ -200,6 +270,3 @@ class Gateway:
 
     def _is_admin(self, caller: str) -> bool:
         return is_same_key(caller, self._admin_key_hash)
-
-    def _count_error(self, status: int) -> None:
-        self._counters.errors[status] += 1

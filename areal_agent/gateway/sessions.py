@@ -43,6 +43,9 @@ class Sessions:
         """A dictionary of hashes tells nothing by its timing: nobody can choose the hash of a key that he guesses."""
         return self._by_key_hash.get(key_hash)
 
+    def with_id(self, session_id: str) -> Session | None:
+        return self._by_id.get(session_id)
+
     def ended(self, session_id: str) -> Session:
         """A session that has ended; raises RequestError when there is none, or when it goes on."""
         session = self._by_id.get(session_id)

@@ -21,6 +21,9 @@ class GatewayStats:
     malformed_tool_calls: int
     forks: Mapping[ForkReason, int]
     errors: Mapping[int, int]  # answers by HTTP status, 400 and up
+    received_bytes: int  # of HTTP, heads included
+    sent_bytes: int
+    ended_by_timeout: int  # sessions that nobody called for too long
 
 
 class Counters:
@@ -34,6 +37,12 @@ class Counters:
         self.malformed_tool_calls = 0
         self.forks: Counter[ForkReason] = Counter()
         self.errors: Counter[int] = Counter()
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self.ended_by_timeout = 0
+
+    def count_error(self, status: int) -> None:
+        self.errors[status] += 1
 
     def snapshot(self, *, num_open_sessions: int) -> GatewayStats:
         return GatewayStats(
@@ -46,4 +55,7 @@ class Counters:
             malformed_tool_calls=self.malformed_tool_calls,
             forks=dict(self.forks),
             errors=dict(self.errors),
+            received_bytes=self.received_bytes,
+            sent_bytes=self.sent_bytes,
+            ended_by_timeout=self.ended_by_timeout,
         )

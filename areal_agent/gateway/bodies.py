@@ -1,0 +1,85 @@
+"""The JSON body of a request, within the bounds of its gateway. It knows no field of it."""
+
+import asyncio
+import json
+from typing import Any, cast
+
+import orjson
+from aiohttp import web
+
+from areal_agent.errors import RequestError
+from areal_agent.gateway.limits import Limits
+from areal_agent.types import JsonObject
+
+
+class BodyReader:
+    """Reads bodies within `limits`. What Content-Type says of a body does not matter: it is JSON if it reads as JSON.
+
+    A key that comes twice is refused where rollouts are controlled: which of two rewards is meant? In an agent's call
+    the last one counts, as with every common reader of JSON: to look for it would cost as much as the whole call.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+
+    async def control(self, request: web.Request) -> JsonObject:
+        """The object that a control call carries; no body is an empty one."""
+        payload = await self._bytes(request)
+        body = _object(payload)
+        if payload:
+            json.loads(payload, object_pairs_hook=_refuse_repeated)
+        return body
+
+    async def agent(self, request: web.Request) -> JsonObject:
+        """The object that an agent's call carries; no body is an empty one."""
+        return _object(await self._bytes(request))
+
+    async def _bytes(self, request: web.Request) -> bytes:
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise RequestError(
+                "the body is compressed (Content-Encoding); send it as it is", status=415, code="compressed_body"
+            )
+        if (request.content_length or 0) > self._limits.max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except TimeoutError:
+            raise RequestError(
+                f"the body did not arrive within {self._limits.body_timeout_s:g} s; send it faster, or less of it",
+                status=408,
+                code="body_timeout",
+            ) from None
+
+    def _too_large(self) -> RequestError:
+        return RequestError(
+            f"the body has more than {self._limits.max_body_bytes} bytes; send less, or start the gateway with a "
+            "higher limit",
+            status=413,
+            code="body_too_large",
+        )
+
+
+def _object(payload: bytes) -> JsonObject:
+    if not payload:
+        return {}
+    try:
+        body = orjson.loads(payload)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON ({error}); NaN and Infinity are none either") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is a JSON {type(body).__name__}; it must be a JSON object")
+    return cast("JsonObject", body)
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in names:
+            raise RequestError(
+                f"{name!r:.200} comes twice in the body; say it once", param=name[:200], code="invalid_value"
+            )
+        names[name] = value
+    return names
