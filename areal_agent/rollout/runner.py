@@ -21,6 +21,7 @@ import orjson
 from areal_agent.cancellation import uninterrupted
 from areal_agent.errors import ArealAgentError, EngineError, Reject, SandboxError
 from areal_agent.observe.busy import BusyClock
+from areal_agent.rollout.blocking import ROLLOUT_TASK
 from areal_agent.rollout.clients import Clients
 from areal_agent.rollout.context import Rollout, SharedResources, as_reward
 from areal_agent.rollout.workflow import Workflow
@@ -197,7 +198,7 @@ class RolloutRunner:
 
 def task_name(session_id: str) -> str:
     """What the asyncio task of a rollout's workflow is called: the watchdog reads it there."""
-    return f"rollout {session_id}"
+    return f"{ROLLOUT_TASK}{session_id}"
 
 
 class _Refused(ArealAgentError):
