@@ -2,6 +2,8 @@
 
 ::
 
-    document.py   the whole        agents.py     calls of agents         control.py   calls that start, reward and end
-    parts.py      the pieces that all share      about.py     what the gateway says of itself
+    document.py   the whole
+    agents.py     the calls of agents; their bodies are made of messages.py and sampling.py
+    control.py    the calls that start, reward and end sessions
+    about.py      what the gateway says of itself          parts.py      the pieces that all are put together from
 """

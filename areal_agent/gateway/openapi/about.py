@@ -31,7 +31,7 @@ PATHS: dict[str, Any] = {
             answer=text(),
             key=None,
             errors=[401],
-            media_types=["text/plain"],
+            is_text=True,
         )
     },
     "/openapi.json": {

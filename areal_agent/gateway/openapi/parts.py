@@ -86,18 +86,24 @@ def operation(
     key: str | None,
     body: JsonSchema | None = None,
     errors: Iterable[int] = (),
-    media_types: Iterable[str] = ("application/json",),
+    is_text: bool = False,
+    is_streamed: bool = False,
 ) -> dict[str, Any]:
     """One operation. `key` is the security scheme that it asks for; None: it asks for none."""
-    statuses = (
-        {*OF_EVERY_CALL, *errors} | (set() if key is None else {401}) | (set() if body is None else {*OF_EVERY_BODY})
-    )
+    statuses = {*OF_EVERY_CALL, *errors}
+    if key is not None:
+        statuses.add(401)
+    if body is not None:
+        statuses.update(OF_EVERY_BODY)
+    content: dict[str, Any] = {"text/plain" if is_text else "application/json": {"schema": answer}}
+    if is_streamed:
+        content["text/event-stream"] = {"schema": text()}
     described: dict[str, Any] = {
         "operationId": name,
         "summary": summary,
         "security": [] if key is None else [{key: []}],
         "responses": {
-            "200": {"description": "Done.", "content": {kind: {"schema": answer} for kind in media_types}},
+            "200": {"description": "Done.", "content": content},
             **{str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)},
         },
     }
