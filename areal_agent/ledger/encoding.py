@@ -62,6 +62,14 @@ class EndingRow(NamedTuple):
     ended_s: float
 
 
+class RewardColumns(NamedTuple):
+    """The columns of an ending that a late reward changes."""
+
+    final_reward: float | None
+    rewards: str
+    parts: str
+
+
 def encode_turn(turn: Turn) -> TurnRow:
     return TurnRow(
         id=turn.id,
@@ -130,15 +138,23 @@ def _decode_completion(row: CompletionRow) -> Completion:
 
 def encode_ending(trajectory: Trajectory) -> EndingRow:
     """How it ended. Its turns have rows of their own."""
-    rewards = trajectory.rewards
+    rewards = encode_rewards(trajectory.rewards)
     return EndingRow(
         status=trajectory.status,
         error=trajectory.error,
+        final_reward=rewards.final_reward,
+        rewards=rewards.rewards,
+        parts=rewards.parts,
+        logged=_encode_json("what was logged", dict(trajectory.logged)),
+        ended_s=trajectory.ended_s,
+    )
+
+
+def encode_rewards(rewards: Rewards) -> RewardColumns:
+    return RewardColumns(
         final_reward=rewards.final,
         rewards=_encode_json("the rewards by completion", dict(rewards.by_completion)),
         parts=_encode_json("the reward parts", dict(rewards.parts)),
-        logged=_encode_json("what was logged", dict(trajectory.logged)),
-        ended_s=trajectory.ended_s,
     )
 
 

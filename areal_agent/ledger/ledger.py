@@ -13,13 +13,13 @@ from typing import Any, Self
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import reads, writes
-from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_note, encode_turn
+from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_note, encode_rewards, encode_turn
 from areal_agent.ledger.lock import FolderLock
 from areal_agent.ledger.reader import SnapshotReader
 from areal_agent.ledger.records import Incarnation, LedgerCounts
 from areal_agent.ledger.schema import open_for_reading, open_for_writing
 from areal_agent.ledger.writer import GroupCommitWriter
-from areal_agent.types import Drop, SessionRecord, Trajectory, Turn
+from areal_agent.types import Drop, Rewards, SessionRecord, Trajectory, Turn
 
 
 class Ledger:
@@ -67,8 +67,10 @@ class Ledger:
         self._writer.close()
         self._lock.release()
 
-    async def begin_incarnation(self, checkpoint_step: int) -> Incarnation:
+    async def begin_incarnation(self, checkpoint_step: int | None) -> Incarnation:
         """Start a process of the run at the checkpoint of `checkpoint_step` (0: at the initial weights).
+
+        None: at whatever step a trainer elsewhere is; what it has leased stays leased.
 
         In one transaction: sessions that a dead process left open end as orphans; leases up to the checkpoint are
         trained, for it may have been published and not yet committed; what came after it waits again. Call it first.
@@ -110,6 +112,20 @@ class Ledger:
         """Give waiting trajectories their fate, by session id, all or none. What is leased cannot be dropped."""
         await self._writer.run(partial(writes.drop, drops=dict(drops)))
 
+    async def return_leases(self, after_step: int) -> int:
+        """A trainer goes on from the checkpoint of `after_step`: what it leased later waits again; how many.
+
+        What that checkpoint holds is trained: it may have been published and not yet committed.
+        """
+        return await self._writer.run(partial(writes.return_leases, after_step=after_step))
+
+    async def set_rewards(self, session_id: str, rewards: Rewards) -> None:
+        """Replace what a waiting trajectory has earned; one whose status is `missing_reward` is completed by it."""
+        columns = encode_rewards(rewards)
+        await self._writer.run(
+            partial(writes.set_rewards, session_id=session_id, rewards=columns, is_missing=rewards.is_missing)
+        )
+
     async def commit_checkpoint(self, step: int, path: str) -> None:
         """A checkpoint that contains every step up to `step` is published: what was leased for those is trained."""
         await self._writer.run(partial(writes.commit_checkpoint, step=step, path=path))
@@ -121,6 +137,14 @@ class Ledger:
     async def waiting(self) -> tuple[Trajectory, ...]:
         """What could be leased or dropped now, in the order of closing."""
         return await self._reader.run(reads.waiting)
+
+    async def leased(self, step: int) -> tuple[Trajectory, ...]:
+        """What is leased for train step `step` and not yet trained."""
+        return await self._reader.run(partial(reads.leased, step=step))
+
+    async def session_with_key(self, key_hash: str) -> str | None:
+        """The id of the session, open or closed, that has this key; None when there is none."""
+        return await self._reader.run(partial(reads.session_with_key, key_hash=key_hash))
 
     async def next_group_number(self) -> int:
         """One more than the highest number of a group id like `g000012`; 0 when there is none."""

@@ -75,6 +75,22 @@ def waiting(connection: sqlite3.Connection) -> tuple[Trajectory, ...]:
     return tuple(trajectory(connection, session_id) for (session_id,) in ids)
 
 
+def leased(connection: sqlite3.Connection, step: int) -> tuple[Trajectory, ...]:
+    """Leased for a train step and not of any fate yet; in the order in which the sessions were opened."""
+    ids = connection.execute(
+        "SELECT s.id FROM leases l JOIN sessions s ON s.number = l.session WHERE l.step = ? "
+        "AND l.session NOT IN (SELECT session FROM fates) ORDER BY s.number",
+        (step,),
+    ).fetchall()
+    return tuple(trajectory(connection, session_id) for (session_id,) in ids)
+
+
+def session_with_key(connection: sqlite3.Connection, key_hash: str) -> str | None:
+    """The id of the session that has this key; None when there is none."""
+    found = connection.execute("SELECT id FROM sessions WHERE key_hash = ?", (key_hash,)).fetchone()
+    return None if found is None else found[0]
+
+
 _WAITING = (
     "FROM endings e JOIN sessions s ON s.number = e.session WHERE s.purpose = ? "
     "AND s.number NOT IN (SELECT session FROM leases) AND s.number NOT IN (SELECT session FROM fates)"

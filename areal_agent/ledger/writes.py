@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow, encode_note
+from areal_agent.ledger.encoding import CompletionRow, EndingRow, RewardColumns, TurnRow, encode_note
 from areal_agent.ledger.records import STATUS_NOTE, Incarnation
 from areal_agent.types import Drop, SessionPurpose, SessionRecord, Status
 
@@ -84,6 +84,19 @@ def lease(connection: sqlite3.Connection, step: int, leases: Sequence[Lease]) ->
     connection.executemany("INSERT INTO leases (session, step, digest, num_loss_tokens) VALUES (?, ?, ?, ?)", rows)
 
 
+def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardColumns, *, is_missing: bool) -> None:
+    """Replace what a waiting trajectory has earned; one that only lacked a reward is completed by it."""
+    number = _waiting_session_number(connection, session_id)
+    connection.execute(
+        "UPDATE endings SET final_reward = ?, rewards = ?, parts = ? WHERE session = ?", (*rewards, number)
+    )
+    if not is_missing:
+        connection.execute(
+            "UPDATE endings SET status = ?, error = NULL WHERE session = ? AND status = ?",
+            (Status.COMPLETED, number, Status.MISSING_REWARD),
+        )
+
+
 def drop(connection: sqlite3.Connection, drops: Mapping[str, Drop]) -> None:
     """Drop them all or none."""
     rows = [(_waiting_session_number(connection, session_id), reason) for session_id, reason in drops.items()]
@@ -145,12 +158,12 @@ def commit_checkpoint(connection: sqlite3.Connection, step: int, path: str | Non
     )
 
 
-def begin_incarnation(connection: sqlite3.Connection, checkpoint_step: int, now_s: float) -> Incarnation:
-    """Settle what the process before left behind, and count a new one."""
+def begin_incarnation(connection: sqlite3.Connection, checkpoint_step: int | None, now_s: float) -> Incarnation:
+    """Settle what the process before left behind, and count a new one. Without a step, all leases stand."""
     num_orphans = _end_orphans(connection)
-    if checkpoint_step > 0:
-        commit_checkpoint(connection, checkpoint_step, path=None)
-    num_returned = _return_later(connection, checkpoint_step)
+    num_returned = 0 if checkpoint_step is None else return_leases(connection, checkpoint_step)
+    if checkpoint_step is None:
+        checkpoint_step = connection.execute("SELECT coalesce(max(step), 0) FROM checkpoints").fetchone()[0]
     number = connection.execute("SELECT coalesce(max(number) + 1, 0) FROM incarnations").fetchone()[0]
     connection.execute(
         "INSERT INTO incarnations (number, checkpoint_step, started_s, num_orphans, num_returned) "
@@ -159,6 +172,13 @@ def begin_incarnation(connection: sqlite3.Connection, checkpoint_step: int, now_
     )
     set_note(connection, STATUS_NOTE, encode_note(STATUS_NOTE, "running"))
     return Incarnation(number=number, num_orphans=num_orphans, num_returned=num_returned)
+
+
+def return_leases(connection: sqlite3.Connection, after_step: int) -> int:
+    """Go on from the checkpoint of `after_step`: what it holds is trained, what was leased later waits again."""
+    if after_step > 0:
+        commit_checkpoint(connection, after_step, path=None)
+    return _return_later(connection, after_step)
 
 
 def _end_orphans(connection: sqlite3.Connection) -> int:
