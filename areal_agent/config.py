@@ -100,9 +100,22 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+class _UniqueKeysLoader(yaml.SafeLoader):
+    """YAML forbids a key that is given twice; PyYAML lets the last one win, silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice; keep one", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _UniqueKeysLoader)
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -150,7 +163,7 @@ def _explain(details: ErrorDetails) -> str:
             return f"{key!r} is missing; give it a value"
         case "value_error":
             message = details["msg"].removeprefix("Value error, ")
-            return f"{key}: {message}" if key else message
+            return f"{key} {message}" if message.startswith("is ") else f"{key}: {message}" if key else message
         case _:
             message = details["msg"][0].lower() + details["msg"][1:]
             return f"{key} is {value!r}; {message}"

@@ -13,7 +13,7 @@ import orjson
 from areal_agent.cluster.models import obtain_model
 from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, RolloutsFailing
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.progress import Progress
@@ -30,7 +30,7 @@ def main() -> int:
         raise ConfigError("eval.num_tasks is 0: there is nothing to evaluate")
     report = asyncio.run(_evaluate(preflight))
     summary = {
-        "status": "completed",
+        "status": "failed" if report.num_failed == report.num_tasks else "completed",
         "model": config.model,
         "success": report.success,
         "reward_mean": report.reward_mean,
@@ -43,6 +43,8 @@ def main() -> int:
         f"{report.num_failed} rollouts failed)\n"
         f"in {preflight.folder.path}: summary.json, and the ledger with every token"
     )
+    if report.num_failed == report.num_tasks:
+        raise RolloutsFailing(f"every rollout failed; the causes are in {preflight.folder.logs / 'main.log'}")
     return 0
 
 

@@ -55,8 +55,8 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
     return 0.0
 
 
-async def main() -> None:
-    config = Config.load(QUICKSTART, ["steps=10", *sys.argv[1:]])
+async def main(overrides: list[str]) -> None:
+    config = Config.load(QUICKSTART, ["steps=10", *overrides])
     async with Run(config, workflow=solve, name="minimal_loop") as run:
         while run.step < config.steps:
             batch = await run.prepare_batch()  # whatever is ready within the staleness bound
@@ -71,4 +71,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
+    else:
+        asyncio.run(main(sys.argv[1:]))

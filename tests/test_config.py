@@ -30,6 +30,8 @@ def write(tmp_path: Path, **values: object) -> Path:
         ("steps=abc", r"steps is 'abc'; input should be a valid integer"),
         ("steps=-1", r"steps is -1; input should be greater than or equal to 1"),
         ("steps=2.5", r"steps is 2.5"),
+        ("steps=true", r"steps is True; give a number"),
+        ("rollout.temperature=off", r"rollout.temperature is False; give a number"),
         ("trainer.learning_rate=-1e-3", r"trainer.learning_rate is .*-1e-3|trainer.learning_rate is -0.001"),
         ("trainer.learning_rate=.nan", r"trainer.learning_rate is nan"),
         ("straggler=hope", r"straggler is 'hope'; input should be 'wait', 'drop' or 'mask'"),
@@ -54,6 +56,13 @@ def test_missing_keys_are_named() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the config '.*none.yaml': No such file"):
         Config.load(tmp_path / "none.yaml")
+
+
+def test_a_key_that_is_given_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("tasks: a:b\nsteps: 3\nsteps: 4\n")
+    with pytest.raises(ConfigError, match="the key 'steps' is given twice"):
+        Config.load(path)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just text"])
