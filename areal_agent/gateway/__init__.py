@@ -3,7 +3,8 @@
 ::
 
     app.py           the routes: who may call what, and how an answer leaves
-    auth.py          keys                              replies.py       JSON answers and OpenAI's error objects
+    auth.py          keys                              callers.py       whose key it is
+    about.py         models, health, metrics           replies.py       JSON answers and OpenAI's error objects
     chat.py          /v1/chat/completions, its body and its answer
     conversation.py  messages and tools of a body      sampling.py      temperature, max_tokens ... of a body
     fields.py        reading decoded JSON strictly     control.py       bodies of /rl/*

@@ -12,15 +12,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from aiohttp import web
 
 from areal_agent.errors import ConfigError, RequestError
-from areal_agent.gateway.auth import caller_hash, is_same_key, key_hash, new_key
+from areal_agent.gateway.about import About
+from areal_agent.gateway.auth import key_hash, new_key
 from areal_agent.gateway.bodies import BodyReader
+from areal_agent.gateway.callers import Callers
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.closing import Closing
 from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
-from areal_agent.gateway.hosts import is_loopback
 from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.metrics import Metrics
-from areal_agent.gateway.openapi.document import openapi_document
 from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.serve import ServedGateway, serve_app
 from areal_agent.gateway.session import Services, Session
@@ -34,6 +34,9 @@ from areal_agent.types import JsonObject, SessionRecord
 
 DEFAULT_MODEL = "default"
 """A model name that every gateway understands, for agents that know none."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SessionHandler = Callable[[Session, JsonObject], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
@@ -75,7 +78,6 @@ class Gateway:
         )
         self._journal = journal
         self._model_name = model_name
-        self._admin_key_hash = key_hash(admin_key)
         self._limits = limits or Limits()
         self._allowed_hosts = tuple(allowed_hosts)
         self._bodies = BodyReader(self._limits)
@@ -83,6 +85,14 @@ class Gateway:
         self._traffic = Traffic(self._limits)
         self._closing = Closing(self._traffic, self._sessions.with_id, self._counters)
         self._metrics = Metrics(self.stats)
+        self._callers = Callers(admin_key, self._sessions)
+        self._about = About(
+            model_name=model_name,
+            callers=self._callers,
+            traffic=self._traffic,
+            stats=self.stats,
+            metrics=self._metrics,
+        )
 
     def app(self) -> web.Application:
         """The web application; `serve` runs it the right way."""
@@ -90,14 +100,14 @@ class Gateway:
         app.cleanup_ctx.append(self._sweeping)
         for prefix in ("/v1", ""):
             app.router.add_post(f"{prefix}/chat/completions", self._for_agent(self._chat_completions))
-            app.router.add_get(f"{prefix}/models", self._models)
+            app.router.add_get(f"{prefix}/models", self._about.models)
         app.router.add_post("/rl/start_session", self._start_session)
         app.router.add_post("/rl/set_reward", self._for_session(self._set_reward))
         app.router.add_post("/rl/end_session", self._for_session(self._end_session))
         app.router.add_post("/export_trajectories", self._export_trajectories)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._prometheus)
-        app.router.add_get("/openapi.json", self._openapi)
+        app.router.add_get("/health", self._about.health)
+        app.router.add_get("/metrics", self._about.metrics)
+        app.router.add_get("/openapi.json", self._about.openapi)
         return app
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> ServedGateway:
@@ -136,17 +146,10 @@ class Gateway:
         answer = await session.chat(request)
         return json_reply(answer.body())
 
-    async def _models(self, request: web.Request) -> web.Response:
-        caller = caller_hash(request.headers)
-        if not self._is_admin(caller):
-            self._session_of(caller)
-        model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "areal_agent"}
-        return json_reply({"object": "list", "data": [model]})
-
     # ------------------------------------------------------------------------------------------- rollouts
 
     async def _start_session(self, request: web.Request) -> web.Response:
-        self._require_admin(request)
+        self._callers.require_admin(request)
         start = StartRequest.read(await self._bodies.control(request))
         self._sessions.require_free(start.session_id)
         api_key = new_key()
@@ -187,30 +190,10 @@ class Gateway:
         )
 
     async def _export_trajectories(self, request: web.Request) -> web.Response:
-        self._require_admin(request)
+        self._callers.require_admin(request)
         session = self._sessions.ended(read_export(await self._bodies.control(request)))
         assert session.trajectory is not None  # it has ended
         return json_reply({"trajectory": session.trajectory, "records": token_records(session.trajectory)})
-
-    async def _health(self, request: web.Request) -> web.Response:
-        stats = self.stats()
-        return json_reply(
-            {
-                "status": "draining" if self._traffic.is_draining else "ok",
-                "model": self._model_name,
-                "open_sessions": stats.num_open_sessions,
-                "engine_requests": stats.num_engine_requests,
-            }
-        )
-
-    async def _prometheus(self, request: web.Request) -> web.Response:
-        """Open to this machine; from elsewhere it takes the admin key."""
-        if request.transport is None or not is_loopback(request.transport.get_extra_info("peername")):
-            self._require_admin(request)
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": Metrics.CONTENT_TYPE})
-
-    async def _openapi(self, request: web.Request) -> web.Response:
-        return json_reply(openapi_document())
 
     async def _sweeping(self, app: web.Application) -> AsyncIterator[None]:
         """Owns the task that ends silent sessions, as long as the app runs."""
@@ -227,46 +210,24 @@ class Gateway:
         self._sessions.retire(session)
         self._traffic.leave(session.record.id)
 
-    # ----------------------------------------------------------------------------------------------- keys
+    # --------------------------------------------------------------------------------------------- calls
 
-    def _for_agent(
-        self, handle: Callable[[Session, JsonObject], Awaitable[web.Response]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _for_agent(self, handle: SessionHandler) -> Handler:
         """A handler for a turn of the session whose key the request came with."""
 
-        async def handler(request: web.Request) -> web.Response:
-            session = self._session_of(caller_hash(request.headers))
+        async def handler(request: web.Request) -> web.StreamResponse:
+            session = self._callers.session(request)
             with self._traffic.call(session.record.id, is_turn=True), self._metrics.turn():
                 return await handle(session, await self._bodies.agent(request))
 
         return handler
 
-    def _for_session(
-        self, handle: Callable[[Session, JsonObject], Awaitable[web.Response]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _for_session(self, handle: SessionHandler) -> Handler:
         """A handler for the owner of the session whose key the request came with."""
 
-        async def handler(request: web.Request) -> web.Response:
-            session = self._session_of(caller_hash(request.headers))
+        async def handler(request: web.Request) -> web.StreamResponse:
+            session = self._callers.session(request)
             with self._traffic.call(session.record.id):
                 return await handle(session, await self._bodies.control(request))
 
         return handler
-
-    def _session_of(self, caller: str) -> Session:
-        session = self._sessions.with_key(caller)
-        if session is not None:
-            return session
-        if self._is_admin(caller):
-            raise RequestError("this is the admin key; use the key that /rl/start_session gave", status=403)
-        raise RequestError("the API key is not that of any session", status=401, code="invalid_api_key")
-
-    def _require_admin(self, request: web.Request) -> None:
-        caller = caller_hash(request.headers)
-        if self._is_admin(caller):
-            return
-        self._session_of(caller)
-        raise RequestError("this needs the admin key of the gateway, not that of a session", status=403)
-
-    def _is_admin(self, caller: str) -> bool:
-        return is_same_key(caller, self._admin_key_hash)
