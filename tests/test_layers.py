@@ -22,7 +22,7 @@ LAYERS = [
     ["gateway", "weights"],
     ["rollout", "trainer"],
     ["config", "cluster", "run_folder"],
-    ["preflight", "serving"],
+    ["preflight", "serving", "config_reference"],
     ["run", "report"],
     ["train", "eval"],
 ]

@@ -1,0 +1,60 @@
+"""`docs/configuration.md`: every key of a config, from the sections themselves. It knows no key by name.
+
+python -m areal_agent.config_reference > docs/configuration.md
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from areal_agent.config import Config
+from areal_agent.section import Section
+
+HEAD = """# Configuration
+
+Every key of the YAML file that `--config` reads; on the command line `key=value` overrides it, with dots between
+section and key (`engine.threads=2`). Unknown keys are errors. This page is made from the sections:
+`python -m areal_agent.config_reference > docs/configuration.md`.
+"""
+
+
+def reference() -> str:
+    """The page, in Markdown."""
+    return "\n".join([HEAD, *_table("", Config)]) + "\n"
+
+
+def _table(prefix: str, section: type[Section]) -> Iterator[str]:
+    """A section's own keys, then those of the sections in it."""
+    fields = section.model_fields
+    inner = {name: kind for name, field in fields.items() if (kind := _section_of(field))}
+    yield f"## {prefix.rstrip('.') or 'Top level'}\n"
+    if prefix:
+        yield f"{' '.join((section.__doc__ or '').split('>>>')[0].split())}\n"
+    yield "| key | default | |\n|---|---|---|"
+    for name, field in fields.items():
+        default = f"see [{name}](#{name})" if inner.get(name) and not field.is_required() else _default(field)
+        yield f"| `{prefix}{name}` | {default} | {' '.join((field.description or '').split())} |"
+    yield ""
+    for name, kind in inner.items():
+        if not prefix:  # sections of sections are ones that stand at the top, too
+            yield from _table(f"{name}.", kind)
+
+
+def _section_of(field: FieldInfo) -> type[Section] | None:
+    kinds: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value: object = field.get_default(call_default_factory=True, validated_data={})
+    if value is None:
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
