@@ -52,6 +52,14 @@ class CompletionRow(NamedTuple):
     distribution: str
 
 
+class RewardRow(NamedTuple):
+    """The columns of an ending that a late reward changes."""
+
+    final_reward: float | None
+    rewards: str
+    parts: str
+
+
 class EndingRow(NamedTuple):
     status: str
     error: str | None
@@ -59,15 +67,8 @@ class EndingRow(NamedTuple):
     rewards: str
     parts: str
     logged: str
+    undelivered: str
     ended_s: float
-
-
-class RewardColumns(NamedTuple):
-    """The columns of an ending that a late reward changes."""
-
-    final_reward: float | None
-    rewards: str
-    parts: str
 
 
 def encode_turn(turn: Turn) -> TurnRow:
@@ -138,20 +139,18 @@ def _decode_completion(row: CompletionRow) -> Completion:
 
 def encode_ending(trajectory: Trajectory) -> EndingRow:
     """How it ended. Its turns have rows of their own."""
-    rewards = encode_rewards(trajectory.rewards)
     return EndingRow(
         status=trajectory.status,
         error=trajectory.error,
-        final_reward=rewards.final_reward,
-        rewards=rewards.rewards,
-        parts=rewards.parts,
+        **encode_rewards(trajectory.rewards)._asdict(),
         logged=_encode_json("what was logged", dict(trajectory.logged)),
+        undelivered=_encode_json("the undelivered completions", trajectory.undelivered),
         ended_s=trajectory.ended_s,
     )
 
 
-def encode_rewards(rewards: Rewards) -> RewardColumns:
-    return RewardColumns(
+def encode_rewards(rewards: Rewards) -> RewardRow:
+    return RewardRow(
         final_reward=rewards.final,
         rewards=_encode_json("the rewards by completion", dict(rewards.by_completion)),
         parts=_encode_json("the reward parts", dict(rewards.parts)),
@@ -170,13 +169,24 @@ def decode_rewards(row: EndingRow) -> Rewards:
 
 
 def decode_object(text: str) -> Mapping[str, Any]:
-    try:
-        value = orjson.loads(text)
-    except DAMAGE as error:
-        raise LedgerError(f"{text!r:.80} is no JSON: {error}") from error
+    value = _decode_json(text)
     if not isinstance(value, dict):
         raise LedgerError(f"{text!r:.80} is no JSON object")
     return value
+
+
+def decode_strings(text: str) -> tuple[str, ...]:
+    value = _decode_json(text)
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise LedgerError(f"{text!r:.80} is no JSON list of strings")
+    return tuple(value)
+
+
+def _decode_json(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except DAMAGE as error:
+        raise LedgerError(f"{text!r:.80} is no JSON: {error}") from error
 
 
 def decode_fate(trained_step: int | None, dropped: str | None) -> Fate | None:

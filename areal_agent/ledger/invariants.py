@@ -7,9 +7,11 @@ from enum import StrEnum
 class Invariant(StrEnum):
     """A promise, in words that `verify` prints."""
 
-    INTACT = "the file is intact and every reference leads somewhere"
+    INTACT = "the files are intact and every reference leads somewhere"
+    UNIQUE = "a session and an answer are in one file only"
     READABLE = "every row is a record"
     ONE_FATE = "a closed training trajectory is exactly one of trained, dropped, leased, waiting"
+    KNOWN = "leases and fates are of sessions that exist"
     TRAINED = "what is trained was leased for that step, and a committed checkpoint holds it"
     FINISHED = "a completed run leaves nothing open, waiting or leased"
     SAMPLED = "what was leased is what was sampled, token by token"
@@ -17,6 +19,7 @@ class Invariant(StrEnum):
     LOGPROBS = "log-probabilities are finite and not above 0"
     SPANS = "version spans cover every completion, and versions never go back"
     LINEAGE = "every turn continues an answer that was recorded before it"
+    DELIVERY = "what was never delivered is an answer of its session"
     TIMES = "what begins later is not recorded as earlier"
 
 

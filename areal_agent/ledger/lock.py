@@ -1,4 +1,4 @@
-"""One live writer a run folder. It knows nothing of what is written.
+"""One live writer a file. It knows nothing of what is written.
 
 The lock is the kernel's: it ends with the process that holds it, however that ends, and a left-over file locks nothing.
 """
@@ -11,20 +11,20 @@ from typing import Self
 from areal_agent.errors import LedgerError
 
 
-class FolderLock:
-    """An exclusive lock on a ledger's folder, from `take` until `release`."""
+class FileLock:
+    """An exclusive lock on a file of a ledger, from `take` until `release`."""
 
     def __init__(self, fd: int) -> None:
         self._fd: int | None = fd
 
     @classmethod
-    def take(cls, ledger_path: Path) -> Self:
+    def take(cls, path: Path, *, is_shard: bool) -> Self:
         """Raises LedgerError, naming the folder, when another process holds it."""
         try:
-            fd = os.open(ledger_path.with_name(ledger_path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise LedgerError(
-                f"the ledger {ledger_path} cannot be locked: {error.strerror}; check that its folder exists and "
+                f"the ledger {path} cannot be locked: {error.strerror}; check that its folder exists and "
                 "that you may write there"
             ) from None
         try:
@@ -33,12 +33,9 @@ class FolderLock:
             os.close(fd)
             if not isinstance(error, BlockingIOError):
                 raise LedgerError(
-                    f"the ledger {ledger_path} cannot be locked: {error.strerror}; put the run folder on a local disk"
+                    f"the ledger {path} cannot be locked: {error.strerror}; put the run folder on a local disk"
                 ) from None
-            raise LedgerError(
-                f"another process is writing to the run folder {ledger_path.parent}; wait until that run has ended, "
-                "or stop it"
-            ) from None
+            raise LedgerError(_taken(path, is_shard=is_shard)) from None
         return cls(fd)
 
     def release(self) -> None:
@@ -46,3 +43,12 @@ class FolderLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _taken(path: Path, *, is_shard: bool) -> str:
+    if is_shard:
+        return (
+            f"a worker is still writing to {path.name} of the run folder {path.parent}; wait until it has ended, "
+            "or stop it"
+        )
+    return f"another process is writing to the run folder {path.parent}; wait until that run has ended, or stop it"

@@ -1,10 +1,13 @@
-"""What each question asks of the tables. Plain functions over a connection; the caller owns the snapshot."""
+"""What is read of one file. It knows nothing of other files.
+
+Plain functions over a connection that sees a file of sessions and the bookkeeping; the caller owns the snapshot.
+"""
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger.encoding import (
@@ -12,43 +15,73 @@ from areal_agent.ledger.encoding import (
     EndingRow,
     TurnRow,
     decode_fate,
-    decode_note,
     decode_object,
     decode_rewards,
     decode_status,
+    decode_strings,
     decode_turn,
 )
-from areal_agent.ledger.records import LedgerCounts
-from areal_agent.types import SessionPurpose, Trajectory, Turn
+from areal_agent.types import Drop, Fate, SessionPurpose, Status, Trajectory, Turn
+
+WAITING = (
+    "FROM endings e JOIN sessions s ON s.number = e.session "
+    f"WHERE s.purpose = '{SessionPurpose.TRAIN}' AND e.status != '{Status.ORPHAN}' "
+    "AND s.id NOT IN (SELECT session FROM leases) AND s.id NOT IN (SELECT session FROM fates)"
+)
+"""Closed, for training, neither leased nor of any fate. An orphan's fate is its status."""
+
+DROPPED_ORPHANS = (
+    "FROM endings e JOIN sessions s ON s.number = e.session "
+    f"WHERE s.purpose = '{SessionPurpose.TRAIN}' AND e.status = '{Status.ORPHAN}'"
+)
 
 
-def trajectory(connection: sqlite3.Connection, session_id: str) -> Trajectory:
-    """Raises LedgerError when the session is unknown or still open."""
+class Standing(NamedTuple):
+    """What of a session never changes again: its purpose, and once it has ended, its status."""
+
+    purpose: str
+    status: str | None
+
+
+def standing(connection: sqlite3.Connection, session_id: str) -> Standing | None:
+    """None when this file does not have the session."""
     found = connection.execute(
-        "SELECT s.number, s.group_id, s.task_id, s.started_s, f.trained_step, f.dropped, e.number, "
+        "SELECT s.purpose, e.status FROM sessions s LEFT JOIN endings e ON e.session = s.number WHERE s.id = ?",
+        (session_id,),
+    ).fetchone()
+    return None if found is None else Standing(*found)
+
+
+def trajectory(connection: sqlite3.Connection, session_id: str) -> Trajectory | None:
+    """None when this file does not have the session. Raises LedgerError when it is still open."""
+    found = connection.execute(
+        "SELECT s.number, s.group_id, s.task_id, s.purpose, s.started_s, f.trained_step, f.dropped, e.number, "
         f"{', '.join('e.' + name for name in EndingRow._fields)} "
-        "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN fates f ON f.session = s.number "
+        "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN fates f ON f.session = s.id "
         "WHERE s.id = ?",
         (session_id,),
     ).fetchone()
     if found is None:
-        raise LedgerError(f"the ledger has no session {session_id!r}")
-    number, group_id, task_id, started_s, trained_step, dropped, ending, *columns = found
+        return None
+    number, group_id, task_id, purpose, started_s, trained_step, dropped, ending, *columns = found
     if ending is None:
         raise LedgerError(f"session {session_id!r} is still open: it is no trajectory yet")
     row = EndingRow(*columns)
+    status = decode_status(row)
+    is_dropped_orphan = status is Status.ORPHAN and purpose == SessionPurpose.TRAIN
     return Trajectory(
         session_id=session_id,
         group_id=group_id,
         task_id=task_id,
         turns=turns(connection, number),
         rewards=decode_rewards(row),
-        status=decode_status(row),
+        status=status,
         error=row.error,
         logged=decode_object(row.logged),
         started_s=started_s,
         ended_s=row.ended_s,
-        fate=decode_fate(trained_step, dropped),
+        fate=Fate(dropped=Drop.ORPHAN) if is_dropped_orphan else decode_fate(trained_step, dropped),
+        undelivered=decode_strings(row.undelivered),
     )
 
 
@@ -69,78 +102,35 @@ def turns(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:
     return tuple(decode_turn(TurnRow(*columns), completions.get(number, ())) for number, *columns in turn_rows)
 
 
-def waiting(connection: sqlite3.Connection) -> tuple[Trajectory, ...]:
-    """Closed, for training, neither leased nor of any fate; in the order of closing."""
-    ids = connection.execute(f"SELECT s.id {_WAITING} ORDER BY e.number", (SessionPurpose.TRAIN,)).fetchall()
-    return tuple(trajectory(connection, session_id) for (session_id,) in ids)
+class WaitingSession(NamedTuple):
+    id: str
+    ended_s: float
 
 
-def leased(connection: sqlite3.Connection, step: int) -> tuple[Trajectory, ...]:
-    """Leased for a train step and not of any fate yet; in the order in which the sessions were opened."""
-    ids = connection.execute(
-        "SELECT s.id FROM leases l JOIN sessions s ON s.number = l.session WHERE l.step = ? "
-        "AND l.session NOT IN (SELECT session FROM fates) ORDER BY s.number",
-        (step,),
-    ).fetchall()
-    return tuple(trajectory(connection, session_id) for (session_id,) in ids)
-
-
-def session_with_key(connection: sqlite3.Connection, key_hash: str) -> str | None:
-    """The id of the session that has this key; None when there is none."""
-    found = connection.execute("SELECT id FROM sessions WHERE key_hash = ?", (key_hash,)).fetchone()
-    return None if found is None else found[0]
-
-
-_WAITING = (
-    "FROM endings e JOIN sessions s ON s.number = e.session WHERE s.purpose = ? "
-    "AND s.number NOT IN (SELECT session FROM leases) AND s.number NOT IN (SELECT session FROM fates)"
-)
+def waiting(connection: sqlite3.Connection) -> Iterator[WaitingSession]:
+    """In the order of closing."""
+    for row in connection.execute(f"SELECT s.id, e.ended_s {WAITING} ORDER BY e.number"):
+        yield WaitingSession(*row)
 
 
 def next_group_number(connection: sqlite3.Connection) -> int:
     """One more than the highest number of a group id like `g000012`; 0 when there is none."""
-    return connection.execute(
-        "SELECT coalesce(max(CAST(substr(group_id, 2) AS INTEGER)) + 1, 0) FROM sessions "
-        "WHERE group_id GLOB 'g[0-9]*' AND substr(group_id, 2) NOT GLOB '*[^0-9]*'"
-    ).fetchone()[0]
+    return number(
+        connection,
+        "coalesce(max(CAST(substr(group_id, 2) AS INTEGER)) + 1, 0) FROM sessions "
+        "WHERE group_id GLOB 'g[0-9]*' AND substr(group_id, 2) NOT GLOB '*[^0-9]*'",
+    )
 
 
-def note(connection: sqlite3.Connection, key: str) -> Any:
-    """None when it was never set."""
-    found = connection.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
-    return None if found is None else decode_note(key, found[0])
+def number(connection: sqlite3.Connection, query: str) -> int:
+    """The one number that `SELECT query` gives."""
+    return connection.execute(f"SELECT {query}").fetchone()[0]
 
 
-def count_tokens(connection: sqlite3.Connection) -> tuple[int, int]:
-    sampled = connection.execute(
-        "SELECT coalesce(sum(length(c.token_ids)), 0) FROM completions c JOIN turns t ON t.number = c.turn "
-        "JOIN sessions s ON s.number = t.session WHERE s.purpose = ?",
-        (SessionPurpose.TRAIN,),
-    ).fetchone()[0]
-    trained = connection.execute(
-        "SELECT coalesce(sum(l.num_loss_tokens), 0) FROM leases l JOIN fates f ON f.session = l.session "
-        "WHERE f.trained_step IS NOT NULL"
-    ).fetchone()[0]
-    return sampled // 4, trained  # ids are int32
-
-
-def counts(connection: sqlite3.Connection) -> LedgerCounts:
-    def one(query: str, *values: str) -> int:
-        return connection.execute(query, values).fetchone()[0]
-
-    statuses = connection.execute("SELECT status, count(*) FROM endings GROUP BY status").fetchall()
-    drops = connection.execute(
-        "SELECT dropped, count(*) FROM fates WHERE dropped IS NOT NULL GROUP BY dropped"
-    ).fetchall()
-    return LedgerCounts(
-        num_open=one("SELECT count(*) FROM sessions WHERE number NOT IN (SELECT session FROM endings)"),
-        statuses=dict(statuses),
-        num_eval=one(
-            "SELECT count(*) FROM endings e JOIN sessions s ON s.number = e.session WHERE s.purpose = ?",
-            SessionPurpose.EVAL,
-        ),
-        num_waiting=one(f"SELECT count(*) {_WAITING}", SessionPurpose.TRAIN),
-        num_leased=one("SELECT count(*) FROM leases WHERE session NOT IN (SELECT session FROM fates)"),
-        num_trained=one("SELECT count(*) FROM fates WHERE trained_step IS NOT NULL"),
-        drops=dict(drops),
+def count_by(connection: sqlite3.Connection, column: str, table: str) -> Mapping[str, int]:
+    """How many rows have each value of a column; NULLs are left out."""
+    return dict(
+        connection.execute(
+            f"SELECT {column}, count(*) FROM {table} WHERE {column} IS NOT NULL GROUP BY {column}"
+        ).fetchall()
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from areal_agent.ledger.invariants import Invariant, Violation
-from areal_agent.types import Completion, Turn
+from areal_agent.types import Completion, Trajectory, Turn
 
 LOGPROB_SLACK = 1e-4
 """A probability of 1 may come out a little above it in float32."""
@@ -21,6 +21,15 @@ def check_turns(turns: Sequence[Turn]) -> Iterator[Violation]:
     for turn in turns:
         for completion in turn.completions:
             yield from check_completion(completion)
+
+
+def check_delivery(trajectory: Trajectory) -> Iterator[Violation]:
+    """What never reached the agent was sampled in its session."""
+    sampled = {completion.id for turn in trajectory.turns for completion in turn.completions}
+    for completion_id in trajectory.undelivered:
+        if completion_id not in sampled:
+            detail = f"it never delivered {completion_id!r}, which no turn of it has"
+            yield Violation(invariant=Invariant.DELIVERY, subject=f"session {trajectory.session_id!r}", detail=detail)
 
 
 def check_completion(completion: Completion) -> Iterator[Violation]:

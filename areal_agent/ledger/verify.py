@@ -1,19 +1,20 @@
-"""Proves the invariants of a ledger, or names what breaks them. Reads one consistent state, also of a live run."""
+"""Proves the invariants of a ledger, or names what breaks them. It reads one state of its files, also of a live run."""
 
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger import reads
+from areal_agent.ledger import questions, reads
 from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.files import LedgerFiles, Snapshot
 from areal_agent.ledger.invariants import Invariant, Violation
 from areal_agent.ledger.records import LedgerCounts
-from areal_agent.ledger.schema import open_for_reading
-from areal_agent.ledger.session_checks import CLOCK_SLACK_S, check_turns
-from areal_agent.ledger.table_checks import check_file, check_finished, check_tables
+from areal_agent.ledger.session_checks import CLOCK_SLACK_S, check_delivery, check_turns
+from areal_agent.ledger.table_checks import check_files, check_finished, check_tables
 from areal_agent.types import Trajectory, Turn
 
 
@@ -39,19 +40,16 @@ class VerifyReport:
 def verify(path: Path, on_session: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Check everything. `on_session` hears how many sessions are done, of how many.
 
-    Raises LedgerError when the file cannot be opened at all; damage inside it is a violation.
+    Raises LedgerError when a file cannot be opened at all; damage inside it is a violation.
     """
-    connection = open_for_reading(path)
-    try:
-        connection.execute("BEGIN")  # one state for all that follows, whatever the run writes meanwhile
-        examination = _Examination(connection)
+    examination = _Examination()
+    with closing(LedgerFiles(path)) as files:
         try:
-            examination.run(on_session)
+            with files.snapshot() as snapshot:
+                examination.run(snapshot, on_session)
         except sqlite3.Error as error:
-            examination.add(Violation(invariant=Invariant.INTACT, subject="the file", detail=str(error)))
-        return examination.report()
-    finally:
-        connection.close()
+            examination.add(Violation(invariant=Invariant.INTACT, subject="the files", detail=str(error)))
+    return examination.report()
 
 
 class _SessionRow(NamedTuple):
@@ -67,8 +65,7 @@ class _SessionRow(NamedTuple):
 class _Examination:
     """One pass over a ledger, and what it has found so far."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
+    def __init__(self) -> None:
         self._violations: list[Violation] = []
         self._counts: LedgerCounts | None = None
         self._num_turns = 0
@@ -78,16 +75,12 @@ class _Examination:
     def add(self, violation: Violation) -> None:
         self._violations.append(violation)
 
-    def run(self, on_session: Callable[[int, int], None] | None) -> None:
-        self._violations += check_file(self._connection)
-        sessions = self._sessions()
-        for num_done, session in enumerate(sessions, start=1):
-            self._check_session(session)
-            if on_session is not None:
-                on_session(num_done, len(sessions))
-        self._violations += check_tables(self._connection)
-        self._counts = reads.counts(self._connection)
-        self._violations += check_finished(self._connection, self._counts)
+    def run(self, snapshot: Snapshot, on_session: Callable[[int, int], None] | None) -> None:
+        self._violations += check_files(snapshot)
+        self._check_sessions(snapshot, on_session or (lambda num_done, num_all: None))
+        self._violations += check_tables(snapshot)
+        self._counts = questions.counts(snapshot)
+        self._violations += check_finished(snapshot, self._counts)
 
     def report(self) -> VerifyReport:
         return VerifyReport(
@@ -98,18 +91,17 @@ class _Examination:
             violations=tuple(self._violations),
         )
 
-    def _sessions(self) -> Sequence[_SessionRow]:
-        rows = self._connection.execute(
-            "SELECT s.number, s.id, s.started_s, e.ended_s, l.digest, l.num_loss_tokens, f.trained_step "
-            "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN leases l ON l.session = s.number "
-            "LEFT JOIN fates f ON f.session = s.number ORDER BY s.number"
-        )
-        return [_SessionRow(*row) for row in rows]
+    def _check_sessions(self, snapshot: Snapshot, on_session: Callable[[int, int], None]) -> None:
+        num_all = sum(reads.number(connection, "count(*) FROM sessions") for connection in snapshot)
+        sessions = ((connection, session) for connection in snapshot for session in _sessions_of(connection))
+        for num_done, (connection, session) in enumerate(sessions, start=1):
+            self._check_session(connection, session)
+            on_session(num_done, num_all)
 
-    def _check_session(self, session: _SessionRow) -> None:
+    def _check_session(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
         try:
-            trajectory = None if session.ended_s is None else reads.trajectory(self._connection, session.id)
-            turns = reads.turns(self._connection, session.number) if trajectory is None else trajectory.turns
+            trajectory = None if session.ended_s is None else reads.trajectory(connection, session.id)
+            turns = reads.turns(connection, session.number) if trajectory is None else trajectory.turns
         except LedgerError as error:
             self.add(Violation(invariant=Invariant.READABLE, subject=f"session {session.id!r}", detail=str(error)))
             return
@@ -120,8 +112,18 @@ class _Examination:
             self._num_trained_tokens += session.num_loss_tokens or 0
         self._violations += check_turns(turns)
         self._violations += _check_span_of(session, turns)
-        if trajectory is not None and session.digest is not None:
+        if trajectory is not None:
+            self._violations += check_delivery(trajectory)
             self._violations += _check_lease(session, trajectory)
+
+
+def _sessions_of(connection: sqlite3.Connection) -> Iterator[_SessionRow]:
+    rows = connection.execute(
+        "SELECT s.number, s.id, s.started_s, e.ended_s, l.digest, l.num_loss_tokens, f.trained_step "
+        "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN leases l ON l.session = s.id "
+        "LEFT JOIN fates f ON f.session = s.id ORDER BY s.number"
+    )
+    yield from (_SessionRow(*row) for row in rows)
 
 
 def _check_span_of(session: _SessionRow, turns: Sequence[Turn]) -> Iterator[Violation]:
@@ -136,6 +138,8 @@ def _check_span_of(session: _SessionRow, turns: Sequence[Turn]) -> Iterator[Viol
 
 
 def _check_lease(session: _SessionRow, trajectory: Trajectory) -> Iterator[Violation]:
+    if session.digest is None:
+        return
     subject = f"session {session.id!r}"
     digest = token_digest(trajectory)
     if session.digest != digest:

@@ -34,6 +34,9 @@ class _Outcome:
     error: Exception | None = None
 
 
+_Perform = Callable[[sqlite3.Connection, _Request], _Outcome]
+
+
 class GroupCommitWriter:
     """Owns the thread and its connection. Belongs to the event loop that made it; end it with `stop`, then `close`."""
 
@@ -48,6 +51,8 @@ class GroupCommitWriter:
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """Do `work` in the next transaction; what it returns, or raises, arrives when that is decided and durable.
+
+        It may be done twice, the first time undone: it is a function of the connection and of nothing that it changes.
 
         A caller that is cancelled while it waits does not know: the work may be done or not.
         """
@@ -87,28 +92,44 @@ class GroupCommitWriter:
     def _commit(self, group: Sequence[_Request]) -> Sequence[_Outcome]:
         """Perform a group in one transaction. When that fails (a full disk, say), nothing of it has happened."""
         try:
+            return self._transact(group, _perform_trustingly)
+        except Exception:  # one of them fails, nobody knows which: again, each on its own
+            try:
+                return self._transact(group, _perform)
+            except Exception as error:
+                failure = LedgerError(
+                    f"the ledger could not be written: {error}; make room on its disk and resume the run"
+                )
+                return [_Outcome(request=request, error=failure) for request in group]
+
+    def _transact(self, group: Sequence[_Request], perform: _Perform) -> Sequence[_Outcome]:
+        try:
             self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [self._perform(request) for request in group]
+            outcomes = [perform(self._connection, request) for request in group]
             self._connection.execute("COMMIT")
-        except Exception as error:
+            return outcomes
+        finally:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-            failure = LedgerError(f"the ledger could not be written: {error}; make room on its disk and resume the run")
-            return [_Outcome(request=request, error=failure) for request in group]
-        return outcomes
 
-    def _perform(self, request: _Request) -> _Outcome:
-        """Do one request's work. If it fails it is undone; the boundary at which an exception becomes its answer."""
-        self._connection.execute("SAVEPOINT request")
-        try:
-            outcome = _Outcome(request=request, result=request.work(self._connection))
-        except Exception as error:
-            if not self._connection.in_transaction:  # SQLite gave up all of it, as on a full disk
-                raise
-            self._connection.execute("ROLLBACK TO request")
-            outcome = _Outcome(request=request, error=_explain(error))
-        self._connection.execute("RELEASE request")
-        return outcome
+
+def _perform_trustingly(connection: sqlite3.Connection, request: _Request) -> _Outcome:
+    """Do one request's work; it raises what that raises. Spares a savepoint, which costs as much as a small write."""
+    return _Outcome(request=request, result=request.work(connection))
+
+
+def _perform(connection: sqlite3.Connection, request: _Request) -> _Outcome:
+    """Do one request's work. If it fails it is undone; the boundary at which an exception becomes its answer."""
+    connection.execute("SAVEPOINT request")
+    try:
+        outcome = _Outcome(request=request, result=request.work(connection))
+    except Exception as error:
+        if not connection.in_transaction:  # SQLite gave up all of it, as on a full disk
+            raise
+        connection.execute("ROLLBACK TO request")
+        outcome = _Outcome(request=request, error=_explain(error))
+    connection.execute("RELEASE request")
+    return outcome
 
 
 def _explain(error: Exception) -> Exception:

@@ -9,6 +9,7 @@ import pytest_asyncio
 
 from areal_agent.ledger.digest import token_digest
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.protocols import Journal
 from areal_agent.types import (
     Completion,
     Distribution,
@@ -85,13 +86,13 @@ class Make:
         )
         return replace(trajectory, **changes)
 
-    async def closed(self, ledger: Ledger, *ids: str, num_turns: int = 2, **changes: object) -> None:
+    async def closed(self, journal: Journal, *ids: str, num_turns: int = 2, **changes: object) -> None:
         """Record whole sessions; `changes` are the session's."""
         for id in ids:
-            await ledger.open_session(self.session(id, **changes))
+            await journal.open_session(self.session(id, **changes))
             for number in range(num_turns):
-                await ledger.append_turn(id, self.turn(id, number))
-            await ledger.close_session(self.ending(id))
+                await journal.append_turn(id, self.turn(id, number))
+            await journal.close_session(self.ending(id))
 
     async def leased(self, ledger: Ledger, step: int, *ids: str) -> None:
         """Lease closed sessions as the producer does."""

@@ -65,16 +65,30 @@ def floats(*values: float) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
 
 
-SESSION = "(SELECT number FROM sessions WHERE id = '{}')"
-TRAINED, LEASED, DROPPED, WAITING, EVAL, OPEN = (
-    SESSION.format(id) for id in ("trained", "leased", "dropped", "waiting", "eval", "open")
-)
+WAITING = "(SELECT number FROM sessions WHERE id = 'waiting')"
+TRAINED = "(SELECT number FROM sessions WHERE id = 'trained')"
 ANSWER = "WHERE id = 'trained-c1'"
 TURN = "WHERE id = 'trained-t1'"
 
 CORRUPTIONS = {
     "a turn of no session": (Invariant.INTACT, f"UPDATE turns SET session = 999 {TURN}", ()),
-    "a lease of no session": (Invariant.INTACT, "INSERT INTO leases VALUES (999, 9, 'd', 1)", ()),
+    "a lease of no session": (Invariant.KNOWN, "INSERT INTO leases VALUES ('ghost', 9, 'd', 1)", ()),
+    "a fate of no session": (Invariant.KNOWN, "INSERT INTO fates VALUES ('ghost', NULL, 'stale')", ()),
+    "what was never sampled is undelivered": (
+        Invariant.DELIVERY,
+        f"UPDATE endings SET undelivered = '[\"leased-c0\"]' WHERE session = {TRAINED}",
+        (),
+    ),
+    "undelivered answers that are no list": (
+        Invariant.READABLE,
+        f"UPDATE endings SET undelivered = '{{}}' WHERE session = {WAITING}",
+        (),
+    ),
+    "a fate of an orphan": (
+        Invariant.ONE_FATE,
+        f"UPDATE endings SET status = 'orphan' WHERE session = {TRAINED}",
+        (),
+    ),
     "a status of no name": (Invariant.READABLE, f"UPDATE endings SET status = 'fine' WHERE session = {WAITING}", ()),
     "rewards that are no JSON": (
         Invariant.READABLE,
@@ -86,15 +100,15 @@ CORRUPTIONS = {
     "sampling that is none": (Invariant.READABLE, f"UPDATE turns SET sampling = '{{}}' {TURN}", ()),
     "spans that are none": (Invariant.READABLE, f"UPDATE completions SET versions = '[[1, 2]]' {ANSWER}", ()),
     "a drop of no name": (Invariant.READABLE, "UPDATE fates SET dropped = 'lost' WHERE dropped IS NOT NULL", ()),
-    "a fate of an open session": (Invariant.ONE_FATE, f"INSERT INTO fates VALUES ({OPEN}, NULL, 'stale')", ()),
-    "a lease of an open session": (Invariant.ONE_FATE, f"INSERT INTO leases VALUES ({OPEN}, 9, 'd', 1)", ()),
-    "a fate of an evaluation": (Invariant.ONE_FATE, f"INSERT INTO fates VALUES ({EVAL}, NULL, 'stale')", ()),
-    "a lease of an evaluation": (Invariant.ONE_FATE, f"INSERT INTO leases VALUES ({EVAL}, 9, 'd', 1)", ()),
-    "dropped and leased": (Invariant.ONE_FATE, f"INSERT INTO leases VALUES ({DROPPED}, 9, 'd', 1)", ()),
-    "two fates in one": (Invariant.ONE_FATE, f"UPDATE fates SET trained_step = 1 WHERE session = {DROPPED}", ()),
-    "a fate of nothing": (Invariant.ONE_FATE, f"UPDATE fates SET dropped = NULL WHERE session = {DROPPED}", ()),
-    "trained without a lease": (Invariant.TRAINED, f"DELETE FROM leases WHERE session = {TRAINED}", ()),
-    "trained in another step": (Invariant.TRAINED, f"UPDATE leases SET step = 0 WHERE session = {TRAINED}", ()),
+    "a fate of an open session": (Invariant.ONE_FATE, "INSERT INTO fates VALUES ('open', NULL, 'stale')", ()),
+    "a lease of an open session": (Invariant.ONE_FATE, "INSERT INTO leases VALUES ('open', 9, 'd', 1)", ()),
+    "a fate of an evaluation": (Invariant.ONE_FATE, "INSERT INTO fates VALUES ('eval', NULL, 'stale')", ()),
+    "a lease of an evaluation": (Invariant.ONE_FATE, "INSERT INTO leases VALUES ('eval', 9, 'd', 1)", ()),
+    "dropped and leased": (Invariant.ONE_FATE, "INSERT INTO leases VALUES ('dropped', 9, 'd', 1)", ()),
+    "two fates in one": (Invariant.ONE_FATE, "UPDATE fates SET trained_step = 1 WHERE session = 'dropped'", ()),
+    "a fate of nothing": (Invariant.ONE_FATE, "UPDATE fates SET dropped = NULL WHERE session = 'dropped'", ()),
+    "trained without a lease": (Invariant.TRAINED, "DELETE FROM leases WHERE session = 'trained'", ()),
+    "trained in another step": (Invariant.TRAINED, "UPDATE leases SET step = 0 WHERE session = 'trained'", ()),
     "trained beyond the checkpoint": (Invariant.TRAINED, "DELETE FROM checkpoints", ()),
     "leased below the checkpoint": (Invariant.TRAINED, "INSERT INTO checkpoints VALUES (2, 'p')", ()),
     "completed with left-overs": (Invariant.FINISHED, "UPDATE notes SET value = '\"completed\"'", ()),
@@ -107,10 +121,10 @@ CORRUPTIONS = {
     "a lost turn": (Invariant.SAMPLED, f"DELETE FROM completions {ANSWER}", ()),
     "more loss tokens than sampled": (
         Invariant.SAMPLED,
-        f"UPDATE leases SET num_loss_tokens = 9 WHERE session = {TRAINED}",
+        "UPDATE leases SET num_loss_tokens = 9 WHERE session = 'trained'",
         (),
     ),
-    "no loss token": (Invariant.SAMPLED, f"UPDATE leases SET num_loss_tokens = 0 WHERE session = {TRAINED}", ()),
+    "no loss token": (Invariant.SAMPLED, "UPDATE leases SET num_loss_tokens = 0 WHERE session = 'trained'", ()),
     "too few probabilities": (Invariant.LENGTHS, f"UPDATE completions SET logprobs = ? {ANSWER}", (floats(-0.5),)),
     "a probability that is none": (
         Invariant.LOGPROBS,
@@ -217,7 +231,7 @@ async def test_the_command_reports_a_live_run(ledger: Ledger, path: Path, make) 
     assert (done.returncode, done.stderr) == (0, "")
     assert "52 sampled in 13 turns; 8 trained in the loss" in done.stdout
     assert "1 trained, 1 dropped (1 stale); 1 leased, 1 waiting" in done.stdout
-    assert done.stdout.endswith("OK: all 11 invariants hold\n")
+    assert done.stdout.endswith("OK: all 14 invariants hold\n")
 
 
 async def test_the_command_exits_1_and_names_the_violation(ledger: Ledger, path: Path, make) -> None:
@@ -227,7 +241,7 @@ async def test_the_command_exits_1_and_names_the_violation(ledger: Ledger, path:
     assert (done.returncode, done.stderr) == (1, "")
     assert "✗ a completed run leaves nothing open, waiting or leased" in done.stdout
     assert "the run: it is completed, yet 1 of its sessions are waiting" in done.stdout
-    assert "VIOLATED: 1 of 11 invariants" in done.stdout
+    assert "VIOLATED: 1 of 14 invariants" in done.stdout
 
 
 @pytest.mark.parametrize(("name", "message"), [("missing", "there is no run folder"), (".", "has no ledger.sqlite")])

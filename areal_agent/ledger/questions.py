@@ -1,0 +1,139 @@
+"""What is asked of a whole ledger, whichever file a session is in.
+
+Plain functions over a snapshot of its files; the caller owns the snapshot.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from areal_agent.errors import LedgerError
+from areal_agent.ledger import reads
+from areal_agent.ledger.encoding import decode_note
+from areal_agent.ledger.files import Snapshot
+from areal_agent.ledger.records import LedgerCounts
+from areal_agent.types import Drop, SessionPurpose, Status, Trajectory
+
+
+def trajectory(snapshot: Snapshot, session_id: str) -> Trajectory:
+    """Raises LedgerError when the session is unknown or still open."""
+    for connection in snapshot:
+        found = reads.trajectory(connection, session_id)
+        if found is not None:
+            return found
+    raise LedgerError(f"the ledger has no session {session_id!r}")
+
+
+def waiting(snapshot: Snapshot, limit: int | None) -> tuple[Trajectory, ...]:
+    """The first `limit` in the order of closing; a file's own order holds, between files the clock decides."""
+    ids = heapq.merge(*(reads.waiting(connection) for connection in snapshot), key=lambda session: session.ended_s)
+    return tuple(trajectory(snapshot, session.id) for session in islice(ids, limit))
+
+
+def num_waiting(snapshot: Snapshot) -> int:
+    return sum(reads.number(connection, f"count(*) {reads.WAITING}") for connection in snapshot)
+
+
+def leased(snapshot: Snapshot, step: int) -> tuple[Trajectory, ...]:
+    """What is leased for a step, trained meanwhile or not, by session id."""
+    coordinator = snapshot[0]
+    ids = coordinator.execute("SELECT session FROM leases WHERE step = ? ORDER BY session", (step,)).fetchall()
+    return tuple(trajectory(snapshot, session_id) for (session_id,) in ids)
+
+
+def require_trainable(snapshot: Snapshot, session_ids: Iterable[str], what: str) -> None:
+    """Each has ended, as no orphan, and is for training; else LedgerError says that it cannot be `what`."""
+    for session_id in session_ids:
+        objection = _objection(_standing(snapshot, session_id))
+        if objection:
+            raise LedgerError(f"session {session_id!r} cannot be {what}: {objection}")
+
+
+def droppable(snapshot: Snapshot, drops: Mapping[str, Drop]) -> Mapping[str, Drop]:
+    """Those without the ones that are dropped orphans already. Raises LedgerError for what cannot be dropped."""
+    rest = {
+        session_id: reason
+        for session_id, reason in drops.items()
+        if reason is not Drop.ORPHAN or not _is_dropped_orphan(_standing(snapshot, session_id))
+    }
+    require_trainable(snapshot, rest, "dropped")
+    return rest
+
+
+def _standing(snapshot: Snapshot, session_id: str) -> reads.Standing:
+    for connection in snapshot:
+        found = reads.standing(connection, session_id)
+        if found is not None:
+            return found
+    raise LedgerError(f"the ledger has no session {session_id!r}")
+
+
+def _is_dropped_orphan(standing: reads.Standing) -> bool:
+    return standing == (SessionPurpose.TRAIN, Status.ORPHAN)
+
+
+def _objection(standing: reads.Standing) -> str | None:
+    if standing.purpose != SessionPurpose.TRAIN:
+        return f"its purpose is {standing.purpose!r}, not 'train'"
+    if standing.status is None:
+        return "it is still open"
+    if standing.status == Status.ORPHAN:
+        return "its fate is dropped(orphan) already"
+    return None
+
+
+def next_group_number(snapshot: Snapshot) -> int:
+    return max(reads.next_group_number(connection) for connection in snapshot)
+
+
+def note(snapshot: Snapshot, key: str) -> Any:
+    """None when it was never set."""
+    found = snapshot[0].execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
+    return None if found is None else decode_note(key, found[0])
+
+
+def count_tokens(snapshot: Snapshot) -> tuple[int, int]:
+    num_bytes = sum(
+        reads.number(
+            connection,
+            "coalesce(sum(length(c.token_ids)), 0) FROM completions c JOIN turns t ON t.number = c.turn "
+            f"JOIN sessions s ON s.number = t.session WHERE s.purpose = '{SessionPurpose.TRAIN}'",
+        )
+        for connection in snapshot
+    )
+    num_trained = reads.number(
+        snapshot[0],
+        "coalesce(sum(l.num_loss_tokens), 0) FROM leases l JOIN fates f ON f.session = l.session "
+        "WHERE f.trained_step IS NOT NULL",
+    )
+    return num_bytes // 4, num_trained  # ids are int32
+
+
+def counts(snapshot: Snapshot) -> LedgerCounts:
+    def total(query: str) -> int:
+        return sum(reads.number(connection, query) for connection in snapshot)
+
+    coordinator = snapshot[0]
+    statuses: Counter[str] = Counter()
+    for connection in snapshot:
+        statuses.update(reads.count_by(connection, "status", "endings"))
+    return LedgerCounts(
+        num_open=total("count(*) FROM sessions WHERE number NOT IN (SELECT session FROM endings)"),
+        statuses=dict(statuses),
+        num_eval=total(
+            f"count(*) FROM endings e JOIN sessions s ON s.number = e.session WHERE s.purpose = '{SessionPurpose.EVAL}'"
+        ),
+        num_waiting=num_waiting(snapshot),
+        num_leased=reads.number(coordinator, "count(*) FROM leases WHERE session NOT IN (SELECT session FROM fates)"),
+        num_trained=reads.number(coordinator, "count(*) FROM fates WHERE trained_step IS NOT NULL"),
+        drops=_drops(snapshot, total(f"count(*) {reads.DROPPED_ORPHANS}")),
+    )
+
+
+def _drops(snapshot: Snapshot, num_orphans: int) -> Mapping[str, int]:
+    drops = Counter(reads.count_by(snapshot[0], "dropped", "fates"))
+    if num_orphans:
+        drops[Drop.ORPHAN] += num_orphans
+    return dict(drops)

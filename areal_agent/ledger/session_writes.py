@@ -1,0 +1,114 @@
+"""What is written of a session, in the file that it lives in. It knows nothing of what becomes of trajectories.
+
+Plain functions over a connection; the caller owns the transaction. Each checks the rules before it writes, and raises
+LedgerError when one would be broken.
+"""
+
+import sqlite3
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from areal_agent.errors import LedgerError
+from areal_agent.ledger.encoding import CompletionRow, EndingRow, RewardRow, TurnRow
+from areal_agent.types import SessionRecord, Status
+
+
+def _insert(table: str, columns: Iterable[str]) -> str:
+    names = tuple(columns)
+    return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+
+
+_INSERT_TURN = _insert("turns", ("session", *TurnRow._fields))
+_INSERT_COMPLETION = _insert("completions", ("turn", *CompletionRow._fields))
+_INSERT_ENDING = _insert("endings", ("session", *EndingRow._fields))
+
+
+def open_session(connection: sqlite3.Connection, session: SessionRecord) -> int:
+    """The number of the session in its file."""
+    cursor = connection.execute(
+        "INSERT INTO sessions (id, group_id, task_id, purpose, seed, key_hash, started_s) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            session.id,
+            session.group_id,
+            session.task_id,
+            session.purpose,
+            session.seed,
+            session.key_hash,
+            session.started_s,
+        ),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def append_turn(
+    connection: sqlite3.Connection,
+    session_id: str,
+    number: int | None,
+    turn: TurnRow,
+    completions: Iterable[CompletionRow],
+) -> None:
+    """`number` is that of the session, when it is known to be open."""
+    session = number or _open_session_number(connection, session_id)
+    turn_number = connection.execute(_INSERT_TURN, (session, *turn)).lastrowid
+    for completion in completions:
+        connection.execute(_INSERT_COMPLETION, (turn_number, *completion))
+
+
+def close_session(connection: sqlite3.Connection, session_id: str, ending: EndingRow) -> None:
+    session = _open_session_number(connection, session_id)
+    connection.execute(_INSERT_ENDING, (session, *ending))
+
+
+def _open_session_number(connection: sqlite3.Connection, session_id: str) -> int:
+    found = connection.execute(
+        "SELECT s.number, e.number FROM sessions s LEFT JOIN endings e ON e.session = s.number WHERE s.id = ?",
+        (session_id,),
+    ).fetchone()
+    if found is None:
+        raise LedgerError(f"the ledger has no session {session_id!r}: open it first")
+    number, ending = found
+    if ending is not None:
+        raise LedgerError(f"session {session_id!r} has ended: nothing can be added to it")
+    return number
+
+
+def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow) -> None:
+    """The rewards of a session that has ended. One that missed its reward is completed now."""
+    changed = connection.execute(
+        f"UPDATE endings SET {', '.join(name + ' = ?' for name in RewardRow._fields)}, "
+        "error = CASE status WHEN ? THEN NULL ELSE error END, status = CASE status WHEN ? THEN ? ELSE status END "
+        "WHERE session = (SELECT number FROM sessions WHERE id = ?)",
+        (*rewards, Status.MISSING_REWARD, Status.MISSING_REWARD, Status.COMPLETED, session_id),
+    ).rowcount
+    if not changed:
+        raise LedgerError(f"the rewards of session {session_id!r} cannot be set: it has not ended here")
+
+
+class _Orphan(NamedTuple):
+    number: int
+    id: str
+    ended_s: float
+
+
+def end_orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
+    """Close what is open, ended when its last answer did; the ids of those sessions."""
+    found = connection.execute(
+        "SELECT s.number, s.id, max(s.started_s, coalesce(max(t.ended_s), s.started_s)) "
+        "FROM sessions s LEFT JOIN turns t ON t.session = s.number "
+        "WHERE s.number NOT IN (SELECT session FROM endings) GROUP BY s.number"
+    ).fetchall()
+    orphans = [_Orphan(*row) for row in found]
+    for orphan in orphans:
+        ending = EndingRow(
+            status=Status.ORPHAN,
+            error="its process died before it ended",
+            final_reward=None,
+            rewards="{}",
+            parts="{}",
+            logged="{}",
+            undelivered="[]",
+            ended_s=orphan.ended_s,
+        )
+        connection.execute(_INSERT_ENDING, (orphan.number, *ending))
+    return tuple(orphan.id for orphan in orphans)
