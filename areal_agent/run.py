@@ -36,6 +36,7 @@ from areal_agent.observe.progress import Progress
 from areal_agent.observe.rows import Row, describe_batch, view_of
 from areal_agent.preflight import Preflight
 from areal_agent.process import ManagedProcess
+from areal_agent.rollout.executor import RolloutExecutor
 from areal_agent.rollout.producer import Producer
 from areal_agent.rollout.tasks import TaskStream
 from areal_agent.serving import EvalReport, open_serving
@@ -184,24 +185,25 @@ class Run:
         (admission).
         """
         engine = await self._serving.engine.stats()
-        stats = self._serving.gateway.stats()
+        stats = await self._serving.rollouts.stats()
+        gateway = stats.gateway
         trainer = self._account.seconds()
         wall_s = sum(trainer.values())
-        rolling_s = self._serving.runner.running.busy_s
         held_s = engine.busy_s + self._push_stall_s
         return {
             "seconds/wall": wall_s,
             **{f"seconds/trainer/{activity}": seconds for activity, seconds in trainer.items()},
             "seconds/engine/generating": engine.busy_s,
             "seconds/engine/paused_for_push": self._push_stall_s,
-            "seconds/engine/waiting_for_gateway": max(0.0, stats.engine_busy_s - held_s),
-            "seconds/engine/waiting_for_agents": max(0.0, rolling_s - stats.engine_busy_s),
-            "seconds/engine/waiting_for_admission": max(0.0, wall_s - rolling_s),
-            "tokens/generated": stats.generated_tokens,
-            "gateway/turns": stats.turns,
-            "gateway/forks": sum(stats.forks.values()),
-            "gateway/malformed_tool_calls": stats.malformed_tool_calls,
-            "gateway/errors": sum(stats.errors.values()),
+            "seconds/engine/waiting_for_gateway": max(0.0, gateway.engine_busy_s - held_s),
+            "seconds/engine/waiting_for_agents": max(0.0, stats.rolling_s - gateway.engine_busy_s),
+            "seconds/engine/waiting_for_admission": max(0.0, wall_s - stats.rolling_s),
+            "tokens/generated": gateway.generated_tokens,
+            "rollouts/loop_blocked_s": stats.loop_blocked_s,
+            "gateway/turns": gateway.turns,
+            "gateway/forks": sum(gateway.forks.values()),
+            "gateway/malformed_tool_calls": gateway.malformed_tool_calls,
+            "gateway/errors": sum(gateway.errors.values()),
         }
 
     # ------------------------------------------------------------------ evaluation, checkpoints, the end
@@ -341,6 +343,7 @@ class Run:
             self._spawn(_raise_when_dead(process), f"watcher of the {process.name}")
             for process in (self._serving.engine_process, self._trainer_process)
         ]
+        self._watchers.append(self._spawn(_raise_failure(self._serving.rollouts), "watcher of the rollouts"))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._tasks.create_task(work, name=name)
@@ -376,3 +379,7 @@ def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 async def _raise_when_dead(process: ManagedProcess) -> None:
     raise await process.died()
+
+
+async def _raise_failure(rollouts: RolloutExecutor) -> None:
+    raise await rollouts.failure()

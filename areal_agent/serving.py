@@ -1,11 +1,5 @@
-"""The half of a run that rolls out: one engine, one gateway, one runner. Training adds to it, evaluation is it.
+"""The half of a run that rolls out: an engine and what runs workflows. Training adds to it, evaluation is it."""
 
-runner ── HTTP ──▶ gateway ── HTTP ──▶ engine process
-                      └──▶ ledger
-"""
-
-import asyncio
-import secrets
 import statistics
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,15 +9,13 @@ from pathlib import Path
 from areal_agent.cluster.local import start_engine
 from areal_agent.config import Config
 from areal_agent.engine.http import HttpEngine
-from areal_agent.gateway.app import Gateway
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import ManagedProcess
-from areal_agent.rollout.clients import open_clients
-from areal_agent.rollout.context import SharedResources
+from areal_agent.rollout.executor import RolloutExecutor
 from areal_agent.rollout.group import rollout_seed, run_all, sibling_specs
-from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
+from areal_agent.rollout.local import LocalSettings, open_local
+from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.workflow import Workflow
-from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import SessionPurpose, Status, Task, TrajectoryGroup, WeightVersion
 
 
@@ -45,14 +37,14 @@ class Serving:
     ledger: Ledger
     engine: HttpEngine
     engine_process: ManagedProcess
-    gateway: Gateway
-    runner: RolloutRunner
+    rollouts: RolloutExecutor
 
     async def run_group(self, group_id: str, task: Task) -> TrajectoryGroup:
         """Roll out the siblings of one task."""
         specs = sibling_specs(group_id, task, self.config.group_size, self.config.seed)
-        await run_all(self.runner.run, specs)
-        trajectories = [await self.ledger.trajectory(spec.session_id) for spec in specs]
+        ended = await run_all(self.rollouts.run, specs)
+        sessions = [session_id for one in ended for session_id in (one.session_id, *one.lost)]
+        trajectories = [await self.ledger.trajectory(session_id) for session_id in sessions]
         return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=tuple(trajectories))
 
     async def evaluate(self, tasks: tuple[Task, ...], group_id: str, on_done: Callable[[], None]) -> EvalReport:
@@ -69,11 +61,11 @@ class Serving:
         )
 
         async def reward_of(spec: RolloutSpec) -> float | None:
-            status = await self.runner.run(spec)
+            ended = await self.rollouts.run(spec)
             on_done()
-            if status is not Status.COMPLETED:
+            if ended.status is not Status.COMPLETED:
                 return None
-            return (await self.ledger.trajectory(spec.session_id)).rewards.total
+            return (await self.ledger.trajectory(ended.session_id)).rewards.total
 
         rewards = await run_all(reward_of, specs)
         scored = [reward for reward in rewards if reward is not None]
@@ -97,34 +89,18 @@ async def open_serving(
     version: WeightVersion,
     logs: Path,
 ) -> AsyncGenerator[Serving]:
-    """Start an engine that serves `weights` as `version`, a gateway before it and a runner before that."""
+    """Start an engine that serves `weights` as `version`, and what rolls out against it."""
     async with AsyncExitStack() as stack:
         process, engine = await stack.enter_async_context(start_engine(config.engine, weights, version, logs))
-        info = await engine.info()
-        admin_key = secrets.token_urlsafe(32)
-        gateway = Gateway(
-            sampler=engine,
-            renderer=await asyncio.to_thread(Renderer.load, tokenizer),
-            journal=ledger,
+        settings = LocalSettings(
             model_name=config.model,
-            admin_key=admin_key,
-            max_context_tokens=info.max_context_tokens,
-            vocab_size=info.vocab_size,
-        )
-        served = await gateway.serve("127.0.0.1", config.rollout.gateway_port)
-        stack.push_async_callback(served.aclose)
-        runner = RolloutRunner(
-            workflow,
-            gateway_url=served.base_url,
-            admin_key=admin_key,
-            model=config.model,
-            clients=await stack.enter_async_context(open_clients()),
-            shared=await stack.enter_async_context(SharedResources()),
+            tokenizer=tokenizer,
+            port=config.rollout.gateway_port,
             max_concurrent=config.rollout.max_concurrent,
-            timeout_s=config.rollout.timeout_s,
-            sampling={"temperature": config.rollout.temperature, "max_tokens": config.rollout.max_tokens},
-            sandbox=config.sandbox.model_dump(),
+            rollout=config.rollout,
+            sandbox=config.sandbox,
         )
-        yield Serving(
-            config=config, ledger=ledger, engine=engine, engine_process=process, gateway=gateway, runner=runner
+        rollouts = await stack.enter_async_context(
+            open_local(settings, workflow, engine=engine, info=await engine.info(), journal=ledger)
         )
+        yield Serving(config=config, ledger=ledger, engine=engine, engine_process=process, rollouts=rollouts)

@@ -3,10 +3,15 @@
     tasks.py      where tasks come from            workflow.py   loading a user's workflow
     context.py    `rollout`: what a workflow receives
     runner.py     one rollout: session, workflow, reward, end
+        clients.py  the HTTP clients of all rollouts     threads.py  workflows that are plain functions
     group.py      the siblings of one task
-    admission.py  how many rollouts may run (staleness)
     buffer.py     finished groups, until they are trained
+    producer.py   the admit loop, and batches
+    executor.py   where rollouts run: the seam
+    local.py      in this process: a gateway, a runner and a watchdog
+        watchdog.py, blocking.py   the line of a workflow that blocks the event loop
+    worker/       a process that does the same for a run elsewhere
     config.py     the sections `rollout`, `sandbox`, `tasks`, `eval`
 
-The runner knows the gateway only by its HTTP; none of these files knows an engine or a trainer.
+The runner knows the gateway only by its HTTP; local.py puts the two together. None of these files knows a trainer.
 """

@@ -1,8 +1,8 @@
 """The config sections of rollouts: how they run, where their tasks come from, and how they are evaluated."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from areal_agent.section import Section
 
@@ -10,8 +10,11 @@ from areal_agent.section import Section
 class RolloutConfig(Section):
     """How rollouts run."""
 
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Processes that run workflows, each with a gateway of its own; 0: all in the main process. An agent's side costs
+    more CPU than the gateway's, so that a core is full at a few hundred turns a second."""
     max_concurrent: Annotated[int, Field(ge=1)] = 64
-    """Rollouts at once, in this process."""
+    """Rollouts at once, over all workers."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """A rollout that runs longer is cancelled with its requests and sandboxes, and recorded as `timeout`."""
     straggler_wait_s: Annotated[float, Field(ge=0)] = 120.0
@@ -22,8 +25,35 @@ class RolloutConfig(Section):
     """Sampling temperature of requests that name none."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Tokens a request that names no `max_tokens` may generate."""
+    block_warn_s: Annotated[float, Field(gt=0)] = 1.0
+    """A workflow that blocks the event loop for so long is named in a warning."""
     gateway_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the gateway on 127.0.0.1; 0 picks a free one."""
+    """Port of the gateway on 127.0.0.1; 0 picks a free one. With workers, that of the first; the others follow."""
+
+    @model_validator(mode="after")
+    def _every_worker_has_a_slot(self) -> Self:
+        if self.workers > self.max_concurrent:
+            raise ValueError(
+                f"workers is {self.workers} and max_concurrent {self.max_concurrent}; each needs a rollout to run"
+            )
+        return self
+
+    @property
+    def gateway_ports(self) -> tuple[int, ...]:
+        """One a gateway: of each worker, or of the main process."""
+        num_gateways = max(1, self.workers)
+        return tuple(self.gateway_port + index if self.gateway_port else 0 for index in range(num_gateways))
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """`max_concurrent` divided, one number a gateway.
+
+        >>> RolloutConfig(workers=3, max_concurrent=8).slots
+        (3, 3, 2)
+        """
+        num_gateways = max(1, self.workers)
+        each, rest = divmod(self.max_concurrent, num_gateways)
+        return tuple(each + (index < rest) for index in range(num_gateways))
 
 
 class SandboxConfig(Section):

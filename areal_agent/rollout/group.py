@@ -34,7 +34,10 @@ def sibling_specs(group_id: str, task: Task, group_size: int, run_seed: int) -> 
 async def run_all(
     run: Callable[[RolloutSpec], Coroutine[Any, Any, Result]], specs: tuple[RolloutSpec, ...]
 ) -> tuple[Result, ...]:
-    """Run rollouts at once; when one of them raises (the gateway is gone), the others are cancelled."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(run(spec)) for spec in specs]
+    """Run rollouts at once; when one of them raises (the gateway is gone), so does this, and the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(spec)) for spec in specs]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     return tuple(task.result() for task in running)

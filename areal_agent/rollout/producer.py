@@ -182,10 +182,11 @@ class Producer:
         for trajectory in group.trajectories:
             self.counts.statuses[trajectory.status] += 1
             if trajectory.status is not Status.COMPLETED:
-                drops[trajectory.session_id] = FATE_OF_STATUS[trajectory.status]
+                if trajectory.fate is None:  # an orphan has its fate already
+                    drops[trajectory.session_id] = FATE_OF_STATUS[trajectory.status]
                 self.counts.last_error = f"{trajectory.status}: {trajectory.error}"
         await self._drop(drops)
-        trainable = tuple(one for one in group.trajectories if one.session_id not in drops)
+        trainable = tuple(one for one in group.trajectories if one.status is Status.COMPLETED)
         return ReadyGroup(group=group, trainable=trainable, size=self._group_size) if trainable else None
 
     async def _produce(self, group_id: str, task: Task) -> None:

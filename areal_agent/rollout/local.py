@@ -1,0 +1,95 @@
+"""Rollouts in this process: a gateway before the engine, a runner before that, and a watchdog beside their event loop.
+
+runner ── HTTP ──▶ gateway ── Sampler ──▶ engine
+                      └── Journal ──▶ ledger
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_agent.errors import ArealAgentError
+from areal_agent.gateway.app import Gateway
+from areal_agent.protocols import Journal, Sampler
+from areal_agent.rollout.clients import open_clients
+from areal_agent.rollout.config import RolloutConfig, SandboxConfig
+from areal_agent.rollout.context import SharedResources
+from areal_agent.rollout.executor import EndedRollout, RolloutStats
+from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
+from areal_agent.rollout.watchdog import Watchdog
+from areal_agent.rollout.workflow import Workflow
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import EngineInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSettings:
+    """What the rollouts of one process have in common. `tokenizer` is a Hugging Face folder."""
+
+    model_name: str
+    tokenizer: Path
+    port: int
+    max_concurrent: int
+    rollout: RolloutConfig
+    sandbox: SandboxConfig
+
+
+class LocalRollouts:
+    """A `RolloutExecutor`. Made by `open_local`."""
+
+    def __init__(self, gateway: Gateway, runner: RolloutRunner, watchdog: Watchdog) -> None:
+        self._gateway = gateway
+        self._runner = runner
+        self._watchdog = watchdog
+
+    async def run(self, spec: RolloutSpec) -> EndedRollout:
+        return EndedRollout(session_id=spec.session_id, status=await self._runner.run(spec))
+
+    async def stats(self) -> RolloutStats:
+        return RolloutStats(
+            gateway=self._gateway.stats(),
+            rolling_s=self._runner.running.busy_s,
+            loop_blocked_s=self._watchdog.blocked_s,
+        )
+
+    async def failure(self) -> ArealAgentError:
+        """Never: what fails here is raised where it fails."""
+        return await asyncio.get_running_loop().create_future()
+
+
+@asynccontextmanager
+async def open_local(
+    settings: LocalSettings, workflow: Workflow, *, engine: Sampler, info: EngineInfo, journal: Journal
+) -> AsyncGenerator[LocalRollouts]:
+    """Serve a gateway in front of `engine`, for the rollouts of this process."""
+    config = settings.rollout
+    async with AsyncExitStack() as stack:
+        admin_key = secrets.token_urlsafe(32)  # nobody else has it: sessions of this gateway are ours
+        gateway = Gateway(
+            sampler=engine,
+            renderer=await asyncio.to_thread(Renderer.load, settings.tokenizer),
+            journal=journal,
+            model_name=settings.model_name,
+            admin_key=admin_key,
+            max_context_tokens=info.max_context_tokens,
+            vocab_size=info.vocab_size,
+        )
+        served = await gateway.serve("127.0.0.1", settings.port)
+        stack.push_async_callback(served.aclose)
+        runner = RolloutRunner(
+            workflow,
+            gateway_url=served.base_url,
+            admin_key=admin_key,
+            model=settings.model_name,
+            clients=await stack.enter_async_context(open_clients()),
+            shared=await stack.enter_async_context(SharedResources()),
+            max_concurrent=settings.max_concurrent,
+            timeout_s=config.timeout_s,
+            sampling={"temperature": config.temperature, "max_tokens": config.max_tokens},
+            sandbox=settings.sandbox.model_dump(),
+        )
+        watchdog = stack.enter_context(Watchdog.of_this_loop(warn_s=config.block_warn_s))
+        yield LocalRollouts(gateway, runner, watchdog)
