@@ -2,9 +2,10 @@
 
     config.py   the section `engine`
     limits.py   what an engine can serve, checked before a request is sent and again before it is run
-    wire.py     our records as SGLang's JSON and back; the one encoding that client and server share
+    wire/       our records as SGLang's JSON and back; the one encoding that client and server share
     fields.py   reading JSON fields strictly
     http.py     `HttpEngine`: the client of any server on that wire
+    transport.py HTTP to one server: what is sent, what comes back, and what failed
     fake.py     `FakeEngine`: scripted, deterministic, in this process; for tests, of users too
     fake_row.py one request of the scripted engine
     embedded/   the engine that we bring: a server on that wire, on transformers' model code

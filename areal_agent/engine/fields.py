@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 
+import orjson
+
 from areal_agent.types import JsonObject
 
 T = TypeVar("T")
@@ -16,6 +18,13 @@ E = TypeVar("E", bound=StrEnum)
 
 class WireError(ValueError):
     """A body that the wire does not carry."""
+
+
+def decode_json(data: bytes) -> object:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise WireError(f"{data[:80]!r} is not JSON: {error}") from error
 
 
 def as_object(value: object, where: str) -> JsonObject:
@@ -38,7 +47,7 @@ def get(fields: JsonObject, name: str, kind: type[T]) -> T:
 
 
 def as_ids(values: Sequence[Any], name: str) -> tuple[int, ...]:
-    if not all(type(value) is int for value in values):
+    if set(map(type, values)) - {int}:  # no isinstance: a boolean is no id
         wrong = next(value for value in values if type(value) is not int)
         raise WireError(f"{name} holds {wrong!r:.80}; it must hold integers only")
     return tuple(values)

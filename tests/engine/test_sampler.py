@@ -18,7 +18,7 @@ LOGIT = st.one_of(st.integers(-240, 240).map(lambda i: i / 8), st.just(float("-i
 def draw(logits: list[float], params: SamplingParams, num_draws: int, seed: int = 0) -> list[int]:
     """`num_draws` tokens of one distribution: rows of one batch, with token indices 0, 1, ..."""
     rows = SamplingRows.of([params] * num_draws, [seed] * num_draws, vocab_size=len(logits), device=CPU)
-    return sample(torch.tensor([logits] * num_draws), rows, range(num_draws))[0]
+    return sample(torch.tensor([logits] * num_draws), rows, range(num_draws)).token_ids
 
 
 def test_uniform_numbers_fill_the_interval_evenly():
@@ -46,9 +46,9 @@ def test_draws_follow_the_probabilities():
 def test_the_logprob_is_that_of_the_drawn_token():
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
     rows = SamplingRows.of([SamplingParams(temperature=0.7)] * 8, list(range(8)), vocab_size=50, device=CPU)
-    tokens, logprobs = sample(logits, rows, [0] * 8)
-    expected = torch.log_softmax(logits / 0.7, dim=-1)[torch.arange(8), tokens]
-    assert logprobs == pytest.approx(expected.tolist(), abs=1e-6)
+    draws = sample(logits, rows, [0] * 8)
+    expected = torch.log_softmax(logits / 0.7, dim=-1)[torch.arange(8), draws.token_ids]
+    assert draws.logprobs == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 @settings(deadline=None)
@@ -75,7 +75,7 @@ def test_rows_with_different_parameters_do_not_mix():
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]])).expand(3, 4)
     params = [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams()]
     rows = SamplingRows.of(params, [1, 2, 3], vocab_size=4, device=CPU)
-    drawn = [sample(logits, rows, [index] * 3)[0] for index in range(200)]
+    drawn = [sample(logits, rows, [index] * 3).token_ids for index in range(200)]
     assert {row[0] for row in drawn} == {0}
     assert {row[1] for row in drawn} == {0}
     assert {row[2] for row in drawn} == {0, 1, 2, 3}

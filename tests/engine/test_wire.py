@@ -60,7 +60,7 @@ def over_the_wire(body: object) -> object:
 @settings(deadline=None)
 @given(requests)
 def test_requests_arrive_as_they_were_sent(request):
-    assert wire.decode_request(over_the_wire(wire.encode_request(request))) == request
+    assert wire.decode_call(over_the_wire(wire.encode_request(request))).request == request
 
 
 @settings(deadline=None)
@@ -162,4 +162,4 @@ def test_answers_that_contradict_themselves_are_not_read(meta, message):
     [{"error": {"message": "why"}}, {"success": False, "message": "why"}, {"error": "why"}],
 )
 def test_the_message_of_a_failure_is_found(body):
-    assert wire.decode_error(body) == "why"
+    assert wire.decode_failure(body, 400).message == "why"

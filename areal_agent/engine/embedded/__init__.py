@@ -1,12 +1,13 @@
 """The engine that comes with areal_agent: continuous batching on transformers' model code, on SGLang's wire.
 
-    server.py       aiohttp: requests and commands in, answers out; no torch
-       │  commands            ▲ futures
+    server.py       aiohttp: requests and commands in, answers out (streaming.py: in events); no torch
+       │  commands            ▲ futures; token_stream.py: tokens as they are sampled
        ▼                      │
     scheduler.py    the model thread: drains commands between steps, prefills, decodes, stamps versions
        │               row.py: one request and what it has so far
        ├─▶ model_runner.py   token ids to logits      attention.py, kv_cache.py: where keys and values lie
-       ├─▶ sampler.py        logits to tokens and log-probabilities
+       ├─▶ batch.py          how its rows sample
+       │      adjustments.py  penalties and biases of logits     sampler.py  logits to tokens and log-probabilities
        └─▶ weights.py        reads and proves a new set of weights, then copies it in place
 
 One thread owns the model, the KV cache and all rows; everything else talks to it through its queue.

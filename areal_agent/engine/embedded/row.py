@@ -1,11 +1,21 @@
 """One request and what it has so far. Knows nothing of models, slots or other rows."""
 
 import secrets
-from collections.abc import Set
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, VersionSpan, WeightVersion
+from areal_agent.types import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    TopLogprobs,
+    VersionSpan,
+    WeightVersion,
+)
+
+TokenSink = Callable[[int, float, TopLogprobs], None]
+"""Gets every token of a streamed request, its log-probability and the likeliest tokens there, in the model thread."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -15,17 +25,20 @@ class Row:
     request: GenerateRequest
     seed: int
     answer: Future[GenerateResult]
+    on_token: TokenSink | None = None
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
+    top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])  # empty when none are asked for
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
 
     @classmethod
-    def of(cls, request: GenerateRequest) -> "Row":
+    def of(cls, request: GenerateRequest, on_token: TokenSink | None = None) -> "Row":
         """A row with nothing sampled; a request without a seed gets one here."""
         answer: Future[GenerateResult] = Future()
         answer.set_running_or_notify_cancel()  # nobody but the model thread ends it
         seed = request.sampling.seed
-        return cls(request=request, seed=secrets.randbits(63) if seed is None else seed, answer=answer)
+        seed = secrets.randbits(63) if seed is None else seed
+        return cls(request=request, seed=seed, answer=answer, on_token=on_token)
 
     @property
     def num_tokens(self) -> int:
@@ -36,14 +49,18 @@ class Row:
         """Prompt and sampled ids: what a prefill computes."""
         return [*self.request.input_ids, *self.token_ids]
 
-    def append(self, token_id: int, logprob: float, version: WeightVersion) -> None:
-        """Keep one sampled token, stamped with the version that sampled it."""
+    def append(self, token_id: int, logprob: float, top: TopLogprobs, version: WeightVersion) -> None:
+        """Keep one sampled token, stamped with the version that sampled it, and hand it out if it is streamed."""
         index = len(self.token_ids)
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        if top:
+            self.top_logprobs.append(top)
         is_same = bool(self.spans) and self.spans[-1].version == version
         start = self.spans.pop().start if is_same else index
         self.spans.append(VersionSpan(version=version, start=start, end=index + 1))
+        if self.on_token is not None:
+            self.on_token(token_id, logprob, top)
 
     def finish_reason(self, eos_token_ids: Set[int]) -> FinishReason | None:
         """Why the row ends after its last token, or None when it goes on."""
@@ -60,5 +77,6 @@ class Row:
                 logprobs=tuple(self.logprobs),
                 versions=tuple(self.spans),
                 finish_reason=reason,
+                top_logprobs=tuple(self.top_logprobs),
             )
         )

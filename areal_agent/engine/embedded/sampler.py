@@ -2,8 +2,8 @@
 
 A token is drawn by inverse CDF: one uniform number a row, and the first token whose cumulative probability exceeds it.
 The number is a hash of (seed of the request, index of the token), so a sample does not depend on what else is in the
-batch. Recorded is log softmax(logits / temperature) of the token: not renormalised for top-p and top-k, and at
-temperature 0 (greedy) as at 1, as SGLang does.
+batch. Recorded is log softmax(logits / temperature) of the token: not renormalised for top-p, top-k and min-p, and at
+temperature 0 (greedy) as at 1, as SGLang does. The likeliest tokens are told by the same distribution.
 
 Shapes: n rows, V vocabulary.
 """
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_agent.types import SamplingParams
+from areal_agent.types import SamplingParams, TopLogprobs
 
 _UNIFORM_BITS = 24  # what float32 represents exactly: a uniform is never rounded up to 1
 
@@ -30,15 +30,24 @@ class SamplingRows:
     is_greedy: Tensor | None  # [n]
     top_k: Tensor | None  # [n, 1], V where off
     top_p: Tensor | None  # [n, 1]
+    min_p: Tensor | None  # [n, 1], 0 where off
+    num_top: Sequence[int]  # [n], how many of the likeliest tokens to tell; empty where no row asks
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], seeds: Sequence[int], *, vocab_size: int, device: torch.device
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        num_top: Sequence[int] = (),
+        *,
+        vocab_size: int,
+        device: torch.device,
     ) -> "SamplingRows":
         """Gather the parameters of the rows."""
         greedy = [p.temperature == 0 for p in params]
         top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
         top_p = [p.top_p for p in params]
+        min_p = [p.min_p for p in params]
         is_filtered = any(k < vocab_size for k in top_k) or any(p < 1 for p in top_p)
 
         def column(values: Sequence[float]) -> Tensor:
@@ -50,18 +59,33 @@ class SamplingRows:
             is_greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             top_k=column(top_k) if is_filtered else None,
             top_p=column(top_p) if is_filtered else None,
+            min_p=column(min_p) if any(min_p) else None,
+            num_top=num_top if any(num_top) else (),
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draws:
+    """What a batch has drawn, one entry a row."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]  # an empty tuple where a row asks for none
+
+
 @torch.inference_mode()
-def sample(logits: Tensor, rows: SamplingRows, token_indices: Sequence[int]) -> tuple[list[int], list[float]]:
-    """One token and its log-probability a row; logits `[n, V]` float32, `token_indices` count within completions."""
+def sample(logits: Tensor, rows: SamplingRows, token_indices: Sequence[int]) -> Draws:
+    """One token a row; logits `[n, V]` float32, `token_indices` `[n]` count within completions."""
     logprobs = torch.log_softmax(logits / rows.temperatures, dim=-1)
     uniforms = torch.from_numpy(uniform(rows.seeds, np.array(token_indices, dtype=np.uint64))).to(logits.device)
-    tokens = _draw(_filter(logprobs.exp(), rows), uniforms)
+    tokens = _draw(_filter_min_p(_filter(logprobs.exp(), rows), rows), uniforms)
     if rows.is_greedy is not None:
         tokens = torch.where(rows.is_greedy, logits.argmax(dim=-1), tokens)
-    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    return Draws(
+        token_ids=tokens.tolist(),
+        logprobs=logprobs.gather(1, tokens[:, None])[:, 0].tolist(),
+        top_logprobs=_likeliest(logprobs, rows.num_top),
+    )
 
 
 def uniform(seeds: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.float32]:
@@ -87,6 +111,25 @@ def _filter(probabilities: Tensor, rows: SamplingRows) -> Tensor:
     mass_before = ordered.cumsum(dim=-1) - ordered
     is_cut = (mass_before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1)
     return torch.zeros_like(probabilities).scatter_(1, order, ordered.masked_fill(is_cut, 0.0))
+
+
+def _filter_min_p(probabilities: Tensor, rows: SamplingRows) -> Tensor:
+    """Zero what is less likely than min-p times the most probable token. `[n, V]`"""
+    if rows.min_p is None:
+        return probabilities
+    best = probabilities.amax(dim=-1, keepdim=True)
+    return probabilities.masked_fill(probabilities < rows.min_p * best, 0.0)
+
+
+def _likeliest(logprobs: Tensor, num_top: Sequence[int]) -> list[TopLogprobs]:
+    """The `num_top` likeliest tokens of each row, likeliest first."""
+    found: list[TopLogprobs] = [()] * len(logprobs)
+    asking = [row for row, number in enumerate(num_top) if number]
+    if asking:
+        values, ids = logprobs[asking].topk(max(num_top), dim=-1)
+        for row, row_values, row_ids in zip(asking, values.tolist(), ids.tolist(), strict=True):
+            found[row] = tuple(zip(row_ids, row_values, strict=True))[: num_top[row]]
+    return found
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:

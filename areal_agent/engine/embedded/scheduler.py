@@ -29,9 +29,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from areal_agent.engine.embedded.batch import SamplingBatch
 from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.row import Row
-from areal_agent.engine.embedded.sampler import SamplingRows, sample
+from areal_agent.engine.embedded.row import Row, TokenSink
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, PauseMode, WeightVersion
@@ -71,7 +71,7 @@ class Scheduler:
         self._rows: dict[str, Row] = {}  # every row in flight
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []  # row i holds slot i
-        self._sampling: SamplingRows | None = None  # of the running rows; None: the rows have changed
+        self._sampling: SamplingBatch | None = None  # of the running rows; None: the rows have changed
         self._may_prefill = True  # after a prefill it is the running rows' turn, while new rows gather
         self._busy_s = 0.0
         self._generated_tokens = 0
@@ -83,9 +83,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------ from any thread
 
-    def submit(self, request: GenerateRequest) -> Future[GenerateResult]:
-        """Queue one request. The future fails with EngineRejected when its id is in flight already."""
-        row = Row.of(request)
+    def submit(self, request: GenerateRequest, on_token: TokenSink | None = None) -> Future[GenerateResult]:
+        """Queue one request. The future fails with EngineRejected when its id is in flight already.
+
+        `on_token` gets every token in the model thread, the last one before the future is done; it must not block.
+        """
+        row = Row.of(request, on_token)
         added = self._command(lambda: self._add(row))
         added.add_done_callback(lambda done: _pass_on_failure(done, row.answer))
         return row.answer
@@ -252,20 +255,15 @@ class Scheduler:
         self._sampling = self._sampling or self._gather(rows)
         self._sample(rows, logits, self._sampling)
 
-    def _gather(self, rows: Sequence[Row]) -> SamplingRows:
-        return SamplingRows.of(
-            [row.request.sampling for row in rows],
-            [row.seed for row in rows],
-            vocab_size=self._runner.vocab_size,
-            device=self._runner.device,
-        )
+    def _gather(self, rows: Sequence[Row]) -> SamplingBatch:
+        return SamplingBatch(rows, vocab_size=self._runner.vocab_size, device=self._runner.device)
 
-    def _sample(self, rows: Sequence[Row], logits: Tensor, sampling: SamplingRows) -> None:
+    def _sample(self, rows: Sequence[Row], logits: Tensor, sampling: SamplingBatch) -> None:
         """Give each row its next token, and answer those that it ends."""
-        tokens, logprobs = sample(logits, sampling, [len(row.token_ids) for row in rows])
+        draws = sampling.sample(logits)
         self._generated_tokens += len(rows)
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            row.append(token, logprob, self._version)
+        for row, token, logprob, top in zip(rows, draws.token_ids, draws.logprobs, draws.top_logprobs, strict=True):
+            row.append(token, logprob, top, self._version)
             reason = row.finish_reason(self._runner.eos_token_ids)
             if reason is not None:
                 self._end(row, reason)

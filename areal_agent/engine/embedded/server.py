@@ -1,6 +1,6 @@
 """The embedded engine on SGLang's wire: aiohttp in front of the model thread.
 
-It knows paths, status codes and what a disconnected client means; the JSON is `wire.py`'s and all state is the
+It knows paths, status codes and what a disconnected client means; the JSON is `wire/`'s and all state is the
 scheduler's. A request that is wrong is answered with 400 and a message, and everything else goes on.
 """
 
@@ -16,12 +16,14 @@ from aiohttp import web
 from areal_agent.engine import wire
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
+from areal_agent.engine.embedded.streaming import stream_answer
+from areal_agent.engine.embedded.token_stream import TokenStream
 from areal_agent.engine.embedded.weights import read_weights
-from areal_agent.engine.fields import WireError
+from areal_agent.engine.fields import WireError, decode_json
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.wire import WeightUpdate
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import EngineInfo, WeightVersion
+from areal_agent.types import EngineInfo, GenerateRequest, WeightVersion
 
 MAX_BODY_BYTES = 64 * 2**20
 SHUTDOWN_GRACE_S = 2.0
@@ -99,16 +101,23 @@ class EngineServer:
 
     # -------------------------------------------------------------------------------------------- handlers
 
-    async def _generate(self, http: web.Request) -> web.Response:
-        request = wire.decode_request(await _json(http))
-        check_request(request, self._info())
-        answer = self._scheduler.submit(request)
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        call = wire.decode_call(await _json(http))
+        check_request(call.request, self._info())
         try:
-            result = await asyncio.wrap_future(answer)
-        except asyncio.CancelledError:
-            self._abort_disconnected(request.request_id)
+            if call.is_streamed:
+                return await self._generate_in_events(http, call.request)
+            result = await asyncio.wrap_future(self._scheduler.submit(call.request))
+        except (asyncio.CancelledError, ConnectionError):
+            self._abort_disconnected(call.request.request_id)
             raise
-        return _answer(wire.encode_result(request, result))
+        return _answer(wire.encode_result(call.request, result))
+
+    async def _generate_in_events(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
+        tokens = TokenStream()
+        answer = asyncio.wrap_future(self._scheduler.submit(request, tokens.put))
+        answer.add_done_callback(lambda _: tokens.end())
+        return await stream_answer(http, request, tokens, answer)
 
     def _abort_disconnected(self, request_id: str) -> None:
         with contextlib.suppress(EngineUnreachable):  # closed: nothing is sampled any more
@@ -165,21 +174,20 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except (WireError, EngineRejected, WeightUpdateError) as error:
-        return _answer(wire.encode_error(str(error)), status=400)
+        return _failure(str(error), 400)
     except EngineUnreachable as error:
-        return _answer(wire.encode_error(str(error)), status=503)
+        return _failure(str(error), 503)
     except web.HTTPException as error:
-        return _answer(wire.encode_error(f"{request.method} {request.path}: {error.reason}"), status=error.status)
+        return _failure(f"{request.method} {request.path}: {error.reason}", error.status)
+    except ConnectionError:  # the client is gone, and aiohttp closes what is left
+        raise
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
-        return _answer(wire.encode_error(f"the engine failed: {error!r}; see its log"), status=500)
+        return _failure(f"the engine failed: {error!r}; see its log", 500)
 
 
 async def _json(http: web.Request) -> object:
-    try:
-        return orjson.loads(await http.read())
-    except orjson.JSONDecodeError as error:
-        raise WireError(f"the body is not JSON: {error}") from error
+    return decode_json(await http.read())
 
 
 def _answer(body: dict[str, Any], status: int = 200) -> web.Response:
@@ -188,3 +196,7 @@ def _answer(body: dict[str, Any], status: int = 200) -> web.Response:
 
 def _success(message: str) -> web.Response:
     return _answer({"success": True, "message": message})
+
+
+def _failure(message: str, status: int) -> web.Response:
+    return _answer(wire.encode_failure(wire.Failure(message=message, status=status)), status=status)

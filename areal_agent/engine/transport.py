@@ -1,0 +1,109 @@
+"""HTTP to one server: bodies out, bodies in, and every failure one of the engine's errors. It knows no JSON field.
+
+`EngineUnreachable` is no answer, half an answer, a redirect or a status of 500 and above; a status of 400 and above is
+the refusal that the caller names.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import aiohttp
+import orjson
+
+from areal_agent.engine import wire
+from areal_agent.engine.fields import WireError, decode_json
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
+
+CONNECT_TIMEOUT_S = 10.0
+CONTROL_TIMEOUT_S = 120.0  # everything but /generate, which takes as long as it takes
+
+
+class Transport:
+    """Connections to one base URL: as many as there are requests, since the engine queues and the client must not."""
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, path: str, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> object:
+        """The JSON of an answer."""
+        return await self._read("GET", path, None, EngineRejected, timeout_s)
+
+    async def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        refusal: type[EngineError] = EngineRejected,
+        timeout_s: float | None = CONTROL_TIMEOUT_S,
+    ) -> object:
+        """The JSON of an answer."""
+        return await self._read("POST", path, body, refusal, timeout_s)
+
+    def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        """The bytes of an answer as they arrive, without a time limit. Close it when leaving early."""
+        return self._pieces("POST", path, body, EngineRejected, None)
+
+    async def aclose(self) -> None:
+        """Close the connections. Harmless when done before."""
+        if self._session is not None:
+            await self._session.close()
+
+    def unreadable(self, path: str, error: WireError) -> EngineUnreachable:
+        """What to raise for an answer that says something else than it should."""
+        return EngineUnreachable(
+            f"the answer of {self.base_url}{path} cannot be read: {error}; is that an areal_agent engine?"
+        )
+
+    async def _read(
+        self, method: str, path: str, body: dict[str, Any] | None, refusal: type[EngineError], timeout_s: float | None
+    ) -> object:
+        async with aclosing(self._pieces(method, path, body, refusal, timeout_s)) as pieces:
+            payload = b"".join([piece async for piece in pieces])
+        try:
+            return _json(payload)
+        except WireError as error:
+            raise self.unreadable(path, error) from error
+
+    async def _pieces(
+        self, method: str, path: str, body: dict[str, Any] | None, refusal: type[EngineError], timeout_s: float | None
+    ) -> AsyncGenerator[bytes, None]:
+        where = f"{method} {self.base_url}{path}"
+        try:
+            async with self._open().request(
+                method,
+                self.base_url + path,
+                data=None if body is None else orjson.dumps(body),
+                headers={"Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+                allow_redirects=False,
+            ) as response:
+                if response.status == 200:
+                    async for piece in response.content.iter_any():
+                        yield piece
+                    return
+                failure = _failure(await response.read(), response.status)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            cause = str(error) or type(error).__name__
+            raise EngineUnreachable(f"no answer to {where}: {cause}; is the engine running? see its log") from error
+        message = f"{where} was answered with {failure.status}: {failure.message}"
+        raise refusal(message) if failure.is_refusal else EngineUnreachable(message)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+        return self._session
+
+
+def _failure(payload: bytes, status: int) -> wire.Failure:
+    """What a failed answer says. Its HTTP status holds, whatever the body says of it."""
+    try:
+        message = wire.decode_failure(_json(payload), status).message
+    except WireError:
+        message = payload[:200].decode(errors="replace")
+    return wire.Failure(message=message, status=status)
+
+
+def _json(payload: bytes) -> object:
+    return decode_json(payload) if payload else None

@@ -1,0 +1,99 @@
+"""Our records as the JSON of SGLang's native HTTP API, and back: the subset that client and embedded server share.
+
+    generate.py   `/generate`: a request, and its answer in one piece
+    stream.py     the same answer in events, as it is sampled
+    sampling.py   `sampling_params`
+    tokens.py     what is said of every token: log-probability, likeliest tokens
+    versions.py   weight versions, and the spans of tokens that they sampled
+    control.py    abort, pause, continue
+    weights.py    weight updates
+    info.py       what an engine says of itself
+    failure.py    what an engine says when it cannot
+
+It knows neither sockets nor models. Reading is strict in both directions: a field that is missing, of the wrong type
+or unknown raises `WireError`, never becomes a default. The one exception is `/server_info`, of which SGLang says less.
+"""
+
+from areal_agent.engine.wire.control import (
+    ABORT_REQUEST,
+    CONTINUE_GENERATION,
+    PAUSE_GENERATION,
+    decode_abort,
+    decode_pause,
+    encode_abort,
+    encode_pause,
+)
+from areal_agent.engine.wire.failure import Failure, decode_failure, encode_failure
+from areal_agent.engine.wire.generate import (
+    GENERATE,
+    GenerateCall,
+    decode_call,
+    decode_result,
+    encode_request,
+    encode_result,
+)
+from areal_agent.engine.wire.info import (
+    HEALTH,
+    MODEL_INFO,
+    SERVER_INFO,
+    EngineStats,
+    decode_info,
+    decode_stats,
+    encode_info,
+)
+from areal_agent.engine.wire.sampling import MAX_SEED
+from areal_agent.engine.wire.stream import (
+    STREAM_END,
+    EventSplitter,
+    ResultReader,
+    decode_event,
+    encode_chunk,
+    encode_event,
+)
+from areal_agent.engine.wire.weights import (
+    UPDATE_FROM_DISK,
+    UPDATE_FROM_SHARED_MEMORY,
+    WeightUpdate,
+    decode_disk_update,
+    decode_shared_memory_update,
+    encode_update,
+)
+
+__all__ = [
+    "ABORT_REQUEST",
+    "CONTINUE_GENERATION",
+    "GENERATE",
+    "HEALTH",
+    "MAX_SEED",
+    "MODEL_INFO",
+    "PAUSE_GENERATION",
+    "SERVER_INFO",
+    "STREAM_END",
+    "UPDATE_FROM_DISK",
+    "UPDATE_FROM_SHARED_MEMORY",
+    "EngineStats",
+    "EventSplitter",
+    "Failure",
+    "GenerateCall",
+    "ResultReader",
+    "WeightUpdate",
+    "decode_abort",
+    "decode_call",
+    "decode_disk_update",
+    "decode_event",
+    "decode_failure",
+    "decode_info",
+    "decode_pause",
+    "decode_result",
+    "decode_shared_memory_update",
+    "decode_stats",
+    "encode_abort",
+    "encode_chunk",
+    "encode_event",
+    "encode_failure",
+    "encode_info",
+    "encode_pause",
+    "encode_request",
+    "encode_result",
+    "encode_update",
+]

@@ -1,0 +1,83 @@
+"""What an engine says of itself and of its work. Of a real SGLang server it reads what is there."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from areal_agent.engine.fields import WireError, as_integer, as_number, as_object, get
+from areal_agent.engine.wire.versions import decode_version
+from areal_agent.types import EngineInfo, JsonObject, WeightVersion
+
+HEALTH = "/health"
+SERVER_INFO = "/server_info"
+MODEL_INFO = "/model_info"
+
+UNTOLD_VOCAB_SIZE = 2**31 - 1
+"""Taken when an engine does not tell its vocabulary, as SGLang does not: then no id is refused before it is sent."""
+
+_CONTEXT_NAMES = ("max_context_tokens", "context_length", "max_req_input_len")  # ours, then SGLang's
+_UNLABELLED = "default"  # SGLang's name for the weights that it starts with
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """What `/server_info` says of the engine's work since it started."""
+
+    num_running: int  # requests that hold a slot
+    num_queued: int  # requests that wait for one
+    busy_s: float  # seconds in which a step was running
+    generated_tokens: int
+    weight_version: WeightVersion
+
+
+def encode_info(info: EngineInfo, stats: EngineStats) -> dict[str, Any]:
+    """The answer of `/server_info`; `/model_info` is a part of it."""
+    return {
+        "model_path": info.model_path,
+        "weight_version": str(stats.weight_version),
+        "vocab_size": info.vocab_size,
+        "max_context_tokens": info.max_context_tokens,
+        "has_grammar": info.has_grammar,
+        "num_running_reqs": stats.num_running,
+        "num_queue_reqs": stats.num_queued,
+        "busy_s": stats.busy_s,
+        "generated_tokens": stats.generated_tokens,
+    }
+
+
+def decode_info(body: object) -> EngineInfo:
+    """Read what `/server_info` says of the model."""
+    fields = as_object(body, "the answer")
+    version = fields.get("weight_version")
+    return EngineInfo(
+        model_path=get(fields, "model_path", str),
+        weight_version=WeightVersion() if version == _UNLABELLED else decode_version(version),
+        vocab_size=as_integer(fields.get("vocab_size", UNTOLD_VOCAB_SIZE), "vocab_size"),
+        max_context_tokens=_decode_context(fields),
+        has_grammar=_decode_grammar(fields),
+    )
+
+
+def _decode_context(fields: JsonObject) -> int:
+    """SGLang leaves `context_length` empty when nobody set it, and always says how long a prompt may be."""
+    name = next((name for name in _CONTEXT_NAMES if fields.get(name) is not None), None)
+    if name is None:
+        raise WireError(f"none of {', '.join(_CONTEXT_NAMES)} is there: the length of the context must be known")
+    return as_integer(fields[name], name)
+
+
+def _decode_grammar(fields: JsonObject) -> bool:
+    if "has_grammar" in fields:
+        return get(fields, "has_grammar", bool)
+    return fields.get("grammar_backend") not in (None, "none")
+
+
+def decode_stats(body: object) -> EngineStats:
+    """Read what `/server_info` says of the engine's work."""
+    fields = as_object(body, "the answer")
+    return EngineStats(
+        num_running=as_integer(fields.get("num_running_reqs"), "num_running_reqs"),
+        num_queued=as_integer(fields.get("num_queue_reqs"), "num_queue_reqs"),
+        busy_s=as_number(fields.get("busy_s"), "busy_s"),
+        generated_tokens=as_integer(fields.get("generated_tokens"), "generated_tokens"),
+        weight_version=decode_version(fields.get("weight_version")),
+    )

@@ -1,0 +1,124 @@
+"""`sampling_params` of `/generate`: how one completion is sampled, and the bounds of every parameter.
+
+Parameters that are off are not sent. `SamplingParams.stop` never is: texts are cut by the gateway.
+"""
+
+from typing import Any
+
+from areal_agent.engine.fields import WireError, as_ids, as_integer, as_number, as_object, get, refuse_unknown
+from areal_agent.types import JsonObject, SamplingParams
+
+MAX_SEED = 2**63 - 1
+
+_OFF = SamplingParams()
+_BOUNDS = {"min_p": (0.0, 1.0), "frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
+_KNOWN = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "json_schema",
+    "max_new_tokens",
+    "stop_token_ids",
+    "sampling_seed",
+}
+
+
+def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """The object `sampling_params`."""
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,  # 0 is `off` for us and an error for SGLang
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "json_schema"):
+        if getattr(sampling, name) != getattr(_OFF, name):
+            params[name] = getattr(sampling, name)
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    return params
+
+
+def decode_sampling(fields: JsonObject) -> SamplingParams:
+    """Read `sampling_params`; what is not given is off."""
+    refuse_unknown(fields, _KNOWN, "sampling_params")
+    return SamplingParams(
+        temperature=_temperature(fields.get("temperature", 1.0)),
+        top_p=_top_p(fields.get("top_p", 1.0)),
+        top_k=_top_k(fields.get("top_k", -1)),
+        min_p=_bounded(fields, "min_p"),
+        frequency_penalty=_bounded(fields, "frequency_penalty"),
+        presence_penalty=_bounded(fields, "presence_penalty"),
+        repetition_penalty=_repetition_penalty(fields.get("repetition_penalty", 1.0)),
+        logit_bias=_logit_bias(fields.get("logit_bias") or {}),
+        json_schema=None if fields.get("json_schema") is None else get(fields, "json_schema", str),
+        max_tokens=_max_tokens(fields.get("max_new_tokens", 128)),
+        stop_token_ids=as_ids(fields.get("stop_token_ids", []), "stop_token_ids"),
+        seed=None if fields.get("sampling_seed") is None else _seed(fields["sampling_seed"]),
+    )
+
+
+def _temperature(value: object) -> float:
+    temperature = as_number(value, "temperature")
+    if temperature < 0:
+        raise WireError(f"temperature is {temperature}; it must be 0 (greedy) or above")
+    return temperature
+
+
+def _top_p(value: object) -> float:
+    top_p = as_number(value, "top_p")
+    if not 0 < top_p <= 1:
+        raise WireError(f"top_p is {top_p}; it must be above 0 and at most 1 (off)")
+    return top_p
+
+
+def _top_k(value: object) -> int:
+    top_k = as_integer(value, "top_k")
+    if top_k < 1 and top_k != -1:
+        raise WireError(f"top_k is {top_k}; it must be at least 1, or -1 (off)")
+    return top_k
+
+
+def _bounded(fields: JsonObject, name: str) -> float:
+    number = as_number(fields.get(name, 0.0), name)
+    low, high = _BOUNDS[name]
+    if not low <= number <= high:
+        raise WireError(f"{name} is {number}; it must be from {low:g} to {high:g}, 0 is off")
+    return number
+
+
+def _repetition_penalty(value: object) -> float:
+    penalty = as_number(value, "repetition_penalty")
+    if not 0 < penalty <= 2:
+        raise WireError(f"repetition_penalty is {penalty}; it must be above 0 and at most 2, 1 is off")
+    return penalty
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    entries = as_object(value, "logit_bias")
+    for token_id in entries:
+        if not (token_id.isascii() and token_id.isdigit()):
+            raise WireError(f"logit_bias has the key {token_id!r:.80}; every key must be a token id")
+    return tuple((int(token_id), as_number(bias, f"logit_bias of {token_id}")) for token_id, bias in entries.items())
+
+
+def _max_tokens(value: object) -> int:
+    max_tokens = as_integer(value, "max_new_tokens")
+    if max_tokens < 1:
+        raise WireError(f"max_new_tokens is {max_tokens}; it must be at least 1")
+    return max_tokens
+
+
+def _seed(value: object) -> int:
+    seed = as_integer(value, "sampling_seed")
+    if not 0 <= seed <= MAX_SEED:
+        raise WireError(f"sampling_seed is {seed}; it must be from 0 to {MAX_SEED}")
+    return seed

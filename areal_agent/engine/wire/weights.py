@@ -1,0 +1,73 @@
+"""A set of weights and its label as the JSON of the two update paths, and back. Knows nothing of who reads weights.
+
+`/update_weights_from_shared_memory` is our one extension of SGLang's API: its body is a `SharedMemoryWeights`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from areal_agent.engine.fields import as_ids, as_integer, as_object, get, refuse_unknown
+from areal_agent.engine.wire.versions import decode_version
+from areal_agent.types import DiskWeights, JsonObject, SharedMemoryWeights, TensorEntry, WeightVersion
+
+UPDATE_FROM_DISK = "/update_weights_from_disk"
+UPDATE_FROM_SHARED_MEMORY = "/update_weights_from_shared_memory"
+
+_LABEL = ("weight_version", "flush_cache")  # what every weight update carries
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUpdate:
+    """One set of weights to load. `flush_cache`: recompute the KV cache of every request under the new weights."""
+
+    weights: SharedMemoryWeights | DiskWeights
+    version: WeightVersion
+    flush_cache: bool = True
+
+
+def encode_update(update: WeightUpdate) -> tuple[str, dict[str, Any]]:
+    """The path and the body that hand these weights over."""
+    weights = update.weights
+    label = {"weight_version": str(update.version), "flush_cache": update.flush_cache}
+    if isinstance(weights, DiskWeights):
+        return UPDATE_FROM_DISK, {"model_path": weights.path, **label}
+    entries = [
+        {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "offset": e.offset, "num_bytes": e.num_bytes}
+        for e in weights.entries
+    ]
+    return UPDATE_FROM_SHARED_MEMORY, {"path": weights.path, "entries": entries, "crc32": weights.crc32, **label}
+
+
+def decode_disk_update(body: object) -> WeightUpdate:
+    """Read the body of `/update_weights_from_disk`. The version is required: weights never change without a label."""
+    fields = as_object(body, "the body")
+    refuse_unknown(fields, {"model_path", *_LABEL}, UPDATE_FROM_DISK)
+    return _labelled(fields, DiskWeights(path=get(fields, "model_path", str)))
+
+
+def decode_shared_memory_update(body: object) -> WeightUpdate:
+    """Read the body of `/update_weights_from_shared_memory`."""
+    fields = as_object(body, "the body")
+    refuse_unknown(fields, {"path", "entries", "crc32", *_LABEL}, UPDATE_FROM_SHARED_MEMORY)
+    weights = SharedMemoryWeights(
+        path=get(fields, "path", str),
+        entries=tuple(_decode_entry(entry) for entry in get(fields, "entries", list)),
+        crc32=as_integer(fields.get("crc32"), "crc32"),
+    )
+    return _labelled(fields, weights)
+
+
+def _labelled(fields: JsonObject, weights: SharedMemoryWeights | DiskWeights) -> WeightUpdate:
+    flush_cache = get({"flush_cache": True, **fields}, "flush_cache", bool)
+    return WeightUpdate(weights=weights, version=decode_version(fields.get("weight_version")), flush_cache=flush_cache)
+
+
+def _decode_entry(entry: object) -> TensorEntry:
+    fields = as_object(entry, "an entry of entries")
+    return TensorEntry(
+        name=get(fields, "name", str),
+        dtype=get(fields, "dtype", str),
+        shape=as_ids(get(fields, "shape", list), "shape"),
+        offset=as_integer(fields.get("offset"), "offset"),
+        num_bytes=as_integer(fields.get("num_bytes"), "num_bytes"),
+    )
