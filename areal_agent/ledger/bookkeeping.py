@@ -46,10 +46,10 @@ def drop(connection: sqlite3.Connection, drops: Mapping[str, Drop]) -> None:
             connection.execute("INSERT INTO fates (session, dropped) VALUES (?, ?)", (session_id, reason))
 
 
-def set_late_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow) -> None:
+def set_late_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow, *, is_missing: bool) -> None:
     """Of a session in this file, while nothing has become of it."""
     _require_waiting(connection, session_id, "rewarded")
-    set_rewards(connection, session_id, rewards)
+    set_rewards(connection, session_id, rewards, is_missing=is_missing)
 
 
 def _require_waiting(connection: sqlite3.Connection, session_id: str, what: str) -> None:
@@ -81,13 +81,13 @@ def commit_checkpoint(connection: sqlite3.Connection, step: int, path: str | Non
 
 
 def begin_incarnation(
-    connection: sqlite3.Connection, checkpoint_step: int, num_orphans_of_shards: int, now_s: float
+    connection: sqlite3.Connection, checkpoint_step: int | None, num_orphans_of_shards: int, now_s: float
 ) -> Incarnation:
-    """Settle what the process before left behind, and count a new one."""
+    """Settle what the process before left behind, and count a new one. Without a step, all leases stand."""
     num_orphans = num_orphans_of_shards + len(end_orphans(connection))
-    if checkpoint_step > 0:
-        commit_checkpoint(connection, checkpoint_step, path=None)
-    num_returned = return_leases(connection, checkpoint_step)
+    num_returned = 0 if checkpoint_step is None else return_leases(connection, checkpoint_step)
+    if checkpoint_step is None:
+        checkpoint_step = connection.execute("SELECT coalesce(max(step), 0) FROM checkpoints").fetchone()[0]
     number = connection.execute("SELECT coalesce(max(number) + 1, 0) FROM incarnations").fetchone()[0]
     connection.execute(
         "INSERT INTO incarnations (number, checkpoint_step, started_s, num_orphans, num_returned) "
@@ -99,10 +99,12 @@ def begin_incarnation(
 
 
 def return_leases(connection: sqlite3.Connection, after_step: int) -> int:
-    """Undo the lineage after a checkpoint that training resumes from: it no longer exists, so nothing trained it.
+    """Go on from the checkpoint of `after_step`: what it holds is trained, what was leased later waits again; how many.
 
     Fates of later steps are there only when a later checkpoint was committed and then lost or given up.
     """
+    if after_step > 0:
+        commit_checkpoint(connection, after_step, path=None)
     connection.execute("DELETE FROM checkpoints WHERE step > ?", (after_step,))
     connection.execute("DELETE FROM fates WHERE trained_step > ?", (after_step,))
     return connection.execute("DELETE FROM leases WHERE step > ?", (after_step,)).rowcount

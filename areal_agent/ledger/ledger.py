@@ -82,18 +82,26 @@ class Ledger:
         await self._own.close_session(trajectory)
 
     async def set_rewards(self, session_id: str, rewards: Rewards) -> None:
-        """Rewards that came after the end of a session of its own (no shard's); they replace those it had.
+        """Replace what a waiting trajectory of its own (no shard's) has earned, after its end.
 
-        Refused once the trajectory is leased, trained or dropped. One that missed its reward is completed by it.
+        One whose status is `missing_reward` is completed by it.
         """
+        await self._reader.run(partial(questions.require_trainable, session_ids=[session_id], what="rewarded"))
         await self._own.run(
-            partial(bookkeeping.set_late_rewards, session_id=session_id, rewards=encode_rewards(rewards))
+            partial(
+                bookkeeping.set_late_rewards,
+                session_id=session_id,
+                rewards=encode_rewards(rewards),
+                is_missing=rewards.is_missing,
+            )
         )
 
     # ------------------------------------------------------------------------------------ starts and ends
 
-    async def begin_incarnation(self, checkpoint_step: int) -> Incarnation:
+    async def begin_incarnation(self, checkpoint_step: int | None) -> Incarnation:
         """Start a process of the run at the checkpoint of `checkpoint_step` (0: at the initial weights).
+
+        None: at whatever step a trainer elsewhere is; what it has leased stays leased.
 
         Sessions that dead processes left open end as orphans, in every shard; leases up to the checkpoint are trained,
         for it may have been published and not yet committed; what came after it waits again. Call it first, before any
@@ -148,9 +156,9 @@ class Ledger:
         await self._own.run(partial(bookkeeping.commit_checkpoint, step=step, path=path))
 
     async def return_leases(self, after_step: int) -> int:
-        """A trainer goes on from the checkpoint of `after_step`: what is of later steps waits again; how many.
+        """A trainer goes on from the checkpoint of `after_step`: what it leased later waits again; how many.
 
-        For a trainer that restarts while this process lives on. Commit that checkpoint first if that may be lost.
+        What that checkpoint holds is trained: it may have been published and not yet committed.
         """
         return await self._own.run(partial(bookkeeping.return_leases, after_step=after_step))
 
@@ -169,8 +177,12 @@ class Ledger:
         return await self._reader.run(questions.num_waiting)
 
     async def leased(self, step: int) -> tuple[Trajectory, ...]:
-        """What is leased for a step, trained meanwhile or not: for a trainer that lost the answer to its lease."""
+        """What is leased for train step `step` and not yet trained."""
         return await self._reader.run(partial(questions.leased, step=step))
+
+    async def session_with_key(self, key_hash: str) -> str | None:
+        """The id of the session, open or closed, that has this key; None when there is none."""
+        return await self._reader.run(partial(questions.session_with_key, key_hash=key_hash))
 
     async def next_group_number(self) -> int:
         """One more than the highest number of a group id like `g000012`; 0 when there is none."""

@@ -37,10 +37,21 @@ def num_waiting(snapshot: Snapshot) -> int:
 
 
 def leased(snapshot: Snapshot, step: int) -> tuple[Trajectory, ...]:
-    """What is leased for a step, trained meanwhile or not, by session id."""
-    coordinator = snapshot[0]
-    ids = coordinator.execute("SELECT session FROM leases WHERE step = ? ORDER BY session", (step,)).fetchall()
-    return tuple(trajectory(snapshot, session_id) for (session_id,) in ids)
+    """Leased for a train step and not trained yet, by session id."""
+    ids = snapshot[0].execute(
+        "SELECT session FROM leases WHERE step = ? AND session NOT IN (SELECT session FROM fates) ORDER BY session",
+        (step,),
+    )
+    return tuple(trajectory(snapshot, session_id) for (session_id,) in ids.fetchall())
+
+
+def session_with_key(snapshot: Snapshot, key_hash: str) -> str | None:
+    """The id of the session that has this key; None when there is none."""
+    for connection in snapshot:
+        found = connection.execute("SELECT id FROM sessions WHERE key_hash = ?", (key_hash,)).fetchone()
+        if found is not None:
+            return found[0]
+    return None
 
 
 def require_trainable(snapshot: Snapshot, session_ids: Iterable[str], what: str) -> None:

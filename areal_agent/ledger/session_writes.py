@@ -73,16 +73,19 @@ def _open_session_number(connection: sqlite3.Connection, session_id: str) -> int
     return number
 
 
-def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow) -> None:
-    """The rewards of a session that has ended. One that missed its reward is completed now."""
-    changed = connection.execute(
-        f"UPDATE endings SET {', '.join(name + ' = ?' for name in RewardRow._fields)}, "
-        "error = CASE status WHEN ? THEN NULL ELSE error END, status = CASE status WHEN ? THEN ? ELSE status END "
-        "WHERE session = (SELECT number FROM sessions WHERE id = ?)",
-        (*rewards, Status.MISSING_REWARD, Status.MISSING_REWARD, Status.COMPLETED, session_id),
-    ).rowcount
-    if not changed:
-        raise LedgerError(f"the rewards of session {session_id!r} cannot be set: it has not ended here")
+def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow, *, is_missing: bool) -> None:
+    """Replace what a session that has ended has earned. One that only lacked a reward is completed by it."""
+    row = connection.execute(
+        "SELECT e.number FROM endings e JOIN sessions s ON s.number = e.session WHERE s.id = ?", (session_id,)
+    ).fetchone()
+    if row is None:
+        raise LedgerError(f"session {session_id!r} has not ended in this file: its rewards cannot be set")
+    connection.execute("UPDATE endings SET final_reward = ?, rewards = ?, parts = ? WHERE number = ?", (*rewards, *row))
+    if not is_missing:
+        connection.execute(
+            "UPDATE endings SET status = ?, error = NULL WHERE number = ? AND status = ?",
+            (Status.COMPLETED, *row, Status.MISSING_REWARD),
+        )
 
 
 class _Orphan(NamedTuple):

@@ -30,6 +30,7 @@ CREATE TABLE sessions (
     key_hash TEXT NOT NULL,
     started_s REAL NOT NULL
 );
+CREATE INDEX session_of_key ON sessions (key_hash);
 CREATE TABLE turns (
     number INTEGER PRIMARY KEY,
     session INTEGER NOT NULL REFERENCES sessions (number),
