@@ -5,7 +5,8 @@ of an answer is queued behind bytes that a client does not take, so it holds no 
 """
 
 import asyncio
-import logging
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,7 @@ from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.replies import error_reply
 from areal_agent.gateway.stats import Counters
 
-logger = logging.getLogger(__name__)
-
-LINGER_S = 2.0
+LINGER_S = 1.0
 """How long a body that nobody reads is thrown away before the connection closes, so that its client sees the answer."""
 
 
@@ -98,7 +97,12 @@ class Connection(web.RequestHandler):
         if self._wire.get_write_buffer_size() < self._num_untaken:
             self._watch_for_stall()
         else:
-            self._wire.abort()
+            self._hang_up(self._wire)
+
+    def _hang_up(self, wire: asyncio.Transport) -> None:
+        """Close at once, and let the kernel throw away what it still holds for this client."""
+        wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wire.abort()
 
     def _stop_stall_check(self) -> None:
         if self._stall_check is not None:

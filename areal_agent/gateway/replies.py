@@ -67,6 +67,7 @@ def as_request_error(error: Exception, request: web.BaseRequest) -> RequestError
     """A failure as its agent is told it: without keys, and without what is only for the log, where that goes."""
     fault = _fault(error, f"{request.method} {request.rel_url.raw_path:.200}", request.headers)
     fault.message = without_keys(fault.message, request.headers)
+    fault.param = None if fault.param is None else without_keys(fault.param, request.headers)
     return fault
 
 

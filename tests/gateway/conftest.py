@@ -170,6 +170,7 @@ async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
         is_stepped: bool = False,
         max_context_tokens: int = 1000,
         journal: Any = None,
+        **options: Any,
     ) -> World:
         engine = WatchedEngine(
             [renderer.ids_of(text) for text in texts] if script is None else script, is_stepped=is_stepped
@@ -183,6 +184,7 @@ async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
             admin_key=ADMIN_KEY,
             max_context_tokens=max_context_tokens,
             vocab_size=VOCAB_SIZE,
+            **options,
         )
         served = await gateway.serve()
         stack.push_async_callback(served.aclose)

@@ -1,0 +1,140 @@
+"""Keys and bodies that are not what they should be:
+
+- a key may come as bearer, `api-key` or `x-api-key`
+- no answer and no log line has a key in it, wherever the caller wrote it
+- a body over the limit is refused without being read, whether its length was said or not
+- a compressed body is refused; what Content-Type says does not matter
+- a key that comes twice: refused where rollouts are controlled, the last one counts in an agent's call
+- a body that breaks off, and chunks that are none, are errors of the client
+- what has no path or method is an error object too, with `Allow` where a method would do
+"""
+
+import gzip
+import logging
+
+import pytest
+
+from areal_agent.gateway.limits import Limits
+
+from .conftest import ADMIN_KEY, OpenWorld
+from .raw import is_error_object, parse, say
+
+SECRET = "sk-this-key-is-a-secret-of-its-owner"
+HEAD = (
+    f"POST /rl/start_session HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ADMIN_KEY}\r\nConnection: close\r\n"
+)
+
+
+@pytest.mark.parametrize("header", ["api-key", "x-api-key", "X-API-KEY"])
+async def test_other_headers_for_keys(open_world: OpenWorld, header: str) -> None:
+    world = await open_world()
+    async with world.http.get(f"{world.url}/v1/models", headers={header: ADMIN_KEY}) as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (f"/v1/{SECRET}", {}),
+        ("/v1/chat/completions", {"model": SECRET, "messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/chat/completions", {"model": "model", "messages": SECRET}),
+        ("/v1/chat/completions", {SECRET: 1}),
+        ("/rl/set_reward", {"reward": SECRET}),
+    ],
+)
+async def test_keys_are_not_repeated(open_world: OpenWorld, path: str, body: object) -> None:
+    world = await open_world()
+    agent = await world.start()
+    status, answer = await world.call(path, body, key=agent.key)
+    assert status >= 400
+    assert SECRET not in str(answer)
+
+
+async def test_keys_are_not_logged(open_world: OpenWorld, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    world = await open_world(script=[RuntimeError("a bug")])
+    agent = await world.start()
+    status, answer = await agent.post_chat()
+    assert status == 500
+    assert "failed" in caplog.text
+    assert agent.key not in caplog.text + str(answer)
+
+
+async def test_a_large_body(open_world: OpenWorld) -> None:
+    world = await open_world(limits=Limits(max_body_bytes=100))
+    status, headers, body = parse(await say(world.url, f"{HEAD}Content-Length: 101\r\n\r\n".encode()))
+    assert (status, headers["connection"], is_error_object(body)) == (413, "close", True)
+
+
+async def test_a_body_without_an_end(open_world: OpenWorld) -> None:
+    world = await open_world(limits=Limits(max_body_bytes=100_000))
+    chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    status, _, body = parse(await say(world.url, f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode(), chunk, chunk))
+    assert (status, is_error_object(body)) == (413, True)
+
+
+async def test_a_body_of_just_the_limit(open_world: OpenWorld) -> None:
+    world = await open_world(limits=Limits(max_body_bytes=100))
+    body = b'{"task_id": "t"}'
+    assert (await world.call("/rl/start_session", body.ljust(100)))[0] == 200
+
+
+async def test_a_compressed_body(open_world: OpenWorld) -> None:
+    world = await open_world()
+    bomb = gzip.compress(b" " * 2**20)
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}", "Content-Encoding": "gzip"}
+    async with world.http.post(f"{world.url}/rl/start_session", headers=headers, data=bomb) as response:
+        assert response.status == 415
+        assert is_error_object(await response.json())
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "nonsense"])
+async def test_any_content_type(open_world: OpenWorld, content_type: str) -> None:
+    world = await open_world()
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}", "Content-Type": content_type}
+    data = b'{"task_id": "t"}'
+    async with world.http.post(f"{world.url}/rl/start_session", headers=headers, data=data) as response:
+        assert response.status == 200
+
+
+async def test_a_reward_said_twice_in_one_body(open_world: OpenWorld) -> None:
+    world = await open_world()
+    agent = await world.start()
+    status, answer = await world.call("/rl/set_reward", b'{"reward": 1, "reward": 0}', key=agent.key)
+    assert (status, answer["error"]["param"]) == (400, "reward")
+
+
+async def test_a_parameter_said_twice_in_a_call(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start()
+    body = b'{"model": "no", "messages": [{"role": "user", "content": "x"}], "model": "model"}'
+    assert (await world.call("/v1/chat/completions", body, key=agent.key))[0] == 200
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "1" * 5000, '"\\ud800"', "[" * 2000 + "]" * 2000])
+@pytest.mark.parametrize("path", ["/rl/set_reward", "/v1/chat/completions"])
+async def test_values_that_are_not_json(open_world: OpenWorld, path: str, number: str) -> None:
+    world = await open_world()
+    agent = await world.start()
+    status, answer = await world.call(path, f'{{"reward": {number}}}'.encode(), key=agent.key)
+    assert (status, is_error_object(answer)) == (400, True)
+
+
+async def test_chunks_that_are_none(open_world: OpenWorld) -> None:
+    world = await open_world()
+    answer = await say(world.url, f"{HEAD}Transfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
+    status, _, body = parse(answer)
+    assert (status, is_error_object(body)) == (400, True)
+
+
+async def test_a_method_that_would_do(open_world: OpenWorld) -> None:
+    world = await open_world()
+    async with world.http.put(f"{world.url}/rl/end_session") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        assert is_error_object(await response.json())
+
+
+async def test_an_expectation_that_is_unknown(open_world: OpenWorld) -> None:
+    world = await open_world()
+    status, _, body = parse(await say(world.url, f"{HEAD}Expect: a miracle\r\nContent-Length: 0\r\n\r\n".encode()))
+    assert (status, is_error_object(body)) == (417, True)

@@ -1,0 +1,107 @@
+"""Clients that are slow, or do not speak HTTP:
+
+- half a head, and a connection without a request, are closed after the idle limit
+- half a body is answered with 408 after its limit, with a length and without
+- what is not HTTP gets 400 and an error object, and the log has nothing to say of it
+- a client that takes nothing of its answers is hung up on, and one that hangs up is no error for the log
+"""
+
+import asyncio
+import logging
+import select
+import socket
+
+import pytest
+
+from areal_agent.gateway.limits import Limits
+
+from .conftest import ADMIN_KEY, OpenWorld
+from .raw import address, is_error_object, parse, say
+
+SHORT_S = 0.05
+HEAD = f"POST /rl/start_session HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ADMIN_KEY}\r\n"
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /he", b"GET /health HTTP/1.1\r\nHost: loc"])
+async def test_a_head_that_does_not_come(open_world: OpenWorld, start: bytes) -> None:
+    world = await open_world(limits=Limits(idle_timeout_s=SHORT_S))
+    assert await say(world.url, start) == b""
+
+
+async def test_an_idle_connection(open_world: OpenWorld) -> None:
+    world = await open_world(limits=Limits(idle_timeout_s=SHORT_S))
+    status, _, _ = parse(await say(world.url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+    assert status == 200  # and then it was closed, or this would not have ended
+
+
+@pytest.mark.parametrize("half", ['Content-Length: 9\r\n\r\n{"', "Transfer-Encoding: chunked\r\n\r\n9\r\n{"])
+async def test_a_body_that_does_not_come(open_world: OpenWorld, half: str) -> None:
+    world = await open_world(limits=Limits(body_timeout_s=SHORT_S))
+    status, headers, body = parse(await say(world.url, (HEAD + half).encode()))
+    assert (status, headers["connection"], is_error_object(body)) == (408, "close", True)
+    assert world.gateway.stats().num_open_sessions == 0
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"hello\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),  # the start of TLS
+        b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost : localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000 + b"\r\n\r\n",
+        b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: x\r\n" * 1000 + b"\r\n",
+        HEAD.encode() + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        HEAD.encode() + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        HEAD.encode() + b"Content-Length: -1\r\n\r\n",
+    ],
+    ids=[
+        "words",
+        "TLS",
+        "version",
+        "space",
+        "long header",
+        "long path",
+        "many headers",
+        "two lengths",
+        "length and chunks",
+        "negative",
+    ],
+)
+async def test_what_is_not_http(open_world: OpenWorld, noise: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    world = await open_world()
+    status, _, body = parse(await say(world.url, noise))
+    assert (status, is_error_object(body)) == (400, True)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_a_client_that_takes_nothing(open_world: OpenWorld) -> None:
+    world = await open_world(limits=Limits(stall_timeout_s=SHORT_S))
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address(world.url))
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
+        poll = select.poll()
+        poll.register(client, 0)  # tells only of a connection that was reset
+        assert await asyncio.to_thread(poll.poll, 20_000)
+    async with world.http.get(f"{world.url}/health") as response:
+        assert response.status == 200
+
+
+async def test_hanging_up_is_no_error(open_world: OpenWorld, caplog: pytest.LogCaptureFixture) -> None:
+    world = await open_world("abc", is_stepped=True)
+    agent = await world.start()
+    body = b'{"model": "model", "messages": [{"role": "user", "content": "x"}]}'
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {agent.key}\r\n"
+    _, asking = await asyncio.open_connection(*address(world.url))
+    asking.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    _, sending = await asyncio.open_connection(*address(world.url))
+    sending.write(f"{head}Content-Length: 1000\r\n\r\n".encode() + body)
+    await world.engine.wait_for_requests(1)
+    asking.close()
+    sending.close()
+    await world.engine.was_cancelled.wait()
+    assert (await agent.end())[0] == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert world.gateway.stats().errors == {}
