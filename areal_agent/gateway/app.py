@@ -1,34 +1,35 @@
 """The gateway: its routes, who may call them, and how their answers leave.
 
 Agents call `/v1/chat/completions` with the key of their session and see that session only; the owner of a rollout
-calls `/rl/*`; whoever has the admin key starts sessions and exports them. All the work is done in `session`.
+calls `/rl/*` (`rollouts`); whoever has the admin key starts sessions and exports them, and, where a trainer elsewhere
+consumes them, leases them (`online`). All the work is done in `session`.
 """
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from aiohttp import web
 
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.gateway.about import About
-from areal_agent.gateway.auth import key_hash, new_key
 from areal_agent.gateway.bodies import BodyReader
 from areal_agent.gateway.callers import Callers
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.closing import Closing
-from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
+from areal_agent.gateway.control import StartRequest
 from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.metrics import Metrics
+from areal_agent.gateway.online.consumer import Consumer
+from areal_agent.gateway.online.routes import TrainerCalls, TrainerHandler
 from areal_agent.gateway.replies import json_reply
+from areal_agent.gateway.rollouts import Archive, RolloutCalls
 from areal_agent.gateway.serve import ServedGateway, serve_app
-from areal_agent.gateway.session import Services, Session
+from areal_agent.gateway.session import Session, SessionOptions
 from areal_agent.gateway.sessions import Sessions
 from areal_agent.gateway.stats import Counters, GatewayStats
 from areal_agent.gateway.traffic import Traffic
 from areal_agent.protocols import Journal, Sampler
-from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject, SessionRecord
 
@@ -63,6 +64,8 @@ class Gateway:
         vocab_size: int,
         limits: Limits | None = None,
         allowed_hosts: Iterable[str] = (),
+        archive: Archive | None = None,
+        consumer: Consumer | None = None,
     ) -> None:
         if renderer.vocab_size > vocab_size:
             raise ConfigError(
@@ -76,7 +79,6 @@ class Gateway:
             counters=self._counters,
             max_context_tokens=max_context_tokens,
         )
-        self._journal = journal
         self._model_name = model_name
         self._limits = limits or Limits()
         self._allowed_hosts = tuple(allowed_hosts)
@@ -93,6 +95,17 @@ class Gateway:
             stats=self.stats,
             metrics=self._metrics,
         )
+        self._rollouts = RolloutCalls(
+            sessions=self._sessions,
+            traffic=self._traffic,
+            callers=self._callers,
+            bodies=self._bodies,
+            journal=journal,
+            make_session=self._make_session,
+            archive=archive,
+            consumer=consumer,
+        )
+        self._trainer = TrainerCalls(consumer, self.stats).handlers() if consumer else {}
 
     def app(self) -> web.Application:
         """The web application; `serve` runs it the right way."""
@@ -101,10 +114,12 @@ class Gateway:
         for prefix in ("/v1", ""):
             app.router.add_post(f"{prefix}/chat/completions", self._for_agent(self._chat_completions))
             app.router.add_get(f"{prefix}/models", self._about.models)
-        app.router.add_post("/rl/start_session", self._start_session)
-        app.router.add_post("/rl/set_reward", self._for_session(self._set_reward))
-        app.router.add_post("/rl/end_session", self._for_session(self._end_session))
-        app.router.add_post("/export_trajectories", self._export_trajectories)
+        app.router.add_post("/rl/start_session", self._rollouts.start)
+        app.router.add_post("/rl/set_reward", self._rollouts.set_reward)
+        app.router.add_post("/rl/end_session", self._rollouts.end)
+        app.router.add_post("/export_trajectories", self._rollouts.export)
+        for path, handle in self._trainer.items():
+            app.router.add_post(path, self._for_trainer(handle))
         app.router.add_get("/health", self._about.health)
         app.router.add_get("/metrics", self._about.metrics)
         app.router.add_get("/openapi.json", self._about.openapi)
@@ -148,52 +163,9 @@ class Gateway:
 
     # ------------------------------------------------------------------------------------------- rollouts
 
-    async def _start_session(self, request: web.Request) -> web.Response:
-        self._callers.require_admin(request)
-        start = StartRequest.read(await self._bodies.control(request))
-        self._sessions.require_free(start.session_id)
-        api_key = new_key()
-        record = SessionRecord(
-            id=start.session_id,
-            group_id=start.group_id,
-            task_id=start.task_id,
-            purpose=start.purpose,
-            seed=start.seed,
-            key_hash=key_hash(api_key),
-            started_s=time.time(),
-        )
-        session = Session(record, defaults=start.sampling, services=self._services, on_ended=self._retire)
-        self._traffic.enter(record.id)
-        self._sessions.add(session)
-        try:
-            await self._journal.open_session(record)
-        except BaseException:
-            self._sessions.remove(session)
-            self._traffic.leave(record.id)
-            raise
-        base_url = f"{request.url.origin()}/v1"  # whoever came this way can come again
-        return json_reply({"session_id": record.id, "api_key": api_key, "base_url": base_url})
-
-    async def _set_reward(self, session: Session, body: JsonObject) -> web.Response:
-        session.reward(RewardRequest.read(body))
-        return json_reply({"session_id": session.record.id})
-
-    async def _end_session(self, session: Session, body: JsonObject) -> web.Response:
-        trajectory = await session.end(EndRequest.read(body))
-        return json_reply(
-            {
-                "session_id": trajectory.session_id,
-                "status": trajectory.status,
-                "num_turns": len(trajectory.turns),
-                "num_sampled_tokens": trajectory.num_sampled_tokens,
-            }
-        )
-
-    async def _export_trajectories(self, request: web.Request) -> web.Response:
-        self._callers.require_admin(request)
-        session = self._sessions.ended(read_export(await self._bodies.control(request)))
-        assert session.trajectory is not None  # it has ended
-        return json_reply({"trajectory": session.trajectory, "records": token_records(session.trajectory)})
+    def _make_session(self, record: SessionRecord, start: StartRequest) -> Session:
+        options = SessionOptions(defaults=start.sampling, truncates=start.truncates)
+        return Session(record, options=options, services=self._services, on_ended=self._retire)
 
     async def _sweeping(self, app: web.Application) -> AsyncIterator[None]:
         """Owns the task that ends silent sessions, as long as the app runs."""
@@ -222,12 +194,11 @@ class Gateway:
 
         return handler
 
-    def _for_session(self, handle: SessionHandler) -> Handler:
-        """A handler for the owner of the session whose key the request came with."""
+    def _for_trainer(self, handle: TrainerHandler) -> Handler:
+        """A handler for a trainer, who has the admin key."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            session = self._callers.session(request)
-            with self._traffic.call(session.record.id):
-                return await handle(session, await self._bodies.control(request))
+            self._callers.require_admin(request)
+            return await handle(await self._bodies.control(request))
 
         return handler

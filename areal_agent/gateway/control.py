@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import Self
 
 from areal_agent.gateway.fields import (
+    as_flag,
     as_integer,
     as_member,
     as_name,
@@ -18,6 +19,8 @@ from areal_agent.gateway.fields import (
 from areal_agent.gateway.sampling import MAX_SEED, WISH_FIELDS, SamplingWishes
 from areal_agent.types import JsonObject, SessionPurpose, Status
 
+MAX_GROUP_SIZE = 2**16
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartRequest:
@@ -29,12 +32,16 @@ class StartRequest:
     purpose: SessionPurpose
     seed: int
     sampling: SamplingWishes
+    group_size: int | None  # how many siblings the group has, this one included; None: as its first session said, or 1
+    truncates: bool  # a context without room is an empty answer that ends by its length, not an error
 
     @classmethod
     def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("task_id", "group_id", "session_id", "purpose", "seed", "sampling"))
+        refuse_unknown(
+            body, ("task_id", "group_id", "session_id", "purpose", "seed", "sampling", "group_size", "truncate")
+        )
         session_id = _optional_name(body, "session_id") or f"session-{secrets.token_hex(8)}"
-        purpose, seed = body.get("purpose"), body.get("seed")
+        purpose, seed, group_size = body.get("purpose"), body.get("seed"), body.get("group_size")
         return cls(
             session_id=session_id,
             group_id=_optional_name(body, "group_id") or session_id,
@@ -42,6 +49,8 @@ class StartRequest:
             purpose=SessionPurpose.TRAIN if purpose is None else as_member(SessionPurpose, purpose, "purpose"),
             seed=_seed_of(session_id) if seed is None else as_integer(seed, "seed", low=0, high=MAX_SEED),
             sampling=_read_sampling(body),
+            group_size=None if group_size is None else as_integer(group_size, "group_size", low=1, high=MAX_GROUP_SIZE),
+            truncates=as_flag(body.get("truncate"), "truncate"),
         )
 
 

@@ -46,6 +46,11 @@ class Sessions:
     def with_id(self, session_id: str) -> Session | None:
         return self._by_id.get(session_id)
 
+    def is_open(self, session_id: str) -> bool:
+        """Whether it is here and has not ended."""
+        session = self._by_id.get(session_id)
+        return session is not None and session.state is not SessionState.ENDED
+
     def ended(self, session_id: str) -> Session:
         """A session that has ended; raises RequestError when there is none, or when it goes on."""
         session = self._by_id.get(session_id)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from areal_agent.gateway.control import MAX_GROUP_SIZE
 from areal_agent.gateway.openapi.parts import (
     NAME,
     JsonSchema,
@@ -38,10 +39,14 @@ SCHEMAS: dict[str, JsonSchema] = {
             purpose=one_of(*(purpose.value for purpose in SessionPurpose)),
             seed=integer(0, 2**63 - 1),
             sampling=_WISHES,
+            group_size=integer(1, MAX_GROUP_SIZE),
+            truncate={"type": "boolean"},
         ),
         ["task_id"],
     ),
-    "StartedSession": answer_object({"session_id": NAME, "api_key": text(1), "base_url": text(1)}),
+    "StartedSession": answer_object(
+        {"session_id": NAME, "api_key": text(1), "base_url": text(1), "anthropic_base_url": text(1)}
+    ),
     "SetReward": closed_object(
         {"reward": {"anyOf": [number(), {"type": "boolean"}]}} | optional(interaction_id=NAME, name=NAME), ["reward"]
     ),

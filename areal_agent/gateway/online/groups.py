@@ -1,0 +1,234 @@
+"""The groups that a trainer will consume, from their first session until they are leased or given up.
+
+::
+
+    admit ─▶ (a session starts ─▶ ends)* ─▶ ready ─▶ leased, or given up: nothing of it can be trained
+
+A group is admitted as a whole: its first session reserves room for all siblings under the staleness bound. It is ready
+when all of them have ended with their rewards. What is missing (a sibling that never starts, a late reward) is waited
+for so long, counted from the last thing that happened to the group. Pure accounting: no clock, no ledger.
+"""
+
+from collections.abc import Iterable
+
+from areal_agent.errors import RequestError
+from areal_agent.gateway.online.bound import Bound, Progress, capacity, require_room
+from areal_agent.gateway.online.group import Group, Waiting
+from areal_agent.staleness import is_stale
+
+
+class Groups:
+    """All groups that are neither leased nor given up, and the bound on how many answers they may be."""
+
+    def __init__(self, *, wait_s: float, bound: Bound | None = None, progress: Progress | None = None) -> None:
+        self.bound = bound  # None: no trainer has named one yet, and everything is admitted
+        self.progress = progress or Progress()
+        self._wait_s = wait_s
+        self._groups: dict[str, Group] = {}
+        self._group_of: dict[str, str] = {}  # by session
+
+    # -------------------------------------------------------------------------------------- at the door
+
+    @property
+    def num_running(self) -> int:
+        """Answers of groups that have not all of their sessions behind them."""
+        return self._num_answers(group for group in self._groups.values() if not group.is_over)
+
+    @property
+    def num_finished(self) -> int:
+        """Answers of groups that wait to be leased."""
+        return self._num_answers(self._groups.values()) - self.num_running
+
+    @property
+    def capacity(self) -> int | None:
+        """How many more answers may be admitted now; None without a bound."""
+        if self.bound is None:
+            return None
+        return capacity(self.bound, self.progress, self.num_running + self.num_finished)
+
+    def start(self, session_id: str, group_id: str, size: int | None, now_s: float) -> None:
+        """Admit a session: a sibling of an admitted group always, the first of a group when all of it fits.
+
+        Raises RequestError: 429 at the bound, 409 when the group is full, 400 for a size that cannot be.
+        """
+        group = self._groups.get(group_id)
+        if group is None:
+            group = self._admit(group_id, size or 1, now_s)
+        self._join(group, size)
+        group.sessions.append(session_id)
+        group.running.add(session_id)
+        group.changed_s = now_s
+        self._group_of[session_id] = group_id
+
+    def withdraw(self, session_id: str) -> None:
+        """Undo `start` of a session that could not be opened."""
+        group = self._groups[self._group_of.pop(session_id)]
+        group.running.discard(session_id)
+        group.sessions.remove(session_id)
+        if not group.sessions:
+            self._remove(group)
+
+    # ------------------------------------------------------------------------------------ after the end
+
+    def end(self, session_id: str, waiting: Waiting | None, now_s: float) -> None:
+        """A session has ended; with nothing to train (None) its siblings go on without it."""
+        group = self._group(session_id)
+        if group is None:
+            return
+        group.running.discard(session_id)
+        group.changed_s = now_s
+        if waiting is not None:
+            group.waiting[session_id] = waiting
+        self._forget_if_empty(group, now_s)
+
+    def restore(self, group_id: str, waiting: Waiting, now_s: float) -> None:
+        """Take back a session that the ledger has waiting. One that is known already stays as it is."""
+        if waiting.session_id in self._group_of:
+            return
+        group = self._groups.get(group_id)
+        if group is None:
+            group = self._groups[group_id] = Group(
+                id=group_id, size=0, started_step=waiting.oldest, changed_s=now_s, is_restored=True
+            )
+        group.sessions.append(waiting.session_id)
+        group.size = max(group.size, group.num_started)
+        group.waiting[waiting.session_id] = waiting
+        self._group_of[waiting.session_id] = group_id
+
+    def is_running(self, session_id: str) -> bool:
+        """Whether it was admitted and has not ended."""
+        group = self._group(session_id)
+        return group is not None and session_id in group.running
+
+    def is_waiting(self, session_id: str) -> bool:
+        """Whether it has ended and may yet be leased: it may still be rewarded."""
+        group = self._group(session_id)
+        return group is not None and session_id in group.waiting
+
+    def reward(self, session_id: str, now_s: float) -> None:
+        """A reward has come for a session that waits."""
+        group = self._group(session_id)
+        if group is not None and session_id in group.waiting:
+            one = group.waiting[session_id]
+            group.waiting[session_id] = Waiting(session_id=session_id, oldest=one.oldest, has_reward=True)
+            group.changed_s = now_s
+
+    # ----------------------------------------------------------------------------------- for the trainer
+
+    def ready(self, now_s: float) -> tuple[Group, ...]:
+        """The groups that could be leased now, the oldest tokens first."""
+        found = [group for group in self._groups.values() if self._is_ready(group, now_s)]
+        return tuple(sorted(found, key=lambda group: (group.oldest, group.id)))
+
+    def unrewarded(self, now_s: float) -> tuple[str, ...]:
+        """Sessions whose reward has been waited for long enough."""
+        return tuple(
+            one.session_id
+            for group in self._groups.values()
+            if not group.running and self._has_waited(group, now_s)
+            for one in group.waiting.values()
+            if not one.has_reward
+        )
+
+    def stale(self, step: int) -> tuple[str, ...]:
+        """Sessions that wait and are beyond the bound for train step `step`."""
+        if self.bound is None:
+            return ()
+        return tuple(
+            one.session_id
+            for group in self._groups.values()
+            for one in group.waiting.values()
+            if is_stale(one.oldest, step, self.bound.max_staleness)
+        )
+
+    def stragglers(self, step: int) -> tuple[str, ...]:
+        """Groups with running sessions that would be too stale after train step `step`."""
+        if self.bound is None:
+            return ()
+        limit = self.bound.max_staleness
+        return tuple(one.id for one in self._groups.values() if one.running and step - one.started_step > limit)
+
+    def next_expiry_s(self, now_s: float) -> float | None:
+        """When the waiting for something that is missing will next be over."""
+        times = [
+            group.changed_s + self._wait_s
+            for group in self._groups.values()
+            if not group.running and not group.lacks_nothing and not self._has_waited(group, now_s)
+        ]
+        return min(times, default=None)
+
+    def give_up(self, session_ids: Iterable[str], now_s: float) -> None:
+        """Sessions that were dropped; a group of which nothing is left gives its room back."""
+        for session_id in session_ids:
+            group = self._group(session_id)
+            if group is not None:
+                group.waiting.pop(session_id, None)
+                self._forget_if_empty(group, now_s)
+
+    def lease(self, session_ids: Iterable[str]) -> None:
+        """Sessions that were leased. A group that has let another sibling in meanwhile goes on with that."""
+        for session_id in session_ids:
+            group = self._group(session_id)
+            if group is not None:
+                group.waiting.pop(session_id, None)
+                if not (group.running or group.waiting):
+                    self._remove(group)
+
+    def give_up_unstarted(self, now_s: float) -> None:
+        """Forget groups that have nothing to train and whose missing siblings have been waited for long enough."""
+        for group in tuple(self._groups.values()):
+            self._forget_if_empty(group, now_s)
+
+    # ------------------------------------------------------------------------------------------ internals
+
+    def _admit(self, group_id: str, size: int, now_s: float) -> Group:
+        if self.bound is not None:
+            require_room(size, self.bound, self.progress, num_running=self.num_running, num_finished=self.num_finished)
+        group = Group(id=group_id, size=size, started_step=self.progress.published, changed_s=now_s)
+        self._groups[group_id] = group
+        return group
+
+    def _join(self, group: Group, size: int | None) -> None:
+        """Check that the group has a place left for one more sibling."""
+        if size is not None and group.is_restored and size >= group.num_started:
+            group.size, group.is_restored = size, False
+        if size is not None and size != group.size:
+            raise RequestError(
+                f"group_size is {size}, but group {group.id!r} was started with {group.size}",
+                param="group_size",
+                code="invalid_value",
+            )
+        if group.num_started >= group.size:
+            raise RequestError(
+                f"group {group.id!r} has its {group.size} session(s) already; name its group_size with the first of "
+                "them, or another group_id",
+                status=409,
+                param="group_id",
+                code="group_full",
+            )
+
+    def _group(self, session_id: str) -> Group | None:
+        group_id = self._group_of.get(session_id)
+        return None if group_id is None else self._groups[group_id]
+
+    def _is_ready(self, group: Group, now_s: float) -> bool:
+        if group.running or not group.waiting:
+            return False
+        return group.lacks_nothing or self._has_waited(group, now_s)
+
+    def _has_waited(self, group: Group, now_s: float) -> bool:
+        return now_s - group.changed_s >= self._wait_s
+
+    def _forget_if_empty(self, group: Group, now_s: float) -> None:
+        is_waited_for = group.num_started < group.size and not self._has_waited(group, now_s)
+        if not (group.running or group.waiting or is_waited_for):
+            self._remove(group)
+
+    def _remove(self, group: Group) -> None:
+        del self._groups[group.id]
+        for session_id in group.sessions:
+            del self._group_of[session_id]
+
+    @staticmethod
+    def _num_answers(groups: Iterable[Group]) -> int:
+        return sum(group.size for group in groups)

@@ -1,0 +1,86 @@
+"""What a closed trajectory is to a trainer: whether it can be trained, how old it is, what a lease says of it. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from areal_agent.errors import RequestError
+from areal_agent.gateway.control import RewardRequest
+from areal_agent.gateway.online.group import Waiting
+from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.fates import FATE_OF_STATUS
+from areal_agent.staleness import oldest_step
+from areal_agent.tokens.records import token_records
+from areal_agent.types import Drop, Rewards, Status, Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseTerms:
+    """What the ledger keeps of a leased trajectory."""
+
+    digest: str
+    num_loss_tokens: int
+
+
+def why_untrainable(trajectory: Trajectory) -> Drop | None:
+    """The fate of a trajectory that nobody needs to wait for; None when it can be trained, once it has a reward."""
+    if not trajectory.sampled_steps():
+        return FATE_OF_STATUS.get(trajectory.status, Drop.FILTERED)
+    if trajectory.status in (Status.COMPLETED, Status.MISSING_REWARD):
+        return None
+    return FATE_OF_STATUS[trajectory.status]
+
+
+def as_waiting(trajectory: Trajectory) -> Waiting:
+    """Raises ValueError when nothing was sampled in it."""
+    return Waiting(
+        session_id=trajectory.session_id,
+        oldest=oldest_step(trajectory),
+        has_reward=not trajectory.rewards.is_missing,
+    )
+
+
+def lease_terms(trajectories: Iterable[Trajectory]) -> dict[str, LeaseTerms]:
+    """By session id. Takes milliseconds a trajectory: call it in a thread."""
+    return {
+        one.session_id: LeaseTerms(
+            digest=token_digest(one),
+            num_loss_tokens=sum(int(record.loss_mask.sum()) for record in token_records(one)),
+        )
+        for one in trajectories
+    }
+
+
+def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]:
+    """The same trajectories by group, in the order in which the groups come."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    return tuple(
+        TrajectoryGroup(group_id=group_id, task_id=members[0].task_id, trajectories=tuple(members))
+        for group_id, members in groups.items()
+    )
+
+
+def with_reward(trajectory: Trajectory, request: RewardRequest) -> Rewards:
+    """What it has earned with a late reward. Said twice, the later one counts. Raises RequestError."""
+    rewards = trajectory.rewards
+    if request.name is not None:
+        return Rewards(
+            final=rewards.final,
+            by_completion=rewards.by_completion,
+            parts=_with(rewards.parts, request.name, request.reward),
+        )
+    if request.completion_id is None:
+        return Rewards(final=request.reward, by_completion=rewards.by_completion, parts=rewards.parts)
+    if not any(one.id == request.completion_id for turn in trajectory.turns for one in turn.completions):
+        raise RequestError(
+            f"this session has no completion {request.completion_id!r}; use the id of a chat completion of it",
+            param="interaction_id",
+            code="interaction_not_found",
+        )
+    by_completion = _with(rewards.by_completion, request.completion_id, request.reward)
+    return Rewards(final=rewards.final, by_completion=by_completion, parts=rewards.parts)
+
+
+def _with(rewards: Mapping[str, float], key: str, reward: float) -> dict[str, float]:
+    return {**rewards, key: reward}

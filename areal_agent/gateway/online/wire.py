@@ -1,0 +1,153 @@
+"""A leased batch as JSON, and back: exact. The round trip keeps every token id, and every log-probability's bits.
+
+Trajectories hold each token once, so they are what travels; `token_records` makes the same records of them on both
+sides. Whoever has no `token_records` can ask for the records as well.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from areal_agent.errors import LedgerError
+from areal_agent.tokens.records import token_records
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    Drop,
+    Fate,
+    FinishReason,
+    ForkReason,
+    JsonObject,
+    Rewards,
+    SamplingParams,
+    Status,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+DAMAGE = (KeyError, TypeError, ValueError, AttributeError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """Where a gateway stands: whole answers, failed siblings included."""
+
+    published: int  # the weight version that serves, as the trainer said
+    leased: int  # the last train step that a batch was handed out for
+    num_running: int
+    num_finished: int
+    capacity: int | None  # how many more may start; None: no trainer has named a bound yet
+    statuses: Mapping[str, int]  # of sessions that ended since the gateway started
+    drops: Mapping[str, int]  # of sessions dropped since the gateway started, by reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseReply:
+    """The answer of `/rl/lease`. No groups: there were not enough of them in time, and nothing is leased."""
+
+    step: int
+    groups: tuple[TrajectoryGroup, ...]
+    state: State
+
+
+async def encode_lease(reply: LeaseReply, *, with_records: bool) -> bytes:
+    """In a thread: a batch may be large."""
+    return await asyncio.to_thread(_encode_lease, reply, with_records)
+
+
+def _encode_lease(reply: LeaseReply, with_records: bool) -> bytes:
+    body: dict[str, Any] = {"step": reply.step, "groups": reply.groups, "state": reply.state}
+    if with_records:
+        body["records"] = [
+            record for group in reply.groups for one in group.trajectories for record in token_records(one)
+        ]
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def decode_lease(body: JsonObject) -> LeaseReply:
+    """Raises LedgerError for what is no answer of `/rl/lease`."""
+    try:
+        return LeaseReply(
+            step=body["step"],
+            groups=tuple(_group(group) for group in body["groups"]),
+            state=State(**body["state"]),
+        )
+    except DAMAGE as error:
+        raise LedgerError(f"the gateway's lease cannot be read: {error!r}; is it of the same release?") from error
+
+
+def decode_trajectory(body: JsonObject) -> Trajectory:
+    """The inverse of what orjson writes of a trajectory."""
+    rewards, fate = body["rewards"], body["fate"]
+    return Trajectory(
+        session_id=body["session_id"],
+        group_id=body["group_id"],
+        task_id=body["task_id"],
+        turns=tuple(_turn(turn) for turn in body["turns"]),
+        rewards=Rewards(**rewards),
+        status=Status(body["status"]),
+        error=body["error"],
+        logged=body["logged"],
+        started_s=body["started_s"],
+        ended_s=body["ended_s"],
+        fate=None if fate is None else _fate(fate),
+        undelivered=tuple(body["undelivered"]),
+    )
+
+
+def _group(body: JsonObject) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        group_id=body["group_id"],
+        task_id=body["task_id"],
+        trajectories=tuple(decode_trajectory(one) for one in body["trajectories"]),
+    )
+
+
+def _fate(body: JsonObject) -> Fate:
+    dropped = body["dropped"]
+    return Fate(trained_step=body["trained_step"], dropped=None if dropped is None else Drop(dropped))
+
+
+def _turn(body: JsonObject) -> Turn:
+    reason = body["fork_reason"]
+    return Turn(
+        id=body["id"],
+        parent=body["parent"],
+        fork_at=body["fork_at"],
+        new_prompt_ids=tuple(body["new_prompt_ids"]),
+        completions=tuple(_completion(one) for one in body["completions"]),
+        request_delta=tuple(body["request_delta"]),
+        sampling=_sampling(body["sampling"]),
+        started_s=body["started_s"],
+        ended_s=body["ended_s"],
+        fork_reason=None if reason is None else ForkReason(reason),
+    )
+
+
+def _completion(body: JsonObject) -> Completion:
+    return Completion(
+        id=body["id"],
+        token_ids=tuple(body["token_ids"]),
+        logprobs=tuple(body["logprobs"]),
+        versions=tuple(_span(one) for one in body["versions"]),
+        finish_reason=FinishReason(body["finish_reason"]),
+        distribution=Distribution(body["distribution"]),
+    )
+
+
+def _span(body: JsonObject) -> VersionSpan:
+    return VersionSpan(version=WeightVersion(**body["version"]), start=body["start"], end=body["end"])
+
+
+def _sampling(body: JsonObject) -> SamplingParams:
+    fields: dict[str, Any] = dict(body)
+    fields["stop_token_ids"] = tuple(body["stop_token_ids"])
+    fields["stop"] = tuple(body["stop"])
+    fields["logit_bias"] = tuple((token_id, bias) for token_id, bias in body["logit_bias"])
+    return SamplingParams(**fields)

@@ -1,0 +1,189 @@
+"""The calls of whoever owns a rollout: start a session, reward it, end it, export it.
+
+A session is known here while it is open and for a while after. Of one that is known no more (it ended long ago, or
+before this process began) the archive tells how it ended, and the consumer whether it may still be rewarded.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from aiohttp import web
+
+from areal_agent.errors import LedgerError, RequestError
+from areal_agent.gateway.auth import caller_hash, key_hash, new_key
+from areal_agent.gateway.bodies import BodyReader
+from areal_agent.gateway.callers import Callers
+from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
+from areal_agent.gateway.online.consumer import Consumer
+from areal_agent.gateway.replies import json_reply
+from areal_agent.gateway.session import Session, SessionState
+from areal_agent.gateway.sessions import Sessions
+from areal_agent.gateway.traffic import Traffic
+from areal_agent.protocols import Journal
+from areal_agent.tokens.records import token_records
+from areal_agent.types import SessionPurpose, SessionRecord, Trajectory
+
+
+class Archive(Protocol):
+    """What is known of sessions that have ended. Implementation: `ledger.Ledger`."""
+
+    async def trajectory(self, session_id: str) -> Trajectory:
+        """Raises LedgerError when the session is unknown, or has not ended."""
+        ...
+
+    async def session_with_key(self, key_hash: str) -> str | None: ...
+
+
+class RolloutCalls:
+    """The handlers of `/rl/start_session`, `/rl/set_reward`, `/rl/end_session` and `/export_trajectories`."""
+
+    def __init__(
+        self,
+        *,
+        sessions: Sessions,
+        traffic: Traffic,
+        callers: Callers,
+        bodies: BodyReader,
+        journal: Journal,
+        make_session: Callable[[SessionRecord, StartRequest], Session],
+        archive: Archive | None,
+        consumer: Consumer | None,
+    ) -> None:
+        self._sessions = sessions
+        self._traffic = traffic
+        self._callers = callers
+        self._bodies = bodies
+        self._journal = journal
+        self._make_session = make_session
+        self._archive = archive
+        self._consumer = consumer
+
+    async def start(self, request: web.Request) -> web.Response:
+        self._callers.require_admin(request)
+        start = StartRequest.read(await self._bodies.control(request))
+        self._sessions.require_free(start.session_id)
+        api_key = new_key()
+        record = SessionRecord(
+            id=start.session_id,
+            group_id=start.group_id,
+            task_id=start.task_id,
+            purpose=start.purpose,
+            seed=start.seed,
+            key_hash=key_hash(api_key),
+            started_s=time.time(),
+        )
+        session = self._make_session(record, start)
+        self._traffic.enter(record.id)
+        try:
+            self._admit(start)
+        except BaseException:
+            self._traffic.leave(record.id)
+            raise
+        self._sessions.add(session)
+        try:
+            await self._journal.open_session(record)
+        except BaseException:
+            self._sessions.remove(session)
+            self._traffic.leave(record.id)
+            self._withdraw(start)
+            raise
+        origin = str(request.url.origin())  # whoever came this way can come again
+        return json_reply(
+            {
+                "session_id": record.id,
+                "api_key": api_key,
+                "base_url": f"{origin}/v1",
+                "anthropic_base_url": origin,  # Anthropic's clients add /v1 themselves
+            }
+        )
+
+    async def set_reward(self, request: web.Request) -> web.Response:
+        """While the session is open; and where a trainer leases, until its trajectory is leased or has a fate."""
+        session = await self._session_of(request)
+        session_id = session.record.id if isinstance(session, Session) else session.session_id
+        with self._traffic.call(session_id):
+            reward = RewardRequest.read(await self._bodies.control(request))
+            if isinstance(session, Session) and not (self._consumer and session.state is SessionState.ENDED):
+                session.reward(reward)
+            elif self._consumer:
+                await self._consumer.reward_late(session_id, reward)
+            else:
+                raise _has_ended(session_id)
+        return json_reply({"session_id": session_id})
+
+    async def end(self, request: web.Request) -> web.Response:
+        """Ended again (an answer was lost), it is the end that was: what the first call said counts."""
+        session = await self._session_of(request)
+        if not isinstance(session, Session):
+            return _ended(session)
+        with self._traffic.call(session.record.id):
+            end = EndRequest.read(await self._bodies.control(request))
+            is_open = session.state is SessionState.OPEN
+            return _ended(await session.end(end) if is_open else await session.ended())
+
+    async def export(self, request: web.Request) -> web.Response:
+        """From the archive where there is one: it knows late rewards and fates."""
+        self._callers.require_admin(request)
+        session_id = read_export(await self._bodies.control(request))
+        if self._archive is None or self._sessions.is_open(session_id):
+            trajectory = self._sessions.ended(session_id).trajectory
+            assert trajectory is not None  # it has ended
+        else:
+            trajectory = await self._archived(self._archive, session_id)
+        return json_reply({"trajectory": trajectory, "records": token_records(trajectory)})
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    def _admit(self, start: StartRequest) -> None:
+        if self._consumer is None:
+            if start.group_size is not None:
+                raise RequestError(
+                    "group_size is for a gateway that a trainer leases from; this one is part of a run, which forms "
+                    "its groups itself",
+                    param="group_size",
+                    code="unsupported_parameter",
+                )
+        elif start.purpose is SessionPurpose.TRAIN:
+            self._consumer.admit(start.session_id, start.group_id, start.group_size)
+
+    def _withdraw(self, start: StartRequest) -> None:
+        if self._consumer is not None and start.purpose is SessionPurpose.TRAIN:
+            self._consumer.withdraw(start.session_id)
+
+    async def _session_of(self, request: web.Request) -> Session | Trajectory:
+        """The session whose key this is; of one that is known no more, its trajectory. Raises RequestError."""
+        caller = caller_hash(request.headers)
+        if self._archive is not None and self._sessions.with_key(caller) is None:
+            session_id = await self._archive.session_with_key(caller)
+            if session_id is not None:
+                return await self._archived(self._archive, session_id)
+        return self._callers.session(request)
+
+    async def _archived(self, archive: Archive, session_id: str) -> Trajectory:
+        try:
+            return await archive.trajectory(session_id)
+        except LedgerError as error:
+            raise RequestError(
+                f"no session {session_id!r} has ended here: {error}",
+                status=404,
+                param="session_id",
+                code="session_not_found",
+            ) from error
+
+
+def _ended(trajectory: Trajectory) -> web.Response:
+    return json_reply(
+        {
+            "session_id": trajectory.session_id,
+            "status": trajectory.status,
+            "num_turns": len(trajectory.turns),
+            "num_sampled_tokens": trajectory.num_sampled_tokens,
+        }
+    )
+
+
+def _has_ended(session_id: str) -> RequestError:
+    return RequestError(
+        f"session {session_id!r} has ended: it takes no reward any more", status=409, code="session_ended"
+    )
