@@ -28,6 +28,14 @@ def is_stale(oldest: int, step: int, max_staleness: int) -> bool:
     return step - 1 - oldest > max_staleness
 
 
+def room(*, step: int, max_staleness: int, batch_answers: int, consumed: int, under_way: int) -> int:
+    """How many more answers may be admitted while version `step` serves; negative when more than fits is under way.
+
+    `under_way` counts the answers that run or wait to be trained.
+    """
+    return (max_staleness + step + 1) * batch_answers - consumed - under_way
+
+
 @dataclass(slots=True)
 class Admission:
     """Counts answers (rollouts). A group is admitted as a whole or not at all.
@@ -52,8 +60,13 @@ class Admission:
     @property
     def capacity(self) -> int:
         """How many more answers may be admitted now; negative after a resume that found more than fits."""
-        bound = (self.max_staleness + self.step + 1) * self.batch_answers
-        return bound - self.consumed - self.running - self.finished
+        return room(
+            step=self.step,
+            max_staleness=self.max_staleness,
+            batch_answers=self.batch_answers,
+            consumed=self.consumed,
+            under_way=self.running + self.finished,
+        )
 
     def may_admit(self, group_size: int) -> bool:
         return self.capacity >= group_size

@@ -25,6 +25,7 @@ from areal_agent.gateway.online.routes import TrainerCalls, TrainerHandler
 from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.rollouts import Archive, RolloutCalls
 from areal_agent.gateway.serve import ServedGateway, serve_app
+from areal_agent.gateway.services import Services
 from areal_agent.gateway.session import Session, SessionOptions
 from areal_agent.gateway.sessions import Sessions
 from areal_agent.gateway.stats import Counters, GatewayStats
@@ -78,6 +79,7 @@ class Gateway:
             journal=journal,
             counters=self._counters,
             max_context_tokens=max_context_tokens,
+            vocab_size=vocab_size,
         )
         self._model_name = model_name
         self._limits = limits or Limits()
