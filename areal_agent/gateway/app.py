@@ -1,8 +1,8 @@
 """The gateway: its routes, who may call them, and how their answers leave.
 
-Agents call `/v1/chat/completions` with the key of their session and see that session only; the owner of a rollout
-calls `/rl/*` (`rollouts`); whoever has the admin key starts sessions and exports them, and, where a trainer elsewhere
-consumes them, leases them (`online`). All the work is done in `session`.
+Agents call `/v1/chat/completions` and `/v1/completions` with the key of their session and see that session only; the
+owner of a rollout calls `/rl/*` (`rollouts`); whoever has the admin key starts sessions and exports them, and, where a
+trainer elsewhere consumes them, leases them (`online`). All the work is done in `session`.
 """
 
 import asyncio
@@ -16,13 +16,16 @@ from areal_agent.gateway.about import About
 from areal_agent.gateway.bodies import BodyReader
 from areal_agent.gateway.callers import Callers
 from areal_agent.gateway.chat import ChatRequest
+from areal_agent.gateway.chat_body import ChatBody
 from areal_agent.gateway.closing import Closing
+from areal_agent.gateway.completions import CompletionsRequest
+from areal_agent.gateway.completions_body import CompletionsBody
 from areal_agent.gateway.control import StartRequest
+from areal_agent.gateway.delivery import deliver
 from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.metrics import Metrics
 from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.gateway.online.routes import TrainerCalls, TrainerHandler
-from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.rollouts import Archive, RolloutCalls
 from areal_agent.gateway.serve import ServedGateway, serve_app
 from areal_agent.gateway.services import Services
@@ -38,7 +41,7 @@ DEFAULT_MODEL = "default"
 """A model name that every gateway understands, for agents that know none."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-SessionHandler = Callable[[Session, JsonObject], Awaitable[web.StreamResponse]]
+AgentHandler = Callable[[web.Request, Session, JsonObject], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
@@ -63,6 +66,7 @@ class Gateway:
         admin_key: str,
         max_context_tokens: int,
         vocab_size: int,
+        has_grammar: bool = False,
         limits: Limits | None = None,
         allowed_hosts: Iterable[str] = (),
         archive: Archive | None = None,
@@ -79,7 +83,7 @@ class Gateway:
             journal=journal,
             counters=self._counters,
             max_context_tokens=max_context_tokens,
-            vocab_size=vocab_size,
+            has_grammar=has_grammar,
         )
         self._model_name = model_name
         self._limits = limits or Limits()
@@ -115,6 +119,7 @@ class Gateway:
         app.cleanup_ctx.append(self._sweeping)
         for prefix in ("/v1", ""):
             app.router.add_post(f"{prefix}/chat/completions", self._for_agent(self._chat_completions))
+            app.router.add_post(f"{prefix}/completions", self._for_agent(self._completions))
             app.router.add_get(f"{prefix}/models", self._about.models)
         app.router.add_post("/rl/start_session", self._rollouts.start)
         app.router.add_post("/rl/set_reward", self._rollouts.set_reward)
@@ -151,17 +156,31 @@ class Gateway:
 
     # -------------------------------------------------------------------------------------------- agents
 
-    async def _chat_completions(self, session: Session, body: JsonObject) -> web.Response:
+    async def _chat_completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request = ChatRequest.read(body)
-        if request.model not in (self._model_name, DEFAULT_MODEL):
+        self._require_model(request.model)
+        with session.deliveries.one():
+            exchange = await session.place(request, num_bytes=len(await http.read()))
+            answer_body = ChatBody(exchange, self._services.renderer.detokenizer)
+            return await deliver(http, session, exchange, answer_body, self._counters)
+
+    async def _completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
+        request = CompletionsRequest.read(body)
+        self._require_model(request.model)
+        renderer = self._services.renderer
+        with session.deliveries.one():
+            exchange = await session.place(request, num_bytes=len(await http.read()))
+            answer_body = CompletionsBody(exchange, renderer.detokenizer, request.echoes(renderer))
+            return await deliver(http, session, exchange, answer_body, self._counters)
+
+    def _require_model(self, model: str) -> None:
+        if model not in (self._model_name, DEFAULT_MODEL):
             raise RequestError(
-                f"the model {request.model!r} does not exist; this gateway has {self._model_name!r}",
+                f"the model {model!r:.200} does not exist; this gateway has {self._model_name!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
-        answer = await session.chat(request)
-        return json_reply(answer.body())
 
     # ------------------------------------------------------------------------------------------- rollouts
 
@@ -186,13 +205,13 @@ class Gateway:
 
     # --------------------------------------------------------------------------------------------- calls
 
-    def _for_agent(self, handle: SessionHandler) -> Handler:
+    def _for_agent(self, handle: AgentHandler) -> Handler:
         """A handler for a turn of the session whose key the request came with."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._callers.session(request)
             with self._traffic.call(session.record.id, is_turn=True), self._metrics.turn():
-                return await handle(session, await self._bodies.agent(request))
+                return await handle(request, session, await self._bodies.agent(request))
 
         return handler
 

@@ -4,42 +4,47 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
+from collections.abc import Callable, Sequence
 
 from areal_agent.errors import EngineError
 from areal_agent.gateway.sampling import MAX_SEED
 from areal_agent.gateway.stats import Counters
 from areal_agent.protocols import Sampler
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, SamplingParams
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, SamplingParams, TokenChunk
 
 NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 """What a request gave that was ended before it gave anything."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """Who hears of requests while they run, each with its place among them. Neither may block or raise."""
+
+    on_chunk: Callable[[int, TokenChunk], None]
+    on_result: Callable[[int, GenerateResult], None]
+
+
 class EngineCalls:
     """Requests in flight. After `abort_all` no new ones are made."""
 
-    def __init__(self, sampler: Sampler, counters: Counters) -> None:
+    def __init__(self, sampler: Sampler, counters: Counters, *, abort_grace_s: float) -> None:
         self._sampler = sampler
         self._counters = counters
+        self._abort_grace_s = abort_grace_s
         self._running: dict[str, asyncio.Task[GenerateResult]] = {}  # by request id
+        self._aborts: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    async def sample(
-        self, input_ids: tuple[int, ...], sampling: SamplingParams, num_choices: int
-    ) -> list[GenerateResult]:
-        """Sample the same prompt several times at once, each with a seed of its own.
+    async def sample(self, requests: Sequence[GenerateRequest], watch: Watch | None = None) -> list[GenerateResult]:
+        """Sample all at once. When one fails, or the call is cancelled, the others are ended.
 
-        When one fails, or the call is cancelled, the others are ended. Raises what the engine raised.
+        Raises what the engine raised.
         """
-        requests = [
-            GenerateRequest(
-                request_id=secrets.token_hex(16), input_ids=input_ids, sampling=_for_choice(sampling, index)
-            )
-            for index in range(num_choices)
-        ]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._generate(request)) for request in requests]
+                tasks = [
+                    group.create_task(self._generate(request, index, watch)) for index, request in enumerate(requests)
+                ]
                 self._running.update((one.request_id, task) for one, task in zip(requests, tasks, strict=True))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -48,31 +53,62 @@ class EngineCalls:
                 del self._running[request.request_id]
         return [NOTHING if task.cancelled() else task.result() for task in tasks]
 
-    async def abort_all(self, grace_s: float) -> None:
-        """End all requests: they give what they have. Those that take longer than `grace_s` give nothing."""
+    def abort_soon(self, request_id: str) -> None:
+        """End one request, from where nothing can wait: it gives what it has, or nothing after the grace."""
+        if request_id in self._running:
+            task = asyncio.create_task(self._end([request_id]))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def abort_all(self) -> None:
+        """End all requests: they give what they have. Those that take longer than the grace give nothing."""
         self._is_closed = True
-        if not self._running:
+        await self._end(list(self._running))
+        if self._aborts:
+            await asyncio.wait(self._aborts)
+
+    async def _end(self, request_ids: Sequence[str]) -> None:
+        tasks = {self._running[request_id] for request_id in request_ids if request_id in self._running}
+        if not tasks:
             return
-        tasks = set(self._running.values())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await asyncio.gather(*(self._abort(request_id) for request_id in self._running))
+            async with asyncio.timeout(self._abort_grace_s):
+                await asyncio.gather(*map(self._abort, request_ids))
                 await asyncio.wait(tasks)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
 
-    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+    async def _generate(self, request: GenerateRequest, index: int, watch: Watch | None) -> GenerateResult:
         if self._is_closed:
             return NOTHING
         with self._counters.engine.one():
-            result = await self._sampler.generate(request)
+            if watch is None:
+                result = await self._sampler.generate(request)
+            else:
+                result = await self._sampler.generate(request, lambda chunk: watch.on_chunk(index, chunk))
+                watch.on_result(index, result)
         self._counters.generated_tokens += len(result.token_ids)
         return result
 
     async def _abort(self, request_id: str) -> None:
         with contextlib.suppress(EngineError):  # an engine that is gone samples nothing
             await self._sampler.abort(request_id)
+
+
+def requests_for(
+    input_ids: tuple[int, ...], sampling: SamplingParams, num_choices: int, num_top_logprobs: int
+) -> list[GenerateRequest]:
+    """One request an answer to the same prompt, each with a seed of its own."""
+    return [
+        GenerateRequest(
+            request_id=secrets.token_hex(16),
+            input_ids=input_ids,
+            sampling=_for_choice(sampling, index),
+            num_top_logprobs=num_top_logprobs,
+        )
+        for index in range(num_choices)
+    ]
 
 
 def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:

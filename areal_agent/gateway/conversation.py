@@ -20,12 +20,9 @@ _KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read_messages(value: object) -> tuple[JsonObject, ...]:
-    """Check and normalise `messages`; raises RequestError naming the place."""
-    messages = as_list(value, "messages")
-    if not messages:
-        refuse("messages", value, "a list of at least one message")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+def read_message(value: object, index: int) -> JsonObject:
+    """Check and normalise one of `messages`; raises RequestError naming the place."""
+    return _message(value, f"messages[{index}]")
 
 
 def read_tools(value: object) -> tuple[JsonObject, ...]:
@@ -81,7 +78,10 @@ def _text_part(value: object, param: str) -> str:
     part = as_object(value, param)
     if part.get("type") != "text":
         raise RequestError(
-            f"{param} has type {part.get('type')!r:.80}; this model reads text only", param=param, code="invalid_value"
+            f"{param} has type {part.get('type')!r:.80}: this gateway takes text only, no images, audio or files; "
+            "send {'type': 'text', 'text': ...}",
+            param=param,
+            code="unsupported_content",
         )
     return as_text(part.get("text"), f"{param}.text")
 
@@ -116,8 +116,8 @@ def _check_tool(value: object, param: str) -> None:
         as_object(function["parameters"], f"{param}.function.parameters")
     if function.get("strict"):
         raise RequestError(
-            f"{param}.function.strict asks for grammar-constrained sampling, which this gateway does not do; "
-            "leave it out",
+            f"{param}.function.strict asks for a grammar inside tool calls, which this gateway does not have; "
+            "leave it out, and check the arguments",
             param=f"{param}.function.strict",
             code="unsupported_parameter",
         )

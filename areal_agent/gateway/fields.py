@@ -65,6 +65,13 @@ def as_name(value: object, param: str) -> str:
     return value
 
 
+def as_flag(value: object, param: str) -> bool:
+    """True or false; null is false."""
+    if value is not None and not isinstance(value, bool):
+        refuse(param, value, "true or false")
+    return value is True
+
+
 def as_number(value: object, param: str) -> float:
     """A finite number; true and false are 1 and 0."""
     if not isinstance(value, int | float):

@@ -1,64 +1,111 @@
 """How a request wants to be sampled: what the body says, over what its session says, over the defaults."""
 
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
-from areal_agent.gateway.fields import as_bounded_number, as_integer, refuse
+from areal_agent.gateway.fields import as_bounded_number, as_integer, as_object, refuse
 from areal_agent.types import JsonObject, SamplingParams
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
-
-WISH_FIELDS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
+MAX_BIAS = 100  # OpenAI's: as good as forbidding a token, or allowing no other
+MAX_BIASES = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingWishes:
     """Sampling parameters as far as someone asked for them; None: not asked for.
 
-    >>> SamplingWishes(temperature=0.5).over(SamplingWishes(temperature=1.0, max_tokens=8))
-    SamplingWishes(temperature=0.5, top_p=None, top_k=None, max_tokens=8)
+    >>> wishes = SamplingWishes(temperature=0.5).over(SamplingWishes(temperature=1.0, max_tokens=8))
+    >>> wishes.temperature, wishes.max_tokens, wishes.top_p
+    (0.5, 8, None)
     """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] | None = None
     max_tokens: int | None = None
 
     @classmethod
     def read(cls, body: JsonObject, where: str = "") -> Self:
         """Take them from a body; raises RequestError naming the one that is wrong."""
-        temperature, top_p, top_k = body.get("temperature"), body.get("top_p"), body.get("top_k")
-        if top_p is not None and as_bounded_number(top_p, where + "top_p", low=0, high=1) == 0:
-            refuse(where + "top_p", top_p, "greater than 0")
         return cls(
-            temperature=None
-            if temperature is None
-            else as_bounded_number(temperature, where + "temperature", low=0, high=2),
-            top_p=None if top_p is None else float(top_p),
-            top_k=None if top_k is None else as_integer(top_k, where + "top_k", low=-1, high=MAX_TOKENS) or -1,
+            temperature=_read_number(body, where, "temperature", low=0, high=2),
+            top_p=_read_positive(body, where, "top_p", high=1),
+            top_k=_read_top_k(body, where),
+            min_p=_read_number(body, where, "min_p", low=0, high=1),
+            frequency_penalty=_read_number(body, where, "frequency_penalty", low=-2, high=2),
+            presence_penalty=_read_number(body, where, "presence_penalty", low=-2, high=2),
+            repetition_penalty=_read_positive(body, where, "repetition_penalty", high=2),
+            logit_bias=_read_logit_bias(body, where),
             max_tokens=_read_max_tokens(body, where),
         )
 
     def over(self, defaults: "SamplingWishes") -> "SamplingWishes":
         """These, and the defaults where these say nothing."""
-        return SamplingWishes(
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
-            max_tokens=defaults.max_tokens if self.max_tokens is None else self.max_tokens,
-        )
+        return replace(defaults, **self._said())
 
-    def params(self, *, num_room: int, stop_token_ids: tuple[int, ...], seed: int) -> SamplingParams:
+    def params(
+        self,
+        *,
+        num_room: int,
+        stop_token_ids: tuple[int, ...],
+        stop: tuple[str, ...] = (),
+        seed: int,
+        json_schema: str | None = None,
+    ) -> SamplingParams:
         """What the engine is asked for: at most the `num_room` tokens that the context has left."""
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=-1 if self.top_k is None else self.top_k,
-            max_tokens=num_room if self.max_tokens is None else min(self.max_tokens, num_room),
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-        )
+        said = self._said()
+        said["max_tokens"] = num_room if self.max_tokens is None else min(self.max_tokens, num_room)
+        return SamplingParams(**said, stop_token_ids=stop_token_ids, stop=stop, seed=seed, json_schema=json_schema)
+
+    def _said(self) -> dict[str, Any]:
+        return {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
+
+
+_NAMES = tuple(field.name for field in fields(SamplingWishes))
+
+WISH_FIELDS = frozenset(_NAMES)
+
+
+def _read_number(body: JsonObject, where: str, name: str, *, low: float, high: float) -> float | None:
+    value = body.get(name)
+    return None if value is None else as_bounded_number(value, where + name, low=low, high=high)
+
+
+def _read_positive(body: JsonObject, where: str, name: str, *, high: float) -> float | None:
+    number = _read_number(body, where, name, low=0, high=high)
+    return refuse(where + name, body[name], "greater than 0") if number == 0 else number
+
+
+def _read_top_k(body: JsonObject, where: str) -> int | None:
+    top_k = body.get("top_k")
+    return None if top_k is None else as_integer(top_k, where + "top_k", low=-1, high=MAX_TOKENS) or -1
+
+
+def _read_logit_bias(body: JsonObject, where: str) -> tuple[tuple[int, float], ...] | None:
+    if body.get("logit_bias") is None:
+        return None
+    param = where + "logit_bias"
+    biases = as_object(body["logit_bias"], param)
+    if len(biases) > MAX_BIASES:
+        refuse(param, f"an object of {len(biases)} entries", f"one of at most {MAX_BIASES}")
+    by_id = {
+        _read_token_id(key, param): as_bounded_number(bias, f"{param}[{key}]", low=-MAX_BIAS, high=MAX_BIAS)
+        for key, bias in biases.items()
+    }
+    return tuple(by_id.items())
+
+
+def _read_token_id(key: str, param: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        refuse(param, {key: "..."}, "an object whose keys are token ids, such as {'50256': -100}")
+    return int(key)
 
 
 def _read_max_tokens(body: JsonObject, where: str) -> int | None:

@@ -2,7 +2,7 @@
 
 ::
 
-    open ── chat* ──▶ ending (requests in flight are aborted, their partial answers kept) ──▶ ended
+    open ── place, answer ──▶ ending (requests in flight are aborted, their partial answers kept) ──▶ ended
 
 A turn is durable before its answer leaves; a session's end is never left half done, whoever hangs up meanwhile.
 Knows nothing of HTTP and keys.
@@ -12,38 +12,28 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
 from areal_agent.errors import EngineUnreachable, RequestError
+from areal_agent.gateway.answer import Answer
 from areal_agent.gateway.calls import EngineCalls
-from areal_agent.gateway.chat import ChatAnswer, ChatRequest, Choice, completion_ids
+from areal_agent.gateway.choice import completion_ids
 from areal_agent.gateway.control import EndRequest, RewardRequest
+from areal_agent.gateway.deliveries import Deliveries
+from areal_agent.gateway.exchange import Exchange, RunnableTurn
+from areal_agent.gateway.outlet import Outlet
+from areal_agent.gateway.pending_turn import PendingTurn, TurnPlan
+from areal_agent.gateway.question import Question, Request
+from areal_agent.gateway.rewards import RewardBook
 from areal_agent.gateway.sampling import MAX_SEED, SamplingWishes
-from areal_agent.gateway.stats import Counters
-from areal_agent.protocols import Journal, Sampler
-from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.tree import Forest, Prompt, Reply
-from areal_agent.types import (
-    Completion,
-    Distribution,
-    FinishReason,
-    GenerateResult,
-    Rewards,
-    SamplingParams,
-    SessionRecord,
-    Status,
-    Trajectory,
-    Turn,
-)
-
-ABORT_GRACE_S = 5.0
-"""How long an engine may take to answer an abort before its request is given up."""
-
-LONG_REQUEST_CHARS = 100_000
-"""From here on, tokenising leaves the event loop for a thread."""
+from areal_agent.gateway.services import Services
+from areal_agent.gateway.truncated_turn import TruncatedTurn
+from areal_agent.gateway.turn_log import TurnLog
+from areal_agent.tokens.tree import Prompt
+from areal_agent.types import Rewards, SamplingParams, SessionRecord, Status, Trajectory
 
 
 class SessionState(StrEnum):
@@ -55,15 +45,11 @@ class SessionState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Services:
-    """What all sessions of a gateway share."""
+class SessionOptions:
+    """How a session wants to be served."""
 
-    sampler: Sampler
-    renderer: Renderer
-    journal: Journal
-    counters: Counters
-    max_context_tokens: int
-    abort_grace_s: float = ABORT_GRACE_S
+    defaults: SamplingWishes = field(default_factory=SamplingWishes)
+    truncates: bool = False  # a context without room is an empty answer that ends by its length, not an error
 
 
 class Session:
@@ -73,66 +59,101 @@ class Session:
         self,
         record: SessionRecord,
         *,
-        defaults: SamplingWishes,
+        options: SessionOptions,
         services: Services,
         on_ended: Callable[["Session"], None],
     ) -> None:
         self.record = record
         self.state = SessionState.OPEN
         self.trajectory: Trajectory | None = None  # once it has ended
-        self._defaults = defaults
+        self.deliveries = Deliveries()
+        self._options = options
         self._services = services
         self._on_ended = on_ended
-        self._forest = Forest(services.renderer)
-        self._turns: list[Turn] = []
-        self._completion_ids: set[str] = set()
-        self._final_reward: float | None = None
-        self._completion_rewards: dict[str, float] = {}
-        self._reward_parts: dict[str, float] = {}
-        self._calls = EngineCalls(services.sampler, services.counters)
-        self._writes: set[asyncio.Task[None]] = set()  # turns on their way into the journal
+        self._log = TurnLog(record.id, services)
+        self._rewards = RewardBook()
+        self._calls = EngineCalls(services.sampler, services.counters, abort_grace_s=services.abort_grace_s)
+        self._streams: set[asyncio.Task[Answer]] = set()
         self._ending: asyncio.Task[Trajectory] | None = None
-        self._num_chats = 0
-        self._no_chat = asyncio.Event()
-        self._no_chat.set()
+        self._num_running = 0  # exchanges
+        self._none_runs = asyncio.Event()
+        self._none_runs.set()
 
-    # ---------------------------------------------------------------------------------------------- chat
+    # ------------------------------------------------------------------------------------------- exchanges
 
-    async def chat(self, request: ChatRequest) -> ChatAnswer:
-        """One turn: place it, sample it, record it. When this returns, the journal has the turn.
-
-        Cancelling it aborts the engine's requests. Raises RequestError for what the agent did wrong, EngineError when
-        the engine failed.
-        """
+    async def place(self, request: Request, *, num_bytes: int = 0) -> Exchange:
+        """Find the place of each prompt of a request. Raises RequestError for what the agent did wrong."""
         self._require_open()
-        with self._chatting():
-            started_s = time.time()
-            prompt = await self._plan(request)
-            sampling = self._sampling(request, prompt)
-            results = await self._calls.sample(prompt.token_ids(), sampling, request.num_choices)
-            return await self._record(request, prompt, sampling, results, started_s)
-
-    async def _plan(self, request: ChatRequest) -> Prompt:
-        num_chars = sum(len(message["content"]) for message in request.messages)
-        if num_chars < LONG_REQUEST_CHARS:
-            return self._forest.plan(request.messages, request.tools)
-        return await asyncio.to_thread(self._forest.plan, request.messages, request.tools)
-
-    def _sampling(self, request: ChatRequest, prompt: Prompt) -> SamplingParams:
-        limit = self._services.max_context_tokens
-        num_room = limit - prompt.num_tokens
-        if num_room < 1:
+        if request.json_schema is not None and not self._services.has_grammar:
             raise RequestError(
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-                f"{prompt.num_tokens} tokens, which leaves no room for an answer. Please reduce the length of the "
-                "messages.",
-                param="messages",
-                code="context_length_exceeded",
+                "response_format asks for answers that follow a grammar, and the engine of this gateway has none; "
+                "leave it out, or use an engine that constrains its answers",
+                param="response_format",
+                code="unsupported_parameter",
             )
-        return request.wishes.over(self._defaults).params(
-            num_room=num_room,
+        questions = request.questions()
+        answer_id = f"{request.id_prefix}-{secrets.token_hex(12)}"
+        num_choices = request.order.num_choices
+        ids = completion_ids(answer_id, len(questions) * num_choices)
+        turns = [
+            await self._place_turn(request, question, ids, first_index=index * num_choices, num_bytes=num_bytes)
+            for index, question in enumerate(questions)
+        ]
+        return Exchange(
+            answer_id=answer_id, model=request.model, created_s=time.time(), order=request.order, turns=turns
+        )
+
+    async def answer(self, exchange: Exchange, outlet: Outlet | None = None) -> Answer:
+        """Sample and record. When this returns, the journal has the turns.
+
+        Cancelling it aborts the engine's requests. Raises EngineError when the engine failed, RequestError when the
+        session ended meanwhile.
+        """
+        with self._running():
+            try:
+                return await exchange.run(outlet)
+            except EngineUnreachable:
+                self._require_open()  # an engine that aborts because the session ends has not failed
+                raise
+
+    def stream(self, exchange: Exchange, outlet: Outlet) -> "asyncio.Task[Answer]":
+        """As `answer`, in a task of the session's: it outlives an agent that hangs up, until the record is whole."""
+        task = asyncio.create_task(self.answer(exchange, outlet))
+        self._streams.add(task)
+        task.add_done_callback(self._streams.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to hear of it
+        task.add_done_callback(lambda _: outlet.close())
+        return task
+
+    async def _place_turn(
+        self, request: Request, question: Question, ids: tuple[str, ...], *, first_index: int, num_bytes: int
+    ) -> RunnableTurn:
+        prompt = await self._log.place(question, num_bytes=num_bytes)
+        own_ids = ids[first_index : first_index + request.order.num_choices]
+        if prompt.num_tokens >= self._services.max_context_tokens:
+            if not self._options.truncates:
+                raise self._no_room(prompt)
+            return TruncatedTurn(prompt_ids=prompt.token_ids(), completion_ids=own_ids, first_index=first_index)
+        plan = TurnPlan(
+            prompt=prompt,
+            sampling=self._sampling(request, prompt),
+            order=request.order,
+            reading=question.reading(self._services.renderer, prompt),
+            is_single_call=request.is_single_call,
+            completion_ids=own_ids,
+            first_index=first_index,
+        )
+        return PendingTurn(plan, services=self._services, log=self._log, calls=self._calls, deliveries=self.deliveries)
+
+    def _sampling(self, request: Request, prompt: Prompt) -> SamplingParams:
+        """What is asked for, cut to the room that the context has left (OpenAI refuses; agents ask for too much)."""
+        order = request.order
+        return order.wishes.over(self._options.defaults).params(
+            num_room=self._services.max_context_tokens - prompt.num_tokens,
             stop_token_ids=self._services.renderer.stop_token_ids,
-            seed=self._derived_seed(prompt) if request.seed is None else request.seed,
+            stop=order.stops,
+            seed=self._derived_seed(prompt) if order.seed is None else order.seed,
+            json_schema=request.json_schema,
         )
 
     def _derived_seed(self, prompt: Prompt) -> int:
@@ -140,106 +161,21 @@ class Session:
         key = self.record.seed.to_bytes(8)
         return int.from_bytes(blake2b(prompt.identity, digest_size=8, key=key).digest()) & MAX_SEED
 
-    async def _record(
-        self,
-        request: ChatRequest,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        results: Sequence[GenerateResult],
-        started_s: float,
-    ) -> ChatAnswer:
-        is_aborted = any(result.finish_reason is FinishReason.ABORT for result in results)
-        if is_aborted:  # the agent gets none of its answers, so none is to be trained
-            results = [replace(result, finish_reason=FinishReason.ABORT) for result in results if result.token_ids]
-        answer_id = f"chatcmpl-{secrets.token_hex(12)}"
-        completions = [
-            _completion(completion_id, result, sampling.distribution)
-            for completion_id, result in zip(completion_ids(answer_id, len(results)), results, strict=True)
-        ]
-        choices = [] if is_aborted else [self._read_choice(one, request) for one in completions]
-        if completions:
-            await self._commit(request, prompt, sampling, completions, choices, started_s)
-        if is_aborted:
-            raise self._aborted()
-        return ChatAnswer(
-            id=answer_id,
-            model=request.model,
-            created_s=int(started_s),
-            choices=tuple(choices),
-            num_prompt_tokens=prompt.num_tokens,
-            num_cached_tokens=results[0].cached_tokens,
-            num_sampled_tokens=sum(len(result.token_ids) for result in results),
+    def _no_room(self, prompt: Prompt) -> RequestError:
+        return RequestError(
+            f"This model's maximum context length is {self._services.max_context_tokens} tokens. However, your "
+            f"messages resulted in {prompt.num_tokens} tokens, which leaves no room for an answer. Please reduce the "
+            "length of the messages.",
+            param="messages",
+            code="context_length_exceeded",
         )
-
-    def _read_choice(self, completion: Completion, request: ChatRequest) -> Choice:
-        text = self._services.renderer.text_of(
-            completion.token_ids, has_ended=completion.finish_reason is FinishReason.STOP
-        )
-        return Choice.read(text, completion.finish_reason, may_call_tools=request.may_call_tools)
-
-    async def _commit(
-        self,
-        request: ChatRequest,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        completions: Sequence[Completion],
-        choices: Sequence[Choice],
-        started_s: float,
-    ) -> None:
-        """Make the turn part of the session and of the journal. An aborted turn has no choices to continue."""
-        fork_reason = self._forest.record(
-            prompt,
-            [_reply(completion, choice) for completion, choice in zip(completions, choices, strict=False)],
-        )
-        turn = Turn(
-            id=f"turn-{secrets.token_hex(12)}",
-            parent=prompt.parent.completion_id if prompt.parent else None,
-            fork_at=prompt.fork_at,
-            new_prompt_ids=prompt.new_ids,
-            completions=tuple(completions),
-            request_delta=request.sent_messages[prompt.num_known_messages :],
-            sampling=sampling,
-            started_s=started_s,
-            ended_s=time.time(),
-            fork_reason=fork_reason,
-        )
-        self._count(turn, choices)
-        write = asyncio.create_task(self._write(turn))
-        self._writes.add(write)
-        write.add_done_callback(self._writes.discard)
-        await asyncio.shield(write)  # who hangs up now does not take the turn out of the journal
-
-    async def _write(self, turn: Turn) -> None:
-        await self._services.journal.append_turn(self.record.id, turn)
-        self._turns.append(turn)
-        self._completion_ids.update(completion.id for completion in turn.completions)
-
-    def _count(self, turn: Turn, choices: Sequence[Choice]) -> None:
-        counters = self._services.counters
-        counters.turns += 1
-        counters.malformed_tool_calls += sum(choice.num_malformed for choice in choices)
-        counters.altered_completions += sum(one.distribution is Distribution.ALTERED for one in turn.completions)
-        if turn.fork_reason:
-            counters.forks[turn.fork_reason] += 1
 
     # --------------------------------------------------------------------------------- rewards and the end
 
     def reward(self, request: RewardRequest) -> None:
         """Take a reward; said twice, the later one counts."""
         self._require_open()
-        if request.completion_id is not None and request.completion_id not in self._completion_ids:
-            raise RequestError(
-                f"this session has no completion {request.completion_id!r}; use the id of a chat completion of this "
-                "session (with n > 1: that id and '-0', '-1' ...)",
-                param="interaction_id",
-                code="interaction_not_found",
-            )
-        if request.name is not None:
-            self._reward_parts[request.name] = request.reward
-        elif request.completion_id is not None:
-            self._completion_rewards[request.completion_id] = request.reward
-        else:
-            self._final_reward = request.reward
+        self._rewards.take(request, self._log.completion_ids)
 
     async def end(self, request: EndRequest) -> Trajectory:
         """Close the session: abort what is in flight, then journal the trajectory.
@@ -252,84 +188,60 @@ class Session:
         self._ending = asyncio.create_task(self._end(request))
         return await asyncio.shield(self._ending)
 
+    async def ended(self) -> Trajectory:
+        """Wait for the end that somebody began."""
+        assert self._ending is not None  # it is not open
+        return await asyncio.shield(self._ending)
+
     async def _end(self, request: EndRequest) -> Trajectory:
         await self._drain()
-        rewards = Rewards(
-            final=self._final_reward, by_completion=dict(self._completion_rewards), parts=dict(self._reward_parts)
-        )
-        status, error = _outcome(request, rewards, num_turns=len(self._turns))
+        await self._log.close()
+        rewards = self._rewards.rewards()
+        status, error = _outcome(request, rewards, num_turns=len(self._log.turns))
         trajectory = Trajectory(
             session_id=self.record.id,
             group_id=self.record.group_id,
             task_id=self.record.task_id,
-            turns=tuple(self._turns),
+            turns=tuple(self._log.turns),
             rewards=rewards,
             status=status,
             error=error,
             logged=request.logged,
             started_s=self.record.started_s,
             ended_s=time.time(),
+            undelivered=self.deliveries.undelivered,
         )
         await self._services.journal.close_session(trajectory)
         self.trajectory = trajectory
         self.state = SessionState.ENDED
-        self._forest = Forest(self._services.renderer)  # nothing continues it any more
         self._on_ended(self)
         return trajectory
 
     async def _drain(self) -> None:
-        """End the engine requests in flight and wait until their partial answers are in the journal."""
-        await self._calls.abort_all(self._services.abort_grace_s)
-        await self._no_chat.wait()
-        if self._writes:  # of chats whose agent hung up
-            await asyncio.wait(self._writes)
+        """End the engine requests in flight, and wait until their partial answers are in the journal and delivered."""
+        await self._calls.abort_all()
+        await self._none_runs.wait()
+        await self._log.settle()  # turns whose agent hung up
+        await self.deliveries.settle(self._services.abort_grace_s)
 
     @contextlib.contextmanager
-    def _chatting(self) -> Generator[None]:
-        self._num_chats += 1
-        self._no_chat.clear()
+    def _running(self) -> Generator[None]:
+        self._num_running += 1
+        self._none_runs.clear()
         try:
             yield
         finally:
-            self._num_chats -= 1
-            if self._num_chats == 0:
-                self._no_chat.set()
+            self._num_running -= 1
+            if self._num_running == 0:
+                self._none_runs.set()
 
     def _require_open(self) -> None:
         if self.state is not SessionState.OPEN:
-            raise self._not_open()
-
-    def _not_open(self) -> RequestError:
-        return RequestError(
-            f"session {self.record.id!r} is {self.state}: it takes no calls any more; start a new one",
-            status=409,
-            code="session_ended",
-        )
-
-    def _aborted(self) -> Exception:
-        if self.state is SessionState.OPEN:
-            return EngineUnreachable("the engine aborted the request; is it shutting down?")
-        return self._not_open()
-
-
-def _completion(completion_id: str, result: GenerateResult, distribution: Distribution) -> Completion:
-    return Completion(
-        id=completion_id,
-        token_ids=result.token_ids,
-        logprobs=result.logprobs,
-        versions=result.versions,
-        finish_reason=result.finish_reason,
-        distribution=distribution,
-    )
-
-
-def _reply(completion: Completion, choice: Choice) -> Reply:
-    return Reply(
-        completion_id=completion.id,
-        token_ids=completion.token_ids,
-        message=choice.message,
-        has_thinking="</think>" in choice.content,
-    )
+            raise RequestError(
+                f"session {self.record.id!r} is {self.state}: it takes no calls any more; start a new one",
+                status=409,
+                code="session_ended",
+            )
 
 
 def _outcome(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[Status, str | None]:

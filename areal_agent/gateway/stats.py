@@ -1,8 +1,9 @@
 """What a gateway counts. Knows nothing of who reads it."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from areal_agent.observe.busy import BusyClock
 from areal_agent.types import ForkReason
@@ -20,10 +21,23 @@ class GatewayStats:
     altered_completions: int  # their recorded probability is not the one they were sampled with
     malformed_tool_calls: int
     forks: Mapping[ForkReason, int]
+    history_mismatches: int  # prompts whose text was not what the chat template writes, found when a session ended
     errors: Mapping[int, int]  # answers by HTTP status, 400 and up
     received_bytes: int  # of HTTP, heads included
     sent_bytes: int
     ended_by_timeout: int  # sessions that nobody called for too long
+
+
+def add_up(several: Sequence[GatewayStats]) -> GatewayStats:
+    """The counts of several gateways as those of one: each field is the sum. One gateway at least."""
+    values = {field.name: [getattr(one, field.name) for one in several] for field in fields(GatewayStats)}
+    return GatewayStats(**{name: _sum(of_each) for name, of_each in values.items()})
+
+
+def _sum(values: list[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return dict(sum(map(Counter[Any], values), Counter[Any]()))
+    return sum(values)
 
 
 class Counters:
@@ -36,6 +50,7 @@ class Counters:
         self.altered_completions = 0
         self.malformed_tool_calls = 0
         self.forks: Counter[ForkReason] = Counter()
+        self.history_mismatches = 0
         self.errors: Counter[int] = Counter()
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -54,6 +69,7 @@ class Counters:
             altered_completions=self.altered_completions,
             malformed_tool_calls=self.malformed_tool_calls,
             forks=dict(self.forks),
+            history_mismatches=self.history_mismatches,
             errors=dict(self.errors),
             received_bytes=self.received_bytes,
             sent_bytes=self.sent_bytes,

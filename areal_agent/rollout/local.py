@@ -76,6 +76,7 @@ async def open_local(
             admin_key=admin_key,
             max_context_tokens=info.max_context_tokens,
             vocab_size=info.vocab_size,
+            has_grammar=info.has_grammar,
         )
         served = await gateway.serve("127.0.0.1", settings.port)
         stack.push_async_callback(served.aclose)

@@ -14,6 +14,9 @@ from tokenizers.decoders import ByteLevel
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no UTF-8 are shown as
 
 
+MAX_TOKEN_BYTES = 1024  # longer than any token of a vocabulary
+
+
 class TextStream(Protocol):
     """Text of ids that come one by one: all pieces together are the text of all ids."""
 
@@ -50,6 +53,18 @@ class Detokenizer:
             return self.text_of([token_id]).encode()
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else _bytes_of_token(token)
+
+    def num_tokens_through(self, mark: str, token_ids: Sequence[int]) -> int:
+        """How many ids there are up to the end of `mark` in their text; all of them where it is not."""
+        mark_id = self._backend.token_to_id(mark)
+        if mark_id is not None and mark_id in token_ids:
+            return token_ids.index(mark_id) + 1
+        told = bytearray()
+        for num_tokens, token_id in enumerate(token_ids, start=1):
+            told += self.bytes_of(token_id)
+            if mark.encode() in told[-len(mark) - MAX_TOKEN_BYTES :]:
+                return num_tokens
+        return len(token_ids)
 
     def stream(self) -> TextStream:
         """Begin an answer."""

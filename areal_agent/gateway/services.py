@@ -1,0 +1,23 @@
+"""What all sessions of a gateway share."""
+
+from dataclasses import dataclass
+
+from areal_agent.gateway.stats import Counters
+from areal_agent.protocols import Journal, Sampler
+from areal_agent.tokens.renderer import Renderer
+
+ABORT_GRACE_S = 5.0
+"""How long an engine may take to answer an abort before its request is given up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Services:
+    """The parts around the sessions, and what the engine can do."""
+
+    sampler: Sampler
+    renderer: Renderer
+    journal: Journal
+    counters: Counters
+    max_context_tokens: int
+    has_grammar: bool = False  # the engine can hold answers to a JSON schema
+    abort_grace_s: float = ABORT_GRACE_S

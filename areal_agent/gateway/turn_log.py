@@ -1,0 +1,101 @@
+"""The turns of one session: where a request belongs among them, and that each is durable before anyone hears of it.
+
+Placing and recording are serialised; what lies between, the sampling, is not.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+
+from areal_agent.gateway.choice import Choice
+from areal_agent.gateway.question import Question
+from areal_agent.gateway.services import Services
+from areal_agent.tokens.tree import Forest, Prompt
+from areal_agent.types import Completion, Distribution, SamplingParams, Turn
+
+LONG_REQUEST_BYTES = 100_000
+"""From here on, placing a request leaves the event loop for a thread."""
+
+
+class TurnLog:
+    """All turns of a session, on their way into the journal and in it."""
+
+    def __init__(self, session_id: str, services: Services) -> None:
+        self.turns: list[Turn] = []
+        self.completion_ids: set[str] = set()
+        self._session_id = session_id
+        self._services = services
+        self._forest = Forest(services.renderer)
+        self._lock = asyncio.Lock()  # of the forest
+        self._writes: set[asyncio.Task[None]] = set()
+
+    async def place(self, question: Question, *, num_bytes: int) -> Prompt:
+        """Where it belongs. `num_bytes`: the size of the request, roughly."""
+        async with self._lock:
+            if num_bytes < LONG_REQUEST_BYTES:
+                return question.place(self._forest, self._services.renderer)
+            return await asyncio.to_thread(question.place, self._forest, self._services.renderer)
+
+    async def record(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        completions: Sequence[Completion],
+        choices: Sequence[Choice],
+        started_s: float,
+    ) -> None:
+        """Make a turn part of the session and of the journal; an aborted one has no choices to continue.
+
+        Cancelling the call does not take the turn back.
+        """
+        write = asyncio.create_task(self._record(prompt, sampling, completions, choices, started_s))
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
+        await asyncio.shield(write)
+
+    async def settle(self) -> None:
+        """Wait until all that is recorded is in the journal."""
+        if self._writes:
+            await asyncio.wait(self._writes)
+
+    async def close(self) -> None:
+        """Prove every conversation once more by rendering it whole, then forget them: nothing continues them."""
+        async with self._lock:
+            self._services.counters.history_mismatches += await asyncio.to_thread(self._forest.audit)
+            self._forest = Forest(self._services.renderer)
+
+    async def _record(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        completions: Sequence[Completion],
+        choices: Sequence[Choice],
+        started_s: float,
+    ) -> None:
+        async with self._lock:
+            fork_reason = self._forest.record(prompt, [choice.reply() for choice in choices])
+        turn = Turn(
+            id=f"turn-{secrets.token_hex(12)}",
+            parent=prompt.parent.completion_id if prompt.parent else None,
+            fork_at=prompt.fork_at,
+            new_prompt_ids=prompt.new_ids,
+            completions=tuple(completions),
+            request_delta=tuple(prompt.new_messages),
+            sampling=sampling,
+            started_s=started_s,
+            ended_s=time.time(),
+            fork_reason=fork_reason,
+        )
+        self._count(turn, choices)
+        await self._services.journal.append_turn(self._session_id, turn)
+        self.turns.append(turn)
+        self.completion_ids.update(completion.id for completion in completions)
+
+    def _count(self, turn: Turn, choices: Sequence[Choice]) -> None:
+        counters = self._services.counters
+        counters.turns += 1
+        counters.malformed_tool_calls += sum(choice.parsed.num_malformed for choice in choices)
+        counters.altered_completions += sum(one.distribution is Distribution.ALTERED for one in turn.completions)
+        if turn.fork_reason:
+            counters.forks[turn.fork_reason] += 1

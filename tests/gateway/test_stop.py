@@ -1,0 +1,45 @@
+"""Stop texts:
+
+- the first to be complete ends the text, of several that end together the longest
+- only what may be the beginning of a stop text is held back, and it comes out in the end
+- however a text is cut into pieces, what comes out is the same (property)
+"""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_agent.gateway.stop import StopFinder
+
+
+def through(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    finder = StopFinder(stops)
+    out = "".join(map(finder.feed, pieces))
+    return out + finder.finish(), finder.has_stopped
+
+
+def test_the_first_to_be_complete_ends_the_text() -> None:
+    assert through(["bcd", "c"], ["abcd"]) == ("ab", True)
+    assert through(["bc", "abc"], ["xabc"]) == ("x", True)
+
+
+def test_only_a_possible_beginning_is_held_back() -> None:
+    finder = StopFinder(["\n\n"])
+    assert [finder.feed("a\n"), finder.feed("b"), finder.feed("\n")] == ["a", "\nb", ""]
+    assert finder.finish() == "\n"
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=3),
+    pieces=st.lists(st.text("abc", max_size=3), max_size=6),
+)
+def test_pieces_do_not_matter(stops: list[str], pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert through(stops, pieces) == through(stops, list(text))
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    out, has_stopped = through(stops, pieces)
+    assert has_stopped is bool(ends)
+    assert text.startswith(out)
+    if has_stopped:
+        assert min(ends) - len(out) == max(len(stop) for stop in stops if text[: min(ends)].endswith(stop))
+    else:
+        assert out == text
