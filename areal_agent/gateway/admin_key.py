@@ -1,0 +1,71 @@
+"""Where the admin key of a gateway that stands alone comes from. It never says a key, only where it is."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from areal_agent.errors import ConfigError
+from areal_agent.gateway.auth import new_key
+from areal_agent.gateway.hosts import LOOPBACK_NAMES
+
+VARIABLE = "AREAL_AGENT_ADMIN_KEY"
+FILE_NAME = "admin_key"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdminKey:
+    """A key, and where a person finds it."""
+
+    key: str = field(repr=False)
+    source: str
+
+    @classmethod
+    def obtain(
+        cls, *, given: str | None, file: Path | None, environment: Mapping[str, str], host: str, folder: Path
+    ) -> Self:
+        """The key from the command line, a file or the environment; else one of its own, made once in `folder`.
+
+        A gateway that is reached from other machines makes none: its key has to be chosen. Raises ConfigError.
+        """
+        if given is not None and file is not None:
+            raise ConfigError("--admin-key and --admin-key-file both name a key; give one of them")
+        if given is not None:
+            return cls(key=_checked(given, "--admin-key"), source="as given on the command line")
+        if file is not None:
+            return cls(key=_read(file), source=f"in {file}")
+        if VARIABLE in environment:
+            return cls(key=_checked(environment[VARIABLE], VARIABLE), source=f"in the environment, as {VARIABLE}")
+        if host not in LOOPBACK_NAMES:
+            raise ConfigError(
+                f"--host {host} lets other machines in, and there is no admin key: give --admin-key-file or set "
+                f"{VARIABLE}, or listen on 127.0.0.1"
+            )
+        return cls(key=_made_once(folder / FILE_NAME), source=f"in {folder / FILE_NAME} (mode 0600)")
+
+
+def _made_once(path: Path) -> str:
+    """The key in the file, which is made when it is not there; readable by its owner only."""
+    with contextlib.suppress(FileExistsError):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(new_key() + "\n")
+    return _read(path)
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"the admin key file {path} cannot be read: {cause}") from None
+    return _checked(text.strip(), str(path))
+
+
+def _checked(key: str, where: str) -> str:
+    """A key has to pass through an HTTP header."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{where} holds no usable key: a key is one word of printable ASCII characters")
+    return key

@@ -1,0 +1,208 @@
+"""The groups that a trainer will consume, and the bound at the door.
+
+1. whatever happens, no more answers are under way than the bound admits; 2. without a bound everything is admitted;
+3. a sibling of an admitted group is let in at the bound; 4. a group that can never fit is refused for ever; 5. a full
+group takes no further sibling, and its size is said once; 6. a group is ready when all have ended with their rewards;
+7. what is missing is waited for so long, and no longer; 8. a group of which nothing can be trained gives its room
+back; 9. a session that could not be opened leaves nothing behind; 10. the oldest tokens come first; 11. what is too
+old is told, and so are running groups that will be; 12. a group read from the ledger goes on when a sibling names its
+size; 13. a batch counts as B answers, however many it had.
+"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_agent.errors import RequestError
+from areal_agent.gateway.online.bound import Bound, Progress
+from areal_agent.gateway.online.group import Waiting
+from areal_agent.gateway.online.groups import Groups
+
+WAIT_S = 60.0
+
+
+def make_groups(batch_answers: int = 4, max_staleness: int = 0, published: int = 0) -> Groups:
+    bound = Bound(batch_answers=batch_answers, max_staleness=max_staleness)
+    return Groups(wait_s=WAIT_S, bound=bound, progress=Progress(published=published, leased=published))
+
+
+def waiting(session_id: str, oldest: int = 0, has_reward: bool = True) -> Waiting:
+    return Waiting(session_id=session_id, oldest=oldest, has_reward=has_reward)
+
+
+def finish(groups: Groups, *session_ids: str, group_id: str, oldest: int = 0) -> None:
+    """Start the sessions of a whole group, and end them."""
+    for session_id in session_ids:
+        groups.start(session_id, group_id, len(session_ids), 0.0)
+    for session_id in session_ids:
+        groups.end(session_id, waiting(session_id, oldest), 0.0)
+
+
+def ready_ids(groups: Groups, now_s: float = 0.0) -> list[str]:
+    return [group.id for group in groups.ready(now_s)]
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(0, 2),
+    st.lists(st.tuples(st.sampled_from(["start", "end", "fail", "train", "drop"]), st.integers(1, 4)), max_size=120),
+)
+def test_the_bound_holds_whatever_happens(
+    batch_answers: int, max_staleness: int, events: list[tuple[str, int]]
+) -> None:
+    groups = make_groups(batch_answers, max_staleness)
+    running: list[str] = []
+    num_consumed = 0
+    for number, (event, size) in enumerate(events):
+        group_id = f"g{number}"
+        if event == "start":
+            names = [f"{group_id}-{index}" for index in range(size)]
+            try:
+                for name in names:
+                    groups.start(name, group_id, size, 0.0)
+            except RequestError:
+                continue
+            running += names
+        elif event in ("end", "fail") and running:
+            name = running.pop(0)
+            groups.end(name, waiting(name) if event == "end" else None, 0.0)
+        elif event == "train" and groups.ready(0.0):
+            taken = groups.ready(0.0)[0]
+            num_consumed += 1
+            groups.progress = Progress(published=num_consumed - 1, leased=num_consumed)
+            groups.lease(tuple(taken.waiting))
+            groups.progress = Progress(published=num_consumed, leased=num_consumed)
+        elif event == "drop" and groups.ready(0.0):
+            groups.give_up(tuple(groups.ready(0.0)[0].waiting), 0.0)
+        under_way = groups.num_running + groups.num_finished
+        step = groups.progress.published
+        assert under_way <= (max_staleness + step + 1) * batch_answers - num_consumed * batch_answers
+        assert len(running) <= groups.num_running
+
+
+def test_without_a_bound_everything_is_admitted() -> None:
+    groups = Groups(wait_s=WAIT_S)
+    for number in range(100):
+        groups.start(f"s{number}", f"g{number}", None, 0.0)
+    assert (groups.num_running, groups.capacity) == (100, None)
+
+
+def test_a_sibling_is_let_in_at_the_bound() -> None:
+    groups = make_groups(batch_answers=4)
+    groups.start("a-0", "a", 4, 0.0)
+    with pytest.raises(RequestError, match="ask again when the trainer has published version 1") as refused:
+        groups.start("b-0", "b", 1, 0.0)
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
+    for index in (1, 2, 3):
+        groups.start(f"a-{index}", "a", None, 0.0)
+    assert groups.capacity == 0
+
+
+def test_a_group_that_can_never_fit_is_refused_for_ever() -> None:
+    with pytest.raises(RequestError, match="never admits more than 8 answers") as refused:
+        make_groups(batch_answers=4, max_staleness=1).start("a-0", "a", 9, 0.0)
+    assert (refused.value.status, refused.value.param) == (400, "group_size")
+
+
+def test_a_full_group_takes_no_sibling_and_its_size_is_said_once() -> None:
+    groups = make_groups(batch_answers=8)
+    groups.start("a-0", "a", 2, 0.0)
+    with pytest.raises(RequestError, match="was started with 2") as refused:
+        groups.start("a-1", "a", 3, 0.0)
+    assert refused.value.status == 400
+    groups.start("a-1", "a", 2, 0.0)
+    with pytest.raises(RequestError, match=r"has its 2 session\(s\) already") as refused:
+        groups.start("a-2", "a", 2, 0.0)
+    assert refused.value.status == 409
+    assert groups.num_running == 2
+
+
+def test_a_group_is_ready_when_all_have_ended_with_their_rewards() -> None:
+    groups = make_groups()
+    for name in ("a-0", "a-1"):
+        groups.start(name, "a", 2, 0.0)
+    groups.end("a-0", waiting("a-0"), 0.0)
+    assert ready_ids(groups) == []
+    groups.end("a-1", waiting("a-1", has_reward=False), 0.0)
+    assert ready_ids(groups) == []
+    groups.reward("a-1", 0.0)
+    assert ready_ids(groups) == ["a"]
+    assert (groups.num_running, groups.num_finished) == (0, 2)
+
+
+def test_what_is_missing_is_waited_for_so_long() -> None:
+    groups = make_groups(batch_answers=8)
+    groups.start("a-0", "a", 2, 0.0)  # its sibling never starts
+    groups.end("a-0", waiting("a-0"), 10.0)
+    groups.start("b-0", "b", 1, 20.0)  # its reward never comes
+    groups.end("b-0", waiting("b-0", has_reward=False), 20.0)
+    assert groups.next_expiry_s(20.0) == 10.0 + WAIT_S
+    assert ready_ids(groups, 69.0) == []
+    assert ready_ids(groups, 70.0) == ["a"]
+    assert groups.unrewarded(79.0) == ()
+    assert groups.unrewarded(80.0) == ("b-0",)
+
+
+def test_a_group_without_anything_to_train_gives_its_room_back() -> None:
+    groups = make_groups(batch_answers=4)
+    groups.start("a-0", "a", 2, 0.0)
+    groups.start("b-0", "b", 2, 0.0)
+    groups.end("a-0", None, 0.0)
+    assert groups.capacity == 0  # a sibling may yet come
+    groups.start("a-1", "a", 2, 0.0)
+    groups.end("a-1", None, 0.0)
+    assert groups.capacity == 2
+    groups.end("b-0", None, 0.0)
+    groups.give_up_unstarted(WAIT_S)
+    assert groups.capacity == 4
+
+
+def test_a_session_that_could_not_be_opened_leaves_nothing_behind() -> None:
+    groups = make_groups()
+    groups.start("a-0", "a", 2, 0.0)
+    groups.start("a-1", "a", 2, 0.0)
+    groups.withdraw("a-1")
+    groups.start("a-1", "a", 2, 0.0)
+    groups.withdraw("a-1")
+    groups.withdraw("a-0")
+    assert groups.capacity == 4
+
+
+def test_the_oldest_tokens_come_first() -> None:
+    groups = make_groups(batch_answers=8)
+    finish(groups, "a-0", "a-1", group_id="a", oldest=3)
+    finish(groups, "b-0", group_id="b", oldest=1)
+    assert ready_ids(groups) == ["b", "a"]
+
+
+def test_what_is_too_old_is_told_and_so_is_what_will_be() -> None:
+    groups = make_groups(batch_answers=8, max_staleness=1, published=2)
+    finish(groups, "a-0", group_id="a", oldest=0)
+    finish(groups, "b-0", group_id="b", oldest=1)
+    groups.start("c-0", "c", 1, 0.0)
+    assert groups.stale(3) == ("a-0",)
+    assert groups.stragglers(3) == ()
+    assert groups.stragglers(4) == ("c",)
+    groups.give_up(groups.stale(3), 0.0)
+    assert ready_ids(groups) == ["b"]
+
+
+def test_a_group_from_the_ledger_goes_on_when_a_sibling_names_its_size() -> None:
+    groups = make_groups(batch_answers=8)
+    for name in ("a-0", "a-1", "a-0"):
+        groups.restore("a", waiting(name), 0.0)
+    assert (ready_ids(groups), groups.num_finished) == (["a"], 2)
+    groups.start("a-2", "a", 3, 0.0)
+    assert (ready_ids(groups), groups.num_running) == ([], 3)
+    groups.end("a-2", waiting("a-2"), 0.0)
+    assert ready_ids(groups) == ["a"]
+
+
+def test_a_batch_counts_as_b_answers() -> None:
+    groups = make_groups(batch_answers=4, max_staleness=1)
+    finish(groups, "a-0", group_id="a")
+    groups.progress = Progress(published=0, leased=1)
+    groups.lease(["a-0"])
+    assert groups.capacity == 4
+    groups.progress = Progress(published=1, leased=1)
+    assert groups.capacity == 8
