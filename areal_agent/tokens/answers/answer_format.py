@@ -49,8 +49,7 @@ class AnswerFormat:
         of the content on the side of a call, belongs to neither.
         """
         reader = self._reader(may_call_tools=may_call_tools, is_thinking=is_thinking, are_calls_whole=True)
-        reader.feed(text)
-        return reader.finish()[1]
+        return reader.finish(text)[1]
 
     def reader(self, *, may_call_tools: bool = True, is_thinking: bool = False) -> AnswerReader:
         """Read an answer that is still coming; calls leave as they come, a malformed one perhaps in part."""

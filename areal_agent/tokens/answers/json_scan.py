@@ -9,7 +9,7 @@ import re
 from areal_agent.tokens.answers.tape import SPACE, MalformedCall, Steps, Tape
 from areal_agent.tokens.json_text import MAX_DEPTH, parse_json_object
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_IN_STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+', re.DOTALL)
 _SCALAR = re.compile(r"[\w.+-]*")
 
 
@@ -17,6 +17,8 @@ def read_string(tape: Tape) -> Steps[str]:
     """Take a string and return its value."""
     yield from tape.expect('"')
     raw = yield from _rest_of_string(tape)
+    if "\\" not in raw:
+        return raw
     value = parse_json_object(f'{{"": "{raw}"}}')
     if value is None:
         raise MalformedCall
@@ -64,7 +66,7 @@ def _rest_of_string(tape: Tape) -> Steps[str]:
     """Take a string whose first quote has been taken; returns what stands between the quotes."""
     begin = len(tape.taken)
     while True:
-        yield from tape.run(_PLAIN)
+        yield from tape.run(_IN_STRING)
         character = yield from tape.one()
         if character == '"':
             return "".join(tape.taken[begin:-1])

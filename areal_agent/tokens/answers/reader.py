@@ -47,8 +47,9 @@ class AnswerReader:
         self._tape.append(text)
         return self._advance()
 
-    def finish(self) -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
-        """The answer has ended; returns what leaves last, and all that it says."""
+    def finish(self, text: str = "") -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
+        """The answer has ended, with this text; returns what leaves last, and all that it says."""
+        self._tape.append(text)
         self._tape.end()
         deltas = self._advance()
         return deltas, ParsedAnswer(
@@ -104,8 +105,8 @@ class AnswerReader:
             is_complete = False
             if call.has_left:
                 found = yield from self._read_rest(marks, call)
-        self._end_call(call, is_complete=is_complete, is_marked=opening not in marks.bare_openings)
-        if found in marks.openings or not (is_complete or call.has_left):
+        is_taken = self._end_call(call, is_complete=is_complete, is_marked=opening not in marks.bare_openings)
+        if found in marks.openings or not is_taken:
             return found
         after = yield from self._tape.accept(*marks.separators, *marks.endings)
         return after if after in marks.separators else ""
@@ -116,18 +117,22 @@ class AnswerReader:
         say = call.add_arguments if call.are_arguments_open else self._say
         return (yield from self._tape.text_until((*marks.closings, *marks.openings), say))
 
-    def _end_call(self, call: OpenCall, *, is_complete: bool, is_marked: bool) -> None:
+    def _end_call(self, call: OpenCall, *, is_complete: bool, is_marked: bool) -> bool:
+        """Take the call, or its text as content; returns whether it was taken."""
         tool_call = call.tool_call()
         is_good = is_complete and tool_call is not None and not tool_call.is_broken
-        if tool_call is not None and (is_good or call.has_left):
-            call.leave_whole()
-            self._calls.append(tool_call)
-        else:
-            self._say("".join(self._tape.taken))
         if not is_good and (is_marked or call.has_begun):
             self._num_malformed += 1
+        is_taken = False
+        if tool_call and (is_good or call.has_left):
+            call.leave_whole()
+            self._calls.append(tool_call)
+            is_taken = True
+        else:
+            self._say("".join(self._tape.taken))
         self._call = None
         self._tape.forget()
+        return is_taken
 
     def _think(self, text: str) -> None:
         if self._reasoning and (leaving := self._reasoning.add(text)):

@@ -51,17 +51,14 @@ class Tape:
 
     def accept(self, *literals: str) -> Steps[str]:
         """Take the literal that comes next, and the white space before it; take nothing and return "" if none does."""
-        longest = max(map(len, literals), default=0)
         while literals:
             space = SPACE.match(self._text, self._position)
             begin = space.end() if space else self._position
-            for literal in literals:
-                if self._text.startswith(literal, begin):
-                    self._take(begin)
-                    self._take(begin + len(literal))
-                    return literal
-            rest = self._text[begin : begin + longest]
-            if self._is_ended or not any(literal.startswith(rest) for literal in literals):
+            if self._text.startswith(literals, begin):
+                literal = next(one for one in literals if self._text.startswith(one, begin))
+                self._take(begin)
+                return self._take(begin + len(literal))
+            if self._is_ended or not self._may_begin(literals, begin):
                 break
             yield
         return ""
@@ -117,16 +114,22 @@ class Tape:
     def _begin_of_tag(self, tags: tuple[str, ...]) -> int:
         """Where the text at hand ends with the beginning of a tag; its length if it does not."""
         length = len(self._text)
-        if not self._is_ended:
-            longest = max(map(len, tags), default=1)
+        if tags and not self._is_ended:
+            longest = max(map(len, tags))
             for begin in range(max(self._position, length - longest + 1), length):
-                if any(tag.startswith(self._text[begin:]) for tag in tags):
+                if self._may_begin(tags, begin):
                     return begin
         return length
 
+    def _may_begin(self, literals: tuple[str, ...], begin: int) -> bool:
+        """Whether all text from `begin` on is the beginning of one of the literals."""
+        num_left = len(self._text) - begin
+        return any(len(one) > num_left and one.startswith(self._text[begin:]) for one in literals)
+
     def _take(self, end: int) -> str:
+        if end == self._position:
+            return ""
         piece = self._text[self._position : end]
         self._position = end
-        if piece:
-            self.taken.append(piece)
+        self.taken.append(piece)
         return piece
