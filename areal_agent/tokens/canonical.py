@@ -2,7 +2,8 @@
 
 A normalised message has its content as one string, and the arguments of its tool calls as the parsed object (or the
 text, if it is no JSON object). White space around an answer, `null` instead of an empty content, ids of tool calls and
-the layout of their JSON are not part of what a message says: client libraries change all of them.
+the layout of their JSON are not part of what a message says: client libraries change all of them. Nor is the
+reasoning of an answer part of its key, because many clients leave it out: `is_reasoning_repeated` compares it.
 """
 
 import json
@@ -26,10 +27,14 @@ def tools_key(tools: Sequence[JsonObject]) -> bytes:
     return digest(orjson.dumps(tools))
 
 
-def conversation_keys(messages: Iterable[JsonObject]) -> list[bytes]:
-    """Identifies every prefix: entry i is the key of `messages[: i + 1]`."""
+def head_length(messages: Sequence[JsonObject]) -> int:
+    """How many system messages a conversation begins with; what follows is its body."""
+    return next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+
+
+def prefix_keys(messages: Iterable[JsonObject], key: bytes = b"") -> list[bytes]:
+    """Identifies every prefix, behind what `key` identifies: entry i is the key of `messages[: i + 1]`."""
     keys: list[bytes] = []
-    key = b""
     for message in messages:
         key = extended_key(key, message)
         keys.append(key)
@@ -41,12 +46,42 @@ def extended_key(key: bytes, message: JsonObject) -> bytes:
     return digest(key + _canonical(message))
 
 
+def split_thinking(message: JsonObject) -> tuple[str | None, str]:
+    """Reasoning and content of an answer, also when the reasoning stands in the content.
+
+    >>> split_thinking({"role": "assistant", "content": "<think>hm</think>yes"})
+    ('hm', 'yes')
+    """
+    content, reasoning = (message.get("content") or "").strip(), message.get("reasoning_content")
+    if not reasoning and "</think>" in content:
+        reasoning, _, content = content.partition("</think>")
+        reasoning = reasoning.removeprefix("<think>")
+    return (reasoning or "").strip() or None, content.strip()
+
+
+def reasoning_digest(message: JsonObject) -> bytes | None:
+    """Identifies the reasoning of an answer; None when it has none."""
+    reasoning, _ = split_thinking(message)
+    return None if reasoning is None else digest(reasoning.encode())
+
+
+def is_reasoning_repeated(recorded: bytes | None, echo: JsonObject) -> bool:
+    """Whether an echoed answer has the recorded reasoning; one that leaves it out has."""
+    echoed = reasoning_digest(echo)
+    return echoed is None or echoed == recorded
+
+
+def call_ids(message: JsonObject) -> tuple[str, ...]:
+    """The ids of a message's tool calls."""
+    return tuple(call.get("id", "") for call in message.get("tool_calls") or ())
+
+
 def _canonical(message: JsonObject) -> bytes:
-    role, content = message["role"], message.get("content") or ""
+    role = message["role"]
     if role != "assistant":
-        return orjson.dumps((role, content, message.get("name")))
+        return orjson.dumps((role, message.get("content") or "", message.get("name")))
     calls = [_canonical_call(call) for call in message.get("tool_calls") or ()]
-    return orjson.dumps((role, content.strip(), message.get("name"), message.get("reasoning_content"), calls))
+    return orjson.dumps((role, split_thinking(message)[1], message.get("name"), calls))
 
 
 def _canonical_call(call: JsonObject) -> tuple[str, str]:

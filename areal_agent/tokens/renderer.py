@@ -7,8 +7,10 @@ bridge. Knows nothing of sessions and of what was sampled.
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -16,18 +18,39 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
+from areal_agent.tokens.answers.answer_format import AnswerFormat
+from areal_agent.tokens.control import ANSWER_MARKUP, Breaker, control_texts
 from areal_agent.tokens.detokenizer import Detokenizer
+from areal_agent.tokens.keep_thinking import STAND_INS, keep_template
+from areal_agent.tokens.template import ChatTemplate
 from areal_agent.types import JsonObject
 
-ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
-"""Tags that an answer may hold: in system and assistant messages they keep their meaning, elsewhere they are text."""
+_OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+
+
+def is_open(text: str) -> bool:
+    """Whether what follows `text` is thinking.
+
+    >>> is_open("<think>"), is_open("<think> </think>")
+    (True, False)
+    """
+    return "<think>" in text.rpartition("</think>")[2]
 
 
 class HistoryThinking(StrEnum):
     """What happens to the thinking of earlier answers when the template would strip it from the history."""
 
-    TEMPLATE = "template"  # the template has its way: the conversation goes on in a new root
-    KEEP = "keep"  # the sampled ids stay in the prompt, thinking included
+    TEMPLATE = "template"  # the template has its way: the turn forks where the first stripped answer begins
+    KEEP = "keep"  # a template derived from the model's keeps it in the prompt (keep_thinking.py)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """Rendered text from an answer on, split at the token that ends the answer."""
+
+    answer: str
+    end: str  # text of the end token
+    rest: str
 
 
 class Renderer:
@@ -38,42 +61,67 @@ class Renderer:
     '<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, history_thinking: HistoryThinking) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        history_thinking: HistoryThinking = HistoryThinking.TEMPLATE,
+        answer_format: AnswerFormat | None = None,
+    ) -> None:
         if not isinstance(tokenizer.chat_template, str):
             raise ConfigError(
                 f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; "
                 "put a chat_template.jinja beside its tokenizer.json"
             )
-        self._tokenizer = tokenizer
+        source = tokenizer.chat_template
+        self.answer_format = answer_format or AnswerFormat.detect(source)
+        is_kept = history_thinking is HistoryThinking.KEEP
+        self._template = ChatTemplate(keep_template(source) if is_kept else source, tokenizer.special_tokens_map)
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self.detokenizer = Detokenizer(self._backend)
-        self._history_thinking = history_thinking
-        self._break = secrets.token_hex(16)  # stands, in rendered text, where special-token text is broken up
-        control_tokens = _control_tokens(tokenizer)
-        self._control = _any_of(control_tokens)
-        self._control_outside_answers = _any_of(control_tokens - ANSWER_MARKUP)
+        self._secret = secrets.token_hex(16)  # no message can contain it
+        texts = control_texts(tokenizer, source) | (STAND_INS if is_kept else frozenset())
+        self._turn_texts = texts - ANSWER_MARKUP
+        self._breaker = Breaker(texts, with_text=self._secret)
+        self._breaker_in_answers = Breaker(self._turn_texts, with_text=self._secret)
         try:
-            self._end_text = self._find_end_text(control_tokens)
-            self._template_strips_thinking = self._probe_thinking()
+            self.end_texts = self._find_end_texts()
+            self.answer_header, opened = self._find_answer_header()
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
-        self.end_token_id = cast("int", self._backend.token_to_id(self._end_text))
+        self.opens_thinking = is_open(opened)
+        """Whether the template begins an answer for the model inside its thinking."""
+        self._end_pattern = re.compile("|".join(map(re.escape, self.end_texts)))
+        self.end_token_id = self._id_of(self.end_texts[0])
+        self.thinking_end_id: int | None = self._backend.token_to_id("</think>")
         self.vocab_size = len(tokenizer)
         eos_token_id = cast("int | None", tokenizer.eos_token_id)
-        self.stop_token_ids: tuple[int, ...] = (self.end_token_id,)
-        if eos_token_id is not None and eos_token_id != self.end_token_id:
-            self.stop_token_ids += (eos_token_id,)
+        stop_ids = [self._id_of(text) for text in self.end_texts]
+        self.stop_token_ids = tuple(dict.fromkeys(stop_ids if eos_token_id is None else [*stop_ids, eos_token_id]))
+        self.may_elide = True
+        """Whether stand-ins may be rendered for long conversations; false for good once one was caught lying."""
 
     @classmethod
-    def load(cls, path: Path, *, history_thinking: HistoryThinking = HistoryThinking.TEMPLATE) -> Self:
-        """Read tokenizer and template from a model's folder; raises ConfigError when they are missing or unusable."""
+    def load(
+        cls,
+        path: Path,
+        *,
+        history_thinking: HistoryThinking = HistoryThinking.TEMPLATE,
+        answer_format: AnswerFormat | None = None,
+    ) -> Self:
+        """Read tokenizer and template from a model's folder; raises ConfigError when they are missing or unusable.
+
+        `answer_format` None: the one that the template itself writes.
+        """
         if not (path / "tokenizer.json").is_file():
             raise ConfigError(f"{path} has no tokenizer.json; name a folder with a Hugging Face tokenizer")
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
-        return cls(tokenizer, history_thinking=history_thinking)
+        return cls(tokenizer, history_thinking=history_thinking, answer_format=answer_format)
+
+    # ------------------------------------------------------------------------------------------ data to text
 
     def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> str:
         """The text of a conversation up to the place where the model answers.
@@ -81,115 +129,111 @@ class Renderer:
         For `ids_of` and `ids_after` only: special-token text from messages and tools is marked in it as plain.
         Raises RequestError when the template refuses the conversation.
         """
-        return self._apply(
-            [self._message_as_text(message) for message in messages],
-            [self._as_text(tool, self._control_outside_answers) for tool in tools],
-        )
+        return self.text_of_forms([self.form(message) for message in messages], self.tool_forms(tools))
 
-    def strips_thinking(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], at: Sequence[int]) -> bool:
-        """Whether the template, left its way, would strip the thinking of the answers at these positions."""
-        if not at or not self._template_strips_thinking or self._history_thinking is HistoryThinking.KEEP:
-            return False
-        probed = list(messages)
-        probes = [f"{self._break}{position:08x}" for position in at]
-        for position, probe in zip(at, probes, strict=True):
-            probed[position] = {"role": "assistant", "content": _with_thinking(probe)}
-        text = self.render(probed, tools)
-        return any(probe not in text for probe in probes)
+    def form(self, message: JsonObject) -> JsonObject:
+        """A normalised message as it is given to the template: special-token text in it is broken up."""
+        is_trusted = message["role"] in ("system", "assistant")
+        form = (self._breaker_in_answers if is_trusted else self._breaker).broken(message)
+        if form.get("reasoning_content") is not None:
+            form = {"thinking": form["reasoning_content"], **form}  # as transformers does, for templates that read it
+        return form
+
+    def tool_forms(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
+        """Tool definitions as they are given to the template."""
+        return self._breaker_in_answers.broken(tools)
+
+    def text_of_forms(self, forms: Sequence[JsonObject], tool_forms: Sequence[JsonObject]) -> str:
+        """The text of what `form` and `tool_forms` made."""
+        return self._template.render(forms, tool_forms)
+
+    def probe(self, number: int) -> str:
+        """A text that no message can contain: it stands for the thinking of an answer in rendered text."""
+        return f"{self._secret[::-1]}{number:08x}"
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether the template begins an answer to a plain question inside the reasoning."""
+        _, opened = self.split_opened(self._template.render([{"role": "user", "content": "x"}]))
+        return bool(opened) and "</think>" not in opened
+
+    def split_opened(self, text: str) -> tuple[str, str]:
+        """The text of a conversation without the thinking that the template opens for the model, and that."""
+        opened = _OPENED_THINKING.search(text) if text[-1:].isspace() or text.endswith(">") else None
+        return (text[: opened.start()], opened[0]) if opened else (text, "")
+
+    def split_at_end(self, text: str) -> Ended | None:
+        """Split rendered text that begins with an answer where that ends; None when no end token stands there."""
+        end = self._end_pattern.search(text)
+        return Ended(answer=text[: end.start()], end=end[0], rest=text[end.end() :]) if end else None
+
+    # ------------------------------------------------------------------------------------------ text to ids
 
     def ids_of(self, text: str) -> list[int]:
         """Token ids of rendered text."""
-        if self._break not in text:
-            return self._encode(text)
-        return [token_id for piece in text.split(self._break) if piece for token_id in self._encode(piece)]
+        if self._secret not in text:
+            return self._encode(text) if text else []
+        return [token_id for piece in text.split(self._secret) if piece for token_id in self._encode(piece)]
 
     def ids_after(self, sampled_ids: Sequence[int], text: str) -> list[int]:
         """Token ids of the rendered text that follows a sampled answer.
 
-        The text begins with the template's end token. An answer that ended with it has sampled it already; one that
-        was cut off (by its length, or an end token of another kind) still needs it.
+        The text begins with one of the template's end tokens. An answer that ended with it has sampled it already;
+        one that was cut off (by its length, or an end token of another kind) still needs it.
         """
         ids = self.ids_of(text)
-        if not ids or ids[0] != self.end_token_id:
+        if not ids or ids[0] not in self.stop_token_ids:
             raise RequestError(
-                f"the chat template ended an answer with {text[:20]!r} instead of {self._end_text!r}", param="messages"
+                f"the chat template ended an answer with {text[:20]!r} instead of {self.end_texts[0]!r}",
+                param="messages",
             )
-        return ids[1:] if sampled_ids and sampled_ids[-1] == self.end_token_id else ids
+        return ids[1:] if len(sampled_ids) and sampled_ids[-1] == ids[0] else ids
+
+    def ids_of_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that is a prompt by itself: special tokens keep their meaning, a first one is added."""
+        first = self._template.special_tokens.get("bos_token")
+        return self._backend.encode(text, add_special_tokens=not (first and text.startswith(first))).ids
 
     def text_of(self, token_ids: Sequence[int], *, has_ended: bool) -> str:
         """What a sampled answer says; the last token of one that `has_ended` by itself is its end, not its text."""
-        return self._backend.decode(list(token_ids[:-1] if has_ended else token_ids), skip_special_tokens=False)
+        return self.detokenizer.text_of(token_ids[:-1] if has_ended else token_ids)
 
     def _encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets: cheaper
 
-    def _apply(self, messages: list[dict[str, Any]], tools: list[Any], *, add_generation_prompt: bool = True) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
+    def _id_of(self, token: str) -> int:
+        return cast("int", self._backend.token_to_id(token))
+
+    # ------------------------------------------------------------------------------------- what the template does
+
+    def _find_end_texts(self) -> tuple[str, ...]:
+        """The special tokens with which the template ends an answer: a plain one first, then one that calls a tool."""
+        answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}
+        plain = self._end_after(answer, [question, {"role": "assistant", "content": answer}])
+        if plain is None:
+            raise ConfigError(
+                "the chat template writes no special token of the tokenizer after an answer; "
+                "use a template that ends each answer with one, as '<|im_end|>' in ChatML"
             )
-        except Exception as error:  # the template is foreign code, run on foreign data
-            raise RequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
-        return cast("str", text)
+        function: dict[str, Any] = {"name": "f", "arguments": {"x": answer}}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+        try:
+            after_call = self._end_after(answer, [question, calling], [tool])
+        except RequestError:
+            after_call = None  # the model knows no tools
+        return (plain,) if after_call in (None, plain) else (plain, after_call)
 
-    def _message_as_text(self, message: JsonObject) -> dict[str, Any]:
-        is_trusted = message["role"] in ("system", "assistant")
-        return self._as_text(message, self._control_outside_answers if is_trusted else self._control)
+    def _end_after(self, answer: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> str | None:
+        """The special token that follows `answer`: the last that is written, as an answer may hold tokens itself."""
+        after = self._template.render(messages, tools, add_generation_prompt=False).rpartition(answer)[2]
+        found: list[str] = [text for text in self._turn_texts if text in after]
+        return max(found, key=lambda text: (after.rindex(text), len(text)), default=None)
 
-    def _as_text(self, value: Any, control: re.Pattern[str]) -> Any:
-        """`value` with every special-token text in its strings broken after its first character."""
-        if isinstance(value, str):
-            while control.search(value):
-                value = control.sub(lambda match: match[0][0] + self._break + match[0][1:], value)
-            return value
-        if isinstance(value, Mapping):
-            return {self._as_text(key, control): self._as_text(item, control) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._as_text(item, control) for item in value]
-        return value
-
-    def _find_end_text(self, control_tokens: frozenset[str]) -> str:
-        """The special token with which the template ends an answer."""
-        answer = secrets.token_hex(8)
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
-        after = self._apply(messages, [], add_generation_prompt=False).partition(answer)[2]
-        for token in sorted(control_tokens, key=len, reverse=True):
-            if after.startswith(token):
-                return token
-        raise ConfigError(
-            f"the chat template writes {after[:20]!r} after an answer, which is no special token of the tokenizer; "
-            "use a template that ends each answer with one, as '<|im_end|>' in ChatML"
-        )
-
-    def _probe_thinking(self) -> bool:
-        thought = secrets.token_hex(8)
-        messages = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": _with_thinking(thought)},
-            {"role": "user", "content": "x"},
-        ]
-        return thought not in self._apply(messages, [])
-
-
-def _with_thinking(thought: str) -> str:
-    return f"<think>\n{thought}\n</think>\n\nanswer"
-
-
-def _control_tokens(tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
-    """The texts that the tokenizer turns into tokens with a meaning of their own: special ones, and the template's.
-
-    Added tokens that are runs of white space carry no meaning; one of a single character cannot be broken up.
-    """
-    template = cast("str", tokenizer.chat_template)
-    return frozenset(
-        text
-        for token in tokenizer.added_tokens_decoder.values()
-        if len(text := token.content.strip()) > 1 and (token.special or text in template or text in ANSWER_MARKUP)
-    )
-
-
-def _any_of(texts: frozenset[str]) -> re.Pattern[str]:
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    def _find_answer_header(self) -> tuple[str, str]:
+        """What the template writes before every answer, and the thinking that it opens. Either may be nothing."""
+        question = [{"role": "user", "content": "x"}]
+        before = self._template.render(question, add_generation_prompt=False)
+        text, opened = self.split_opened(self._template.render(question))
+        return text.removeprefix(before) if text.startswith(before) else "", opened

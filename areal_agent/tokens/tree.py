@@ -2,233 +2,276 @@
 
 Identity is causal. A request belongs under a completion because it repeats, as data, the whole conversation up to and
 including that answer; never because of when it came. So concurrent calls, repeated prompts and edited histories
-become branches, each with its reason. Owns the proof that sampled tokens may be reused; knows nothing of HTTP, of
-sampling, and of rewards.
+become branches, each with its reason. Knows nothing of HTTP, of sampling, and of rewards.
 
 ::
 
     u1 ─▶ [c1] ─ u2 ─▶ [c2] ─ u3 ─▶ [c3]      a root, continued twice
-                    └▶ [c4]                   the same prompt again: a branch at c1, `edited`
+                    └▶ [c4]                   the same prompt again: a branch at c1, `repeated`
           [c1] ─ u2' ─▶ [c5]                  another second message: a branch at c1, `edited`
     x1 ─▶ [c6]                                nothing recorded is a prefix: `new_conversation`
 """
 
-import secrets
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from areal_agent.tokens.canonical import conversation_keys, digest, extended_key, tools_key
-from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.answers_by_data import AnswersByData, best_by_echo
+from areal_agent.tokens.canonical import call_ids, extended_key, head_length, prefix_keys, reasoning_digest, tools_key
+from areal_agent.tokens.completions import Completions, completion_key
+from areal_agent.tokens.continuation import Continuation, Extension, Normalise
+from areal_agent.tokens.lines import Lines
+from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, TextHash, packed
+from areal_agent.tokens.renderer import Renderer, is_open
+from areal_agent.tokens.requests import Requests
 from areal_agent.types import ForkReason, JsonObject
 
+FIRST_AUDIT = 12
+"""The depth at which a text made from stand-ins is proved first; then at twice the depth each time."""
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Answer:
-    """A completion in the forest: a node under which turns may continue."""
-
-    completion_id: str
-    prompt: "Prompt" = field(repr=False)
-    token_ids: tuple[int, ...]
-    marker: str  # stands for the sampled tokens in rendered text
-    call_ids: tuple[str, ...]
-    has_thinking: bool
-    num_continuations: int = 0
-
-    @property
-    def path_length(self) -> int:
-        """Number of tokens from the root to the end of this completion."""
-        return self.prompt.num_tokens + len(self.token_ids)
-
-    def lineage(self) -> Iterator["Answer"]:
-        """This answer and those before it, newest first."""
-        answer: Answer | None = self
-        while answer is not None:
-            yield answer
-            answer = answer.prompt.parent
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Prompt:
-    """A request's place in the forest: the completion that it continues and the tokens that it adds."""
-
-    parent: Answer | None
-    fork_at: int  # number of tokens up to the end of the parent
-    new_ids: tuple[int, ...]
-    fork_reason: ForkReason | None  # what is known before the turn is recorded
-    num_messages: int
-    conversation_key: bytes
-    tools_key: bytes
-    num_repeats: int  # how many earlier requests of this session had the same messages and tools
-    text_length: int
-    text_digest: bytes
-
-    @property
-    def num_known_messages(self) -> int:
-        """How many of the messages belong to the turns before."""
-        return self.parent.prompt.num_messages + 1 if self.parent else 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.fork_at + len(self.new_ids)
-
-    def token_ids(self) -> tuple[int, ...]:
-        """The full prompt, from the root."""
-        slices = [self.new_ids]
-        for answer in self.parent.lineage() if self.parent else ():
-            slices += (answer.token_ids, answer.prompt.new_ids)
-        return tuple(chain.from_iterable(reversed(slices)))
-
-    @property
-    def identity(self) -> bytes:
-        """Equal for equal requests, in every run: messages and tools, and which repetition it is."""
-        return self.conversation_key + self.tools_key + self.num_repeats.to_bytes(8)
+MAX_LINES = 8
+"""Conversations that are recognised as they were sent: more than one agent's sub-agents at once are found by data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """A completion as it is sent to the agent: what a later request must repeat to continue it."""
+class _Request:
+    """A request that has been read: what it continues, and what is new in it, normalised."""
 
-    completion_id: str
-    token_ids: tuple[int, ...]
-    message: JsonObject  # normalised: see `canonical`
-    has_thinking: bool = False
-
-
-@dataclass(kw_only=True, slots=True)
-class _Seen:
-    requests: Counter[tuple[bytes, bytes]] = field(default_factory=Counter[tuple[bytes, bytes]])
-    recorded: set[tuple[bytes, bytes]] = field(default_factory=set[tuple[bytes, bytes]])
-    conversations: set[bytes] = field(default_factory=set[bytes])
+    key: Key
+    parent: Answer | None
+    echo: JsonObject | None  # how the parent's answer came back
+    new: Sequence[JsonObject]
+    reason: ForkReason | None
+    same_as: Prompt | None = None  # it was planned before, with this outcome
 
 
 class Forest:
     """All turns of one session. `plan` places a request, `record` adds its answers; memory grows with new tokens only.
 
+    Use it from one thread at a time.
+
     >>> forest = Forest(renderer)                                                   # doctest: +SKIP
-    >>> prompt = forest.plan(messages, tools)                                       # doctest: +SKIP
+    >>> prompt = forest.plan(messages, tools, normalise=read_message)               # doctest: +SKIP
     >>> forest.record(prompt, [Reply(completion_id="c1", token_ids=ids, message=message)])      # doctest: +SKIP
     """
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Renderer, *, max_lines: int = MAX_LINES) -> None:
         self._renderer = renderer
-        self._secret = secrets.token_hex(16)  # makes markers that no message can contain
+        self._lines = Lines(max_lines)
+        self._answers = AnswersByData()
+        self._requests = Requests()
+        self._completions = Completions()
+        self._continuations: dict[bytes, Continuation] = {}  # by the key of their tools
+        self._leaves: set[Prompt] = set()  # conversations that nothing continues
+        self._normalise: Normalise = _as_it_is  # of the newest request
         self._num_answers = 0
-        self._answers: dict[bytes, list[Answer]] = {}  # by the key of the conversation that ends with them
-        self._seen = _Seen()
+        self.num_mismatches = 0
+        """How often a text made from stand-ins was not what the template writes."""
 
-    def plan(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> Prompt:
+    # -------------------------------------------------------------------------------------------------- plan
+
+    def plan(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+        *,
+        normalise: Normalise,
+        opening: str = "",
+    ) -> Prompt:
         """Place a request: the longest recorded prefix whose tokens can be reused, and the ids of what follows.
 
-        Raises RequestError when the chat template refuses the messages.
+        `messages` are as the agent sent them; `normalise` is called for those that were not known in this place.
+        `opening` is what the answer is to begin with, besides the template's own: it ends the prompt.
+        Raises RequestError when a message is wrong, or the chat template refuses the messages.
         """
-        keys = conversation_keys(messages)
+        self._normalise = normalise
         definitions = tools_key(tools)
-        parent, reason = self._find_parent(messages, keys, definitions)
-        continuation = self._continue(parent, messages, tools) if parent else None
-        if continuation is None:
-            reason = ForkReason.TEMPLATE_REWRITES_HISTORY if parent else reason
-            parent = None
-            text = self._renderer.render(messages, tools)
-            new_ids = self._renderer.ids_of(text)
+        if definitions not in self._continuations:
+            self._continuations[definitions] = Continuation(self._renderer, tools)
+        request = self._recognise(messages, definitions, normalise) or self._read(messages, definitions, normalise)
+        num_repeats = self._requests.add(request.key)
+        if request.same_as and request.same_as.opening == opening:
+            return replace(request.same_as, num_repeats=num_repeats, num_waiting=0, sent=messages)
+        return self._place(request, messages, num_repeats, normalise, opening)
+
+    def plan_completion(self, prompt: str | Sequence[int]) -> Prompt:
+        """Place a prompt that is no conversation: it continues a recorded one with which it begins, answer included."""
+        key = completion_key(prompt)
+        found = self._completions.find(prompt)
+        rest = found.rest if found else prompt
+        if not isinstance(rest, str):
+            ids = list(rest)
         else:
-            text, new_ids = continuation
-        num_repeats = self._seen.requests[keys[-1], definitions]
-        self._seen.requests[keys[-1], definitions] += 1
+            ids = self._renderer.ids_of(rest) if found else self._renderer.ids_of_prompt(rest)
+        return Prompt(
+            parent=found.answer if found else None,
+            fork_at=found.fork_at if found else 0,
+            new=packed(ids),
+            fork_reason=None,
+            key=key,
+            num_repeats=self._requests.add(key),
+            num_messages=0,
+            delta=(),
+            text_hash=TextHash(),
+            stand_in=None,
+            sent=prompt if isinstance(prompt, str) else self._renderer.detokenizer.text_of(prompt),
+        )
+
+    def _recognise(self, messages: Sequence[JsonObject], tools: bytes, normalise: Normalise) -> _Request | None:
+        """Read a request that repeats or continues one of the newest conversations, to the letter."""
+        line = self._lines.find(messages, tools)
+        if line is None:
+            return None
+        tip, length = line.tip, len(line.messages)
+        if len(messages) == length:
+            return self._repeated(tip)
+        echo = normalise(messages[length], length)
+        key = replace(tip.key, body=extended_key(tip.key.body, echo))
+        answers = self._answers.of(key)
+        if any(answer.prompt.parent is not tip.parent for answer in answers):
+            return None
+        parent = best_by_echo(answers, echo)
+        if parent is None:
+            return None
+        new = [normalise(message, index) for index, message in enumerate(messages[length + 1 :], length + 1)]
+        key = replace(key, body=[key.body, *prefix_keys(new, key.body)][-1])
+        return _Request(key=key, parent=parent, echo=echo, new=new, reason=None)
+
+    def _repeated(self, tip: Prompt) -> _Request | None:
+        """The request of `tip` once more, unless another answer could now be its parent."""
+        if tip.parent and self._answers.of(replace(tip.key, body=tip.parent.body)) != [tip.parent]:
+            return None
+        return _Request(key=tip.key, parent=tip.parent, echo=None, new=(), reason=None, same_as=tip)
+
+    def _read(self, messages: Sequence[JsonObject], tools: bytes, normalise: Normalise) -> _Request:
+        """Read any request, all of it."""
+        normalised = [normalise(message, index) for index, message in enumerate(messages)]
+        num_head = head_length(normalised)
+        head = [b"", *prefix_keys(normalised[:num_head])][-1]
+        body = [b"", *prefix_keys(normalised[num_head:])][-1]
+        key = Key(head=head, body=body, tools=tools)
+        parent, reason = self._answers.find(normalised, num_head, key, normalise)
+        if parent is None:
+            return _Request(key=key, parent=None, echo=None, new=normalised, reason=reason)
+        position = parent.prompt.num_messages
+        return _Request(key=key, parent=parent, echo=normalised[position], new=normalised[position + 1 :], reason=None)
+
+    # ------------------------------------------------------------------------------------------------- place
+
+    def _place(
+        self,
+        request: _Request,
+        messages: Sequence[JsonObject],
+        num_repeats: int,
+        normalise: Normalise,
+        opening: str,
+    ) -> Prompt:
+        """Give a request its tokens: behind its parent's, if the template lets them stand."""
+        continuation, parent = self._continuations[request.key.tools], request.parent
+        if parent and request.echo is not None:
+            extension = continuation.extend(parent, request.echo, request.new, normalise)
+            if extension is not None:
+                prompt = self._prompt(request, parent, extension, messages, num_repeats, opening)
+                if not self._is_audit_due(prompt) or self._audit(prompt, normalise):
+                    return prompt
+            request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
+        extension = continuation.root([normalise(message, index) for index, message in enumerate(messages)])
+        return self._prompt(request, None, extension, messages, num_repeats, opening)
+
+    def _prompt(
+        self,
+        request: _Request,
+        parent: Answer | None,
+        extension: Extension,
+        messages: Sequence[JsonObject],
+        num_repeats: int,
+        opening: str,
+    ) -> Prompt:
+        opened = self._renderer.ids_of(extension.opened) + self._renderer.ids_of(opening)
         return Prompt(
             parent=parent,
-            fork_at=parent.path_length if parent else 0,
-            new_ids=tuple(new_ids),
-            fork_reason=reason,
-            num_messages=len(messages),
-            conversation_key=keys[-1],
-            tools_key=definitions,
+            fork_at=extension.fork_at,
+            new=packed(extension.new_ids + opened),
+            num_opened=len(opened),
+            is_thinking=is_open(extension.opened + opening),
+            opening=opening,
+            fork_reason=extension.fork_reason or request.reason,
+            key=request.key,
             num_repeats=num_repeats,
-            text_length=len(text),
-            text_digest=digest(text.encode()),
+            num_messages=len(messages),
+            delta=tuple(messages[parent.prompt.num_messages if parent else 0 :]),
+            depth=parent.prompt.depth + 1 if parent else 1,
+            next_audit=parent.prompt.next_audit if parent else FIRST_AUDIT,
+            text_hash=extension.text_hash,
+            stand_in=extension.stand_in,
+            sent=messages,
         )
+
+    # ------------------------------------------------------------------------------------------------ record
 
     def record(self, prompt: Prompt, replies: Sequence[Reply]) -> ForkReason | None:
         """Add the answers of a placed request; tells why its turn is a fork, None if it is none."""
-        reason = prompt.fork_reason or self._fork_reason(prompt)
-        self._seen.recorded.add((prompt.conversation_key, prompt.tools_key))
-        self._seen.conversations.add(prompt.conversation_key)
+        reason = self._fork_reason(prompt)
+        self._requests.record(prompt.key)
+        sent, prompt.sent = prompt.sent, None
         if prompt.parent:
-            prompt.parent.num_continuations += 1
+            prompt.parent.continued()
+            self._leaves.discard(prompt.parent.prompt)
         for reply in replies:
-            self._add(prompt, reply)
+            self._add(prompt, reply, sent)
+        if sent is not None and not isinstance(sent, str):
+            self._leaves.add(prompt)
+            self._lines.record(prompt, sent)
         return reason
 
-    def _find_parent(
-        self, messages: Sequence[JsonObject], keys: Sequence[bytes], definitions: bytes
-    ) -> tuple[Answer | None, ForkReason | None]:
-        reason = None
-        for key in reversed(keys):
-            answers = self._answers.get(key, ())
-            same_tools = [answer for answer in answers if answer.prompt.tools_key == definitions]
-            if same_tools:
-                return _best_match(same_tools, messages), None
-            if answers:
-                reason = ForkReason.TOOLS_CHANGED
-        return None, reason
-
-    def _continue(
-        self, parent: Answer, messages: Sequence[JsonObject], tools: Sequence[JsonObject]
-    ) -> tuple[str, list[int]] | None:
-        """Text of the conversation and ids of what follows `parent`; None when the template rewrote the history."""
-        marked = list(messages)
-        thinking: list[int] = []
-        for answer in parent.lineage():
-            position = answer.prompt.num_messages
-            marked[position] = {"role": "assistant", "content": answer.marker}
-            if answer.has_thinking:
-                thinking.append(position)
-        text = self._renderer.render(marked, tools)
-        old_length = parent.prompt.text_length
-        is_prefix = (
-            text.startswith(parent.marker, old_length)
-            and digest(text[:old_length].encode()) == parent.prompt.text_digest
-        )
-        if not is_prefix or self._renderer.strips_thinking(marked, tools, thinking):
-            return None
-        return text, self._renderer.ids_after(parent.token_ids, text[old_length + len(parent.marker) :])
-
     def _fork_reason(self, prompt: Prompt) -> ForkReason | None:
+        if self._requests.is_recorded(prompt.key):
+            return ForkReason.REPEATED
+        if prompt.fork_reason:
+            return prompt.fork_reason
         if prompt.parent:
             return ForkReason.EDITED if prompt.parent.num_continuations else None
-        if not self._seen.recorded:
+        if not self._requests.num_recorded:
             return None
-        if (prompt.conversation_key, prompt.tools_key) in self._seen.recorded:
-            return ForkReason.EDITED
-        if prompt.conversation_key in self._seen.conversations:
-            return ForkReason.TOOLS_CHANGED
-        return ForkReason.NEW_CONVERSATION
+        return self._requests.change_of(prompt.key) or ForkReason.NEW_CONVERSATION
 
-    def _add(self, prompt: Prompt, reply: Reply) -> None:
+    def _add(self, prompt: Prompt, reply: Reply, sent: Sequence[JsonObject] | str | None) -> None:
         self._num_answers += 1
         answer = Answer(
             completion_id=reply.completion_id,
             prompt=prompt,
-            token_ids=reply.token_ids,
-            marker=f"{self._secret}{self._num_answers:08x}",
-            call_ids=_call_ids(reply.message),
+            sampled=packed(reply.token_ids),
+            body=extended_key(prompt.key.body, reply.message),
+            call_ids=call_ids(reply.message),
+            reasoning=reasoning_digest(reply.message),
             has_thinking=reply.has_thinking,
+            number=self._num_answers,
         )
-        self._answers.setdefault(extended_key(prompt.conversation_key, reply.message), []).append(answer)
+        prompt.num_waiting += 1
+        if isinstance(sent, str):
+            self._completions.add(answer, sent, self._renderer)
+        else:
+            self._answers.add(answer)
+
+    # ------------------------------------------------------------------------------------------------- audit
+
+    def audit(self) -> int:
+        """Prove the text of every conversation that nothing continues by rendering all of it; the number that fails."""
+        doubtful = [prompt for prompt in self._leaves if prompt.stand_in and not prompt.stand_in.is_whole]
+        return sum(not self._audit(prompt, self._normalise) for prompt in doubtful)
+
+    def _is_audit_due(self, prompt: Prompt) -> bool:
+        return prompt.stand_in is not None and not prompt.stand_in.is_whole and prompt.depth >= prompt.next_audit
+
+    def _audit(self, prompt: Prompt, normalise: Normalise) -> bool:
+        """Whether the text of a prompt is what the template writes; if not, nothing is left out any more."""
+        prompt.next_audit = 2 * prompt.depth
+        if self._continuations[prompt.key.tools].is_proved(prompt, normalise):
+            return True
+        self.num_mismatches += 1
+        self._renderer.may_elide = False
+        return False
 
 
-def _best_match(answers: Sequence[Answer], messages: Sequence[JsonObject]) -> Answer:
-    """Of several answers that say the same: the one whose tool-call ids are repeated, then the least continued."""
-    if len(answers) == 1:
-        return answers[0]
-    repeated = [answer for answer in answers if _are_ids_repeated(answer, messages)]
-    return min(repeated or answers, key=lambda answer: answer.num_continuations)
-
-
-def _are_ids_repeated(answer: Answer, messages: Sequence[JsonObject]) -> bool:
-    return all(ancestor.call_ids == _call_ids(messages[ancestor.prompt.num_messages]) for ancestor in answer.lineage())
-
-
-def _call_ids(message: JsonObject) -> tuple[str, ...]:
-    return tuple(call.get("id", "") for call in message.get("tool_calls") or ())
+def _as_it_is(message: JsonObject, index: int) -> JsonObject:
+    del index
+    return message

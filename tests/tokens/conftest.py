@@ -1,9 +1,11 @@
-"""A byte-level tokenizer with ChatML and Hermes tools, trained here, and templates that change the history."""
+"""Byte-level tokenizers, trained here: with ChatML and Hermes tools, with templates that change the history, and with
+templates in the form of the model families that agents are trained with."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.tokens.renderer import Renderer
@@ -43,23 +45,91 @@ CORPUS = (
 )
 
 
-def train_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
+TEMPLATES = Path(__file__).parent / "templates"
+
+CHATML_MARKUP = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The special tokens of a model family; `markup` are added tokens that are not special."""
+
+    special: tuple[str, ...]
+    eos: str
+    bos: str | None = None
+    markup: tuple[str, ...] = ()
+
+
+CHATML_FAMILY = Family(special=SPECIAL_TOKENS[:3], eos="<|im_end|>", markup=CHATML_MARKUP)
+DEEPSEEK_FAMILY = Family(
+    bos="<｜begin▁of▁sentence｜>",
+    eos="<｜end▁of▁sentence｜>",
+    special=("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    markup=(
+        *("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
+        *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
+        *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<think>", "</think>"),
+    ),
+)
+FAMILIES = {
+    "qwen25": CHATML_FAMILY,
+    "qwen3": CHATML_FAMILY,
+    "llama3": Family(
+        special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
+        bos="<|begin_of_text|>",
+        eos="<|eot_id|>",
+    ),
+    "mistral": Family(
+        special=(
+            *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ),
+        bos="<s>",
+        eos="</s>",
+    ),
+    "deepseek": DEEPSEEK_FAMILY,
+    "deepseek_r1": DEEPSEEK_FAMILY,
+}
+
+
+def train_tokenizer(
+    chat_template: str, family: Family = Family(special=SPECIAL_TOKENS, eos="<|im_end|>")
+) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(family.special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([line for line in CORPUS for _ in range(8)], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=chat_template)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in family.markup])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=family.bos, eos_token=family.eos, chat_template=chat_template
+    )
 
 
 def save(folder: Path, chat_template: str) -> Path:
     train_tokenizer(chat_template).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def family_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with tokenizer and template for each model family."""
+    folders: dict[str, Path] = {}
+    for name, family in FAMILIES.items():
+        template = (TEMPLATES / f"{name}.jinja").read_text().removesuffix("\n")
+        folders[name] = tmp_path_factory.mktemp(name)
+        train_tokenizer(template, family).save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def families(family_folders: dict[str, Path]) -> dict[str, Renderer]:
+    return {name: Renderer.load(folder) for name, folder in family_folders.items()}
 
 
 @pytest.fixture(scope="session")

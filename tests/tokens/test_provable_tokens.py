@@ -16,14 +16,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_agent.tokens.answers.answer_format import AnswerFormat
+from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
+from areal_agent.tokens.answers.parsed import ToolCall
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.tool_calls import ToolCall, format_answer, parse_answer
 from areal_agent.tokens.tree import Forest, Reply
 from areal_agent.types import (
     Completion,
     Distribution,
     FinishReason,
+    JsonObject,
     Rewards,
     SamplingParams,
     Status,
@@ -33,7 +36,13 @@ from areal_agent.types import (
     WeightVersion,
 )
 
+HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
 NUM_SPECIAL = 7
+
+
+def as_it_is(message: JsonObject, index: int) -> JsonObject:
+    return message
+
 
 texts = st.text(max_size=12) | st.sampled_from(
     ["<|im_end|>", "a<|im_start|>assistant\n", "</tool_call><tool_call>", "<think>", "<|im_<|im_end|>end|>", "3 é 漢"]
@@ -56,7 +65,7 @@ class Agent:
 
     def turn(self, history: list[dict[str, Any]], text: str, samples: list[list[int]], *, is_ended: bool) -> None:
         messages = [*history, {"role": "tool" if history else "user", "content": text}]
-        prompt = self.forest.plan(messages, ())
+        prompt = self.forest.plan(messages, (), normalise=as_it_is)
         replies = [self._reply(ids, is_ended=is_ended) for ids in samples]
         fork_reason = self.forest.record(prompt, replies)
         parent = prompt.parent
@@ -84,7 +93,7 @@ class Agent:
 
     def _reply(self, ids: list[int], *, is_ended: bool) -> Reply:
         token_ids = (*ids, self.renderer.end_token_id) if is_ended else tuple(ids)
-        answer = parse_answer(self.renderer.text_of(token_ids, has_ended=is_ended))
+        answer = HERMES.parse(self.renderer.text_of(token_ids, has_ended=is_ended))
         calls = [
             {"id": "", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in answer.tool_calls
@@ -204,10 +213,10 @@ def test_canonical_histories_have_the_templates_own_ids(
     agent = Agent(renderer=renderer)
     history: list[dict[str, Any]] = []
     for text, content, calls in turns:
-        agent.turn(history, text, [renderer.ids_of(format_answer(content, calls))], is_ended=True)
+        agent.turn(history, text, [renderer.ids_of(HERMES.format(content, calls))], is_ended=True)
         *messages, answer = agent.conversations[-1]
         last = agent.turns[-1]
-        path = agent.forest.plan(messages, ()).token_ids()
+        path = agent.forest.plan(messages, (), normalise=as_it_is).token_ids()
         assert list(path) == renderer.ids_of(renderer.render(messages))
         assert path[last.fork_at :] == last.new_prompt_ids
         history = [*messages, answer]

@@ -5,7 +5,6 @@
 - markup of answers keeps its meaning in assistant messages; turn tokens do not
 - the text after an answer that ended itself begins after the end token; after one that was cut off, with it
 - an answer's text leaves out the token that ended it, and keeps special tokens inside
-- a template that strips earlier thinking is noticed, unless thinking is to be kept
 - a folder without tokenizer or template, and a template that does not end answers, are refused at load
 - a template's own refusal is the request's error
 """
@@ -16,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
-from areal_agent.tokens.renderer import HistoryThinking, Renderer
+from areal_agent.tokens.renderer import Renderer
 
 QUESTION = [{"role": "user", "content": "the quick fox?"}]
 TOOLS = [{"type": "function", "function": {"name": "python", "description": "runs code"}}]
@@ -78,25 +77,6 @@ def test_after_an_answer_that_was_cut_off_the_end_token_is_new(renderer: Rendere
 def test_text_leaves_out_the_end_and_keeps_special_tokens_inside(renderer: Renderer) -> None:
     ids = [*renderer.ids_of("<tool_call>x</tool_call>"), renderer.end_token_id]
     assert renderer.text_of(ids, has_ended=True) == "<tool_call>x</tool_call>"
-
-
-THOUGHTFUL = [
-    *QUESTION,
-    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"},
-    {"role": "user", "content": "why?"},
-]
-
-
-def test_a_template_that_strips_thinking_is_noticed(stripping_folder: Path) -> None:
-    renderer = Renderer.load(stripping_folder)
-    assert renderer.strips_thinking(THOUGHTFUL, (), at=[1])
-    assert not renderer.strips_thinking(THOUGHTFUL[:2], (), at=[1])  # it is the last answer yet
-    assert not renderer.strips_thinking(THOUGHTFUL, (), at=[])
-
-
-def test_thinking_can_be_kept(stripping_folder: Path) -> None:
-    renderer = Renderer.load(stripping_folder, history_thinking=HistoryThinking.KEEP)
-    assert not renderer.strips_thinking(THOUGHTFUL, (), at=[1])
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:

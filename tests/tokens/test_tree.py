@@ -3,11 +3,13 @@
 - a conversation that goes on keeps every token, and adds only what is new
 - a conversation may have hundreds of turns
 - an answer is recognised by what it says, not by its layout: white space, null content, ids, JSON spacing
-- a prompt that is repeated, or whose later messages are edited, branches where it left: `edited`
+- a prompt that is repeated branches where it left: `repeated`; one whose later messages are edited: `edited`
 - concurrent calls each continue their own answer, whatever their order
-- a first message of another kind is a root: `new_conversation`; other tools too: `tools_changed`
+- a first message of another kind is a root: `new_conversation`; so are the same messages under other tools:
+  `tools_changed`, and under another system message: `system_changed`
 - of two answers that say the same, the one whose tool-call ids are repeated is continued, then the unused one
-- a template that rewrites or strips the history starts a new root: `template_rewrites_history`
+- a template that rewrites the history starts a new root: `template_rewrites_history`; one that strips thinking forks
+  there: `template_strips_thinking`
 - a request's identity is the same in every session, and tells repetitions apart
 """
 
@@ -24,6 +26,10 @@ from areal_agent.types import ForkReason, JsonObject
 HELLO = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "more"}
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
+
+
+def as_it_is(message: JsonObject, index: int) -> JsonObject:
+    return message
 
 
 class Chat:
@@ -51,7 +57,7 @@ class Chat:
         )
 
     def say(self, *messages: JsonObject, tools: Sequence[JsonObject] = ()) -> Prompt:
-        return self.forest.plan(messages, tools)
+        return self.forest.plan(messages, tools, normalise=as_it_is)
 
     def turn(self, *messages: JsonObject, reply: str, tools: Sequence[JsonObject] = ()) -> ForkReason | None:
         return self.answer(self.say(*messages, tools=tools), assistant(reply))
@@ -83,7 +89,7 @@ def test_a_conversation_that_goes_on_keeps_every_token(chat: Chat) -> None:
     bridge = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     assert chat.renderer.text_of(second.new_ids, has_ended=False) == bridge
     assert second.fork_at == second.num_tokens - len(second.new_ids)
-    assert second.num_known_messages == 2
+    assert second.new_messages == (MORE,)
 
 
 def test_going_on_is_no_fork(chat: Chat) -> None:
@@ -133,9 +139,9 @@ def test_another_answer_is_not_recognised(chat: Chat, echo: JsonObject) -> None:
 
 def test_a_repeated_prompt_branches(chat: Chat) -> None:
     chat.turn(HELLO, reply="hi")
-    assert chat.turn(HELLO, reply="ho") is ForkReason.EDITED
+    assert chat.turn(HELLO, reply="ho") is ForkReason.REPEATED
     chat.turn(HELLO, assistant("hi"), MORE, reply="yes")
-    assert chat.turn(HELLO, assistant("hi"), MORE, reply="no") is ForkReason.EDITED
+    assert chat.turn(HELLO, assistant("hi"), MORE, reply="no") is ForkReason.REPEATED
 
 
 def test_an_edited_history_branches_where_it_left(chat: Chat) -> None:
@@ -163,7 +169,16 @@ def test_concurrent_calls_continue_their_own_answers(chat: Chat) -> None:
 
 def test_another_beginning_is_a_new_conversation(chat: Chat) -> None:
     chat.turn(HELLO, reply="hi")
-    assert chat.turn({"role": "system", "content": "be brief"}, HELLO, reply="hi") is ForkReason.NEW_CONVERSATION
+    assert chat.turn(MORE, reply="hi") is ForkReason.NEW_CONVERSATION
+
+
+def test_another_system_message_is_a_new_root(chat: Chat) -> None:
+    chat.turn(HELLO, reply="hi")
+    brief = {"role": "system", "content": "be brief"}
+    assert chat.turn(brief, HELLO, reply="hi") is ForkReason.SYSTEM_CHANGED
+    prompt = chat.say({"role": "system", "content": "be long"}, HELLO, assistant("hi"), MORE)
+    assert parent_of(prompt) is None
+    assert chat.answer(prompt, assistant("so")) is ForkReason.SYSTEM_CHANGED
 
 
 def test_other_tools_are_a_new_root(chat: Chat) -> None:
@@ -208,9 +223,9 @@ def test_a_template_that_rewrites_history_starts_a_root(rewriting_folder: Path) 
 
 @pytest.mark.parametrize(
     ("history_thinking", "reason"),
-    [(HistoryThinking.TEMPLATE, ForkReason.TEMPLATE_REWRITES_HISTORY), (HistoryThinking.KEEP, None)],
+    [(HistoryThinking.TEMPLATE, ForkReason.TEMPLATE_STRIPS_THINKING), (HistoryThinking.KEEP, None)],
 )
-def test_stripped_thinking_starts_a_root_unless_it_is_kept(
+def test_stripped_thinking_forks_unless_it_is_kept(
     stripping_folder: Path, history_thinking: HistoryThinking, reason: ForkReason | None
 ) -> None:
     chat = Chat(Renderer.load(stripping_folder, history_thinking=history_thinking))

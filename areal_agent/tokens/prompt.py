@@ -1,0 +1,158 @@
+"""Prompt and Answer: the two kinds of node in a session's forest, and Reply, which becomes an Answer.
+
+::
+
+    Prompt ─▶ Answer ─▶ Prompt ─▶ Answer      a prompt keeps the first `fork_at` tokens of its parent's path and adds
+                   └──▶ Prompt ─▶ Answer      its own; an answer adds what was sampled
+
+Each node holds only what it adds, packed: a path is put together when it is asked for. They know no text and no rules.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from areal_agent.tokens.stand_in import StandIn
+from areal_agent.types import ForkReason, JsonObject
+
+TextHash = blake2b
+"""The running hash of a conversation's text, extended by each turn with the text that it adds."""
+
+
+def packed(token_ids: Sequence[int]) -> "array[int]":
+    """Token ids in 4 bytes each."""
+    return array("i", token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """Identifies messages and tools as data: the system messages at the head, all that follows, the tools."""
+
+    head: bytes
+    body: bytes
+    tools: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """A completion as it is sent to the agent: what a later request must repeat to continue it."""
+
+    completion_id: str
+    token_ids: tuple[int, ...]
+    message: JsonObject  # normalised: see `canonical`
+    has_thinking: bool = False
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Answer:
+    """A completion in the forest: a node under which turns may continue."""
+
+    completion_id: str
+    prompt: "Prompt" = field(repr=False)
+    sampled: "array[int]" = field(repr=False)
+    body: bytes  # identifies the body of the conversation that ends with it
+    call_ids: tuple[str, ...]
+    reasoning: bytes | None  # digest of it
+    has_thinking: bool
+    number: int  # among the answers of its forest
+    num_continuations: int = 0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(self.sampled)
+
+    @property
+    def path_length(self) -> int:
+        """Number of tokens from the root to the end of this completion."""
+        return self.prompt.num_tokens + len(self.sampled)
+
+    @property
+    def block(self) -> "array[int]":
+        """What stands for the answer in later prompts: what its prompt opened for it, and what was sampled."""
+        return self.prompt.new[len(self.prompt.new) - self.prompt.num_opened :] + self.sampled
+
+    def continued(self) -> None:
+        """A turn that continues it has been recorded."""
+        if not self.num_continuations:
+            self.prompt.num_waiting -= 1
+            if not self.prompt.num_waiting:
+                self.prompt.stand_in = None
+        self.num_continuations += 1
+
+    def lineage(self) -> Iterator["Answer"]:
+        """This answer and those before it, newest first."""
+        answer: Answer | None = self
+        while answer is not None:
+            yield answer
+            answer = answer.prompt.parent
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Prompt:
+    """A request's place in the forest: the completion that it continues and the tokens that it adds."""
+
+    parent: Answer | None
+    fork_at: int  # how many tokens of the parent's path it keeps
+    new: "array[int]" = field(repr=False)
+    num_opened: int = 0  # the last ones of `new` belong to the answer's block: thinking or a tool call, opened for it
+    is_thinking: bool = False  # it ends inside an opened <think>
+    opening: str = ""
+    fork_reason: ForkReason | None  # what is known before the turn is recorded
+    key: Key
+    num_repeats: int  # how many earlier requests of this session had the same messages and tools
+    num_messages: int
+    delta: tuple[JsonObject, ...] = field(repr=False)  # the parent's answer as it came back, and what follows it; raw
+    depth: int = 1  # turns from the root
+    next_audit: int = 0  # the depth at which its text is to be proved again
+    text_hash: TextHash = field(repr=False)  # of the text up to the answer's block
+    stand_in: StandIn | None = field(repr=False)  # until all its answers were continued
+    num_waiting: int = 0  # answers that nothing continues yet
+    sent: Sequence[JsonObject] | str | None = field(default=None, repr=False)  # the whole request, until it is recorded
+
+    @property
+    def new_ids(self) -> tuple[int, ...]:
+        return tuple(self.new)
+
+    @property
+    def new_messages(self) -> tuple[JsonObject, ...]:
+        """The messages, as sent, that the parent's conversation did not have; none for a plain completion."""
+        return self.delta[1:] if self.parent else self.delta
+
+    @property
+    def num_tokens(self) -> int:
+        return self.fork_at + len(self.new)
+
+    @property
+    def block_at(self) -> int:
+        """Where the block of its answers begins."""
+        return self.num_tokens - self.num_opened
+
+    @property
+    def identity(self) -> bytes:
+        """Equal for equal requests, in every run: messages and tools, and which repetition it is."""
+        return self.key.head + self.key.body + self.key.tools + self.num_repeats.to_bytes(8)
+
+    def token_ids(self) -> tuple[int, ...]:
+        """The full prompt, from the root."""
+        slices, kept = [self.new], self.fork_at
+        for answer in self.parent.lineage() if self.parent else ():
+            prompt = answer.prompt
+            if kept > prompt.num_tokens:
+                slices.append(answer.sampled[: kept - prompt.num_tokens])
+            if kept > prompt.fork_at:
+                slices.append(prompt.new[: kept - prompt.fork_at])
+            kept = min(kept, prompt.fork_at)
+        path = array("i")
+        for part in reversed(slices):
+            path.extend(part)
+        return tuple(path)
+
+    def lineage(self) -> list["Prompt"]:
+        """The prompts from the root to this one."""
+        older = [answer.prompt for answer in self.parent.lineage()] if self.parent else []
+        return [*reversed(older), self]
+
+    def messages(self) -> list[JsonObject]:
+        """The whole conversation, as it was sent first."""
+        return [message for prompt in self.lineage() for message in prompt.delta]

@@ -1,0 +1,114 @@
+"""A chat template: messages to text, in a sandbox. Knows no tokenizer and no session.
+
+Does what transformers does with a template, to the letter, at a third of its cost: it is compiled once, and the
+messages, which are plain JSON already, are not copied.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from areal_agent.errors import ConfigError, RequestError
+from areal_agent.types import JsonObject
+
+_DICT_METHODS = frozenset(dir(dict))
+_LOOP_ATTRIBUTES = frozenset(
+    {"first", "last", "index", "index0", "length", "revindex", "revindex0", "previtem", "nextitem"}
+)
+_MISSING = object()
+
+
+class ChatTemplate:
+    """A compiled template. Safe to use from several threads.
+
+    >>> ChatTemplate("{% for m in messages %}{{ bos_token + m.content }}{% endfor %}", {"bos_token": "<s>"}).render(
+    ...     [{"role": "user", "content": "hi"}])
+    '<s>hi'
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        try:
+            self._template = _environment().from_string(source, globals=dict(_FUNCTIONS))
+        except TemplateError as error:
+            raise ConfigError(f"the chat template is no valid Jinja: {error}; correct chat_template.jinja") from error
+        self.special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a conversation. Raises RequestError when the template refuses it."""
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        except Exception as error:  # the template is foreign code, run on foreign data
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a short way to the entries of a dict and the state of a loop: most of what is asked for."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_METHODS:
+            value = obj.get(attribute, _MISSING)  # pyright: ignore[reportUnknownMemberType]
+            return self.undefined(obj=obj, name=attribute) if value is _MISSING else value
+        if type(obj) is LoopContext and attribute in _LOOP_ATTRIBUTES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model writes; it changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension])
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+_FUNCTIONS: Mapping[str, object] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
