@@ -1,0 +1,176 @@
+"""The embedded engine streams:
+
+- the chunks, put together, are the result, and that is the result of the same request in one piece
+- also over a retraction and a weight swap, with spans of both versions
+- tokens leave before the completion has ended
+- an abort ends a stream with what there is; a client that hangs up or is cancelled frees the slot
+- what is refused is refused as it is without streaming; a model thread that dies in mid-stream is EngineUnreachable
+"""
+
+import asyncio
+import dataclasses
+
+import aiohttp
+import pytest
+
+from areal_agent.engine import wire
+from areal_agent.errors import EngineRejected, EngineUnreachable
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, PauseMode, TokenChunk, WeightVersion
+
+
+class Collected:
+    """The chunks of one request, and when they came."""
+
+    def __init__(self) -> None:
+        self.chunks: list[TokenChunk] = []
+        self._grown = asyncio.Event()
+
+    def add(self, chunk: TokenChunk) -> None:
+        self.chunks.append(chunk)
+        self._grown.set()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(id_ for chunk in self.chunks for id_ in chunk.token_ids)
+
+    async def until(self, num_tokens: int) -> None:
+        while len(self.token_ids) < num_tokens:
+            self._grown.clear()
+            await self._grown.wait()
+
+    def assert_make(self, result: GenerateResult) -> None:
+        assert self.token_ids == result.token_ids
+        assert tuple(p for chunk in self.chunks for p in chunk.logprobs) == result.logprobs
+        assert tuple(top for chunk in self.chunks for top in chunk.top_logprobs) == result.top_logprobs
+
+
+def with_top(request: GenerateRequest, number: int) -> GenerateRequest:
+    return dataclasses.replace(request, num_top_logprobs=number)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+async def test_streamed_is_not_streamed(number, tiny, serve, ask):
+    requests = [with_top(ask(i, prompt_length=4 + i, max_tokens=1 + 9 * i), number) for i in range(6)]
+    collected = [Collected() for _ in requests]
+    async with serve(tiny, num_slots=4) as served:
+        pairs = zip(requests, collected, strict=True)
+        streamed = await asyncio.gather(*(served.engine.generate(request, c.add) for request, c in pairs))
+        whole = [await served.engine.generate(request) for request in requests]
+    for c, result, expected in zip(collected, streamed, whole, strict=True):
+        c.assert_make(result)
+        assert result.token_ids == expected.token_ids
+        assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert (result.versions, result.finish_reason) == (expected.versions, expected.finish_reason)
+
+
+async def test_over_an_interruption(tiny, other, serve, ask, share, truth):
+    request, collected = ask(1, max_tokens=40), Collected()
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request, collected.add))
+        await served.gate.steps(8)
+        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
+        await served.engine.update_weights(share(other), WeightVersion(step=8))
+        served.gate.open()
+        await served.engine.resume()
+        result = await answer
+    collected.assert_make(result)
+    split = result.versions[0].end
+    assert [(span.version.step, span.start, span.end) for span in result.versions] == [(7, 0, split), (8, split, 40)]
+    old = truth(tiny).logprobs(request.input_ids, result.token_ids)
+    new = truth(other).logprobs(request.input_ids, result.token_ids)
+    assert result.logprobs == pytest.approx([*old[:split], *new[split:]], abs=1e-4)
+
+
+async def test_tokens_leave_as_they_are_sampled(tiny, serve, ask):
+    collected = Collected()
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=30), collected.add))
+        await collected.until(1)
+        await served.gate.steps(3)
+        await collected.until(3)
+        assert not answer.done()
+        served.gate.open()
+        collected.assert_make(await answer)
+    assert len(collected.chunks) > 1
+
+
+async def test_a_stop_token_ends_a_stream(tiny, serve, ask):
+    collected = Collected()
+    async with serve(tiny) as served:
+        free = await served.engine.generate(ask(7, max_tokens=30))
+        request = ask(7, max_tokens=30, stop_token_ids=(free.token_ids[9],))
+        result = await served.engine.generate(request, collected.add)
+    collected.assert_make(result)
+    assert result.finish_reason is FinishReason.STOP
+
+
+async def test_an_abort_ends_a_stream_with_what_there_is(tiny, serve, ask, truth):
+    request, collected = ask(1, max_tokens=400), Collected()
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request, collected.add))
+        await served.gate.steps(6)
+        await served.gate.meanwhile(served.engine.abort(request.request_id))
+        result = await answer
+    collected.assert_make(result)
+    assert result.finish_reason is FinishReason.ABORT
+    assert 6 <= len(result.token_ids) < 400
+
+
+async def test_an_abort_before_the_first_token(tiny, serve, ask):
+    collected = Collected()
+    async with serve(tiny) as served:
+        await served.engine.pause(PauseMode.RETRACT)
+        answer = asyncio.create_task(served.engine.generate(ask(1), collected.add))
+        await served.until(lambda stats: stats.num_queued == 1)
+        await served.engine.abort(ask(1).request_id)
+        result = await answer
+    assert (result.finish_reason, result.token_ids, collected.chunks) == (FinishReason.ABORT, (), [])
+
+
+async def test_cancelling_frees_the_slot(tiny, serve, ask):
+    collected = Collected()
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=400), collected.add))
+        await collected.until(1)
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
+        assert (await served.engine.stats()).generated_tokens < 400
+
+
+async def test_hanging_up_frees_the_slot(tiny, serve, ask):
+    body = wire.encode_request(ask(1, max_tokens=400), is_streamed=True)
+    async with serve(tiny) as served, aiohttp.ClientSession() as session:
+        served.gate.shut()
+        async with session.post(served.engine.base_url + wire.GENERATE, json=body) as response:
+            assert (await response.content.readany()).startswith(b"data: {")
+        await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
+        assert (await served.engine.stats()).generated_tokens < 400
+
+
+async def test_what_is_refused_is_refused_before_the_stream(tiny, serve, ask):
+    async with serve(tiny) as served:
+        await served.engine.pause(PauseMode.RETRACT)
+        first = asyncio.create_task(served.engine.generate(ask(1), Collected().add))
+        await served.until(lambda stats: stats.num_queued == 1)
+        with pytest.raises(EngineRejected, match="400: .*in flight already"):
+            await served.engine.generate(ask(1), Collected().add)
+        await served.engine.resume()
+        assert len((await first).token_ids) == 12
+
+
+async def test_a_model_thread_that_dies_in_mid_stream(tiny, serve, ask):
+    collected = Collected()
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=400), collected.add))
+        await collected.until(1)
+        served.gate.breaks_with = RuntimeError("out of memory")
+        served.gate.open()
+        with pytest.raises(EngineUnreachable, match="broke off with 503: .*out of memory"):
+            await answer
