@@ -5,7 +5,7 @@
     renderer.py    chat template and tokenizer: text of a conversation, ids of its new part
     canonical.py   when two messages are the same data
     tree.py        the forest of one session's turns: which recorded completion does a request continue?
-    tool_calls.py  an answer's text <-> content and tool calls (Hermes form)
+    answers/       an answer's text <-> reasoning, content and tool calls, whole or as it streams
     json_text.py   the JSON inside an answer's text
     records.py     a closed trajectory -> what the trainer eats
 

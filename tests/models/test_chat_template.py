@@ -15,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.models.tokenizer import render
-from areal_agent.tokens.tool_calls import ToolCall, format_answer, parse_answer
+from areal_agent.tokens.answers.answer_format import AnswerFormat
+from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
+from areal_agent.tokens.answers.parsed import ToolCall
 
+HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
 TEXT = st.text(max_size=12)
 CALLS = st.builds(
     lambda name, code: {"id": "c", "function": {"name": name, "arguments": json.dumps({"code": code})}}, TEXT, TEXT
@@ -68,17 +71,17 @@ def test_arguments_as_an_object_read_like_their_json() -> None:
 
 @given(name=TEXT.filter(bool), code=TEXT)
 def test_a_parsed_answer_reads_the_same_again(name: str, code: str) -> None:
-    spoken = format_answer("", [ToolCall(name=name, arguments={"code": code})])
-    (parsed,) = parse_answer(spoken).tool_calls
+    spoken = HERMES.format("", [ToolCall(name=name, arguments={"code": code})])
+    (parsed,) = HERMES.parse(spoken).tool_calls
     function = {"name": parsed.name, "arguments": parsed.arguments_json}
     echoed = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function}]}
     text = render([echoed])
-    assert parse_answer(text.removeprefix(OPENING).removesuffix("<|im_end|>\n")) == parse_answer(spoken)
+    assert HERMES.parse(text.removeprefix(OPENING).removesuffix("<|im_end|>\n")) == HERMES.parse(spoken)
 
 
 def test_what_the_demonstrations_say_reads_the_same_again() -> None:
-    spoken = format_answer("", [ToolCall(name="python", arguments={"code": "print(348 * 27 + 915)"})])
-    (parsed,) = parse_answer(spoken).tool_calls
+    spoken = HERMES.format("", [ToolCall(name="python", arguments={"code": "print(348 * 27 + 915)"})])
+    (parsed,) = HERMES.parse(spoken).tool_calls
     echoed = {"role": "assistant", "content": None, "tool_calls": [call(parsed.arguments_json)]}
     assert render([echoed]) == f"{OPENING}{spoken}<|im_end|>\n"
 
