@@ -22,7 +22,8 @@
     ├── invariants.py      the promises in words, and Violation
     ├── session_checks.py  what one session can break by itself
     └── table_checks.py    what tables can break against each other
-    __main__.py      `python -m areal_agent.ledger verify RUN_DIR`
+    export.py        one row a completion, for whoever studies a run; parquet.py writes them
+    __main__.py      `python -m areal_agent.ledger verify RUN_DIR`, `... export RUN_DIR --parquet FILE`
 
 The life of a session's row, and the tables that hold it::
 

@@ -1,14 +1,21 @@
-"""`python -m areal_agent.ledger verify RUN_DIR`: proves the invariants of a run's ledger. Thin: see verify.py.
+"""`python -m areal_agent.ledger`: proves the invariants of a run's ledger, or hands its data out. Thin.
 
-Exit codes: 0 all hold, 1 something is violated, 2 there is no such ledger.
+    verify RUN_DIR                     see verify.py
+    export RUN_DIR --parquet FILE      see export.py, parquet.py
+
+Exit codes: 0 done, and all invariants hold; 1 something is violated, or the work failed; 2 there is no such ledger, or
+the export cannot be written there.
 """
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
+from areal_agent.ledger.export import completions
+from areal_agent.ledger.files import LedgerFiles
 from areal_agent.ledger.invariants import Invariant
 from areal_agent.ledger.records import LedgerCounts
 from areal_agent.ledger.verify import VerifyReport, verify
@@ -21,12 +28,20 @@ MAX_SHOWN = 10  # violations of one invariant
 def main() -> int:
     parser = Parser(
         prog="python -m areal_agent.ledger",
-        description="Prove what a run's ledger promises: every token, every trajectory, exactly once. "
-        "It only reads, also while the run is live.",
+        description="verify: prove what a run's ledger promises: every token, every trajectory, exactly once. "
+        "export: hand out every completion with its tokens, log-probabilities, versions and rewards. "
+        "Both only read, also while the run is live.",
     )
-    parser.add_argument("command", choices=["verify"], help="what to do")
+    parser.add_argument("command", choices=["verify", "export"], help="what to do")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of a run, or its ledger.sqlite")
-    path = _ledger_in(parser.parse_args().run_dir)
+    parser.add_argument("--parquet", metavar="FILE", type=Path, help="export: the file to write, a row a completion")
+    parser.add_argument("--force", action="store_true", help="export: replace FILE when it is there")
+    args = parser.parse_args()
+    path = _ledger_in(args.run_dir)
+    if args.command == "export":
+        return _export(path, args.parquet, is_forced=args.force)
+    if args.parquet or args.force:
+        raise ConfigError("--parquet and --force belong to `export`; verify writes nothing")
     report = _verify(path)
     print("\n".join(_lines(path, report)))
     return 0 if report.is_ok else 1
@@ -41,6 +56,23 @@ def _ledger_in(run_dir: Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"{str(run_dir)!r} has no {FILE_NAME}, so it is no run folder; name the folder of a run")
     return path
+
+
+def _export(ledger: Path, target: Path | None, *, is_forced: bool) -> int:
+    if target is None:
+        raise ConfigError("export needs a file to write: --parquet FILE")
+    if target.is_dir() or not target.parent.is_dir():
+        raise ConfigError(f"--parquet {str(target)!r} is no file in a folder that exists; name one")
+    if target.exists() and not is_forced:
+        raise ConfigError(f"--parquet {str(target)!r} exists; name another file, or replace it by --force")
+    try:
+        from areal_agent.ledger.parquet import write_parquet  # here: `verify` works without the extra
+    except ImportError as error:
+        raise ConfigError(f"export needs pyarrow ({error}); install it: pip install 'areal-agent[parquet]'") from None
+    with closing(LedgerFiles(ledger)) as files, files.snapshot() as snapshot:
+        num_rows = write_parquet(target, completions(snapshot))
+    print(f"{num_rows:,} completions in {target}")
+    return 0
 
 
 def _verify(path: Path) -> VerifyReport:

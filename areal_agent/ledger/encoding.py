@@ -4,6 +4,7 @@ A row is a NamedTuple whose fields are the columns that `schema.py` names. A row
 was damaged, raises LedgerError.
 """
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -212,9 +213,9 @@ def decode_note(key: str, text: str) -> Any:
 
 def _encode_ids(token_ids: Sequence[int]) -> bytes:
     try:
-        return np.asarray(token_ids, dtype="<i4").tobytes()
-    except OverflowError:
-        odd = next(one for one in token_ids if not -(2**31) <= one < 2**31)
+        return struct.pack(f"<{len(token_ids)}i", *token_ids)
+    except struct.error:
+        odd = next((one for one in token_ids if not -(2**31) <= one < 2**31), "one of them")
         raise LedgerError(f"token ids are int32; {odd} is none") from None
 
 

@@ -117,6 +117,10 @@ class Ledger:
             )
         )
 
+    def shard_path(self, shard_name: str) -> Path:
+        """Where the shard of a worker lies, made or not."""
+        return shard_path(self._path, shard_name)
+
     async def end_orphans(self, shard_name: str) -> tuple[str, ...]:
         """End what a worker that died left open in its shard, for example `w0`; the ids of those sessions.
 

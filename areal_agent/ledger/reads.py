@@ -36,6 +36,26 @@ DROPPED_ORPHANS = (
 )
 
 
+class SessionHead(NamedTuple):
+    """What identifies a session, and whether it has ended."""
+
+    number: int
+    id: str
+    group_id: str
+    task_id: str
+    purpose: str
+    is_closed: int
+
+
+def sessions(connection: sqlite3.Connection) -> Iterator[SessionHead]:
+    """In the order in which they were opened."""
+    for row in connection.execute(
+        "SELECT s.number, s.id, s.group_id, s.task_id, s.purpose, e.number IS NOT NULL "
+        "FROM sessions s LEFT JOIN endings e ON e.session = s.number ORDER BY s.number"
+    ):
+        yield SessionHead(*row)
+
+
 class Standing(NamedTuple):
     """What of a session never changes again: its purpose, and once it has ended, its status."""
 
