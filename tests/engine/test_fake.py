@@ -2,16 +2,18 @@
 
 - replies in order or by function; stop, length and script end; scripted errors
 - a stepped completion is interrupted between any two tokens and says which version sampled what
+- chunks as tokens are sampled, one a token unless stepped; scripted likeliest tokens; a grammar if it is told so
 - pauses hold back, aborts and cancelled calls return or drop what there is
 """
 
 import asyncio
+import dataclasses
 
 import pytest
 
-from areal_agent.engine.fake import FakeEngine, Operation, fake_logprob
+from areal_agent.engine.fake import FakeEngine, Operation, fake_logprob, fake_top_logprobs
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import DiskWeights, FinishReason, PauseMode, VersionSpan, WeightVersion
+from areal_agent.types import DiskWeights, FinishReason, PauseMode, TokenChunk, VersionSpan, WeightVersion
 
 NEW = WeightVersion(step=8)
 
@@ -101,6 +103,39 @@ async def test_an_abort_returns_what_was_sampled(by, ask):
     await (engine.abort(ask(1).request_id) if by == "abort" else engine.pause(PauseMode.ABORT))
     result = await answer
     assert (result.token_ids, result.finish_reason) == ((11, 12), FinishReason.ABORT)
+
+
+async def test_a_stream_has_one_chunk_a_token(ask):
+    chunks: list[TokenChunk] = []
+    result = await FakeEngine([[11, 12, 13]]).generate(ask(1), chunks.append)
+    assert [chunk.token_ids for chunk in chunks] == [(11,), (12,), (13,)]
+    assert tuple(p for chunk in chunks for p in chunk.logprobs) == result.logprobs
+
+
+async def test_a_stepped_stream_has_one_chunk_a_step(ask):
+    engine, chunks = FakeEngine([[11, 12, 13]], is_stepped=True), []
+    answer = asyncio.create_task(engine.generate(ask(1), chunks.append))
+    await engine.wait_for_requests(1)
+    engine.step(2)
+    assert [chunk.token_ids for chunk in chunks] == [(11, 12)]
+    engine.step(2)
+    await answer
+    assert [chunk.token_ids for chunk in chunks] == [(11, 12), (13,)]
+
+
+async def test_the_likeliest_tokens_are_scripted(ask):
+    chunks: list[TokenChunk] = []
+    request = dataclasses.replace(ask(1), num_top_logprobs=2)
+    result = await FakeEngine([[11, 0]]).generate(request, chunks.append)
+    assert result.top_logprobs == (fake_top_logprobs(11, 0, 2), fake_top_logprobs(0, 1, 2))
+    assert tuple(top for chunk in chunks for top in chunk.top_logprobs) == result.top_logprobs
+
+
+async def test_a_grammar_only_when_told(ask):
+    request = ask(1, json_schema="{}")
+    with pytest.raises(EngineRejected, match="json_schema"):
+        await FakeEngine([[11]]).generate(request)
+    assert (await FakeEngine([[11]], has_grammar=True).generate(request)).token_ids == (11,)
 
 
 async def test_cancelling_generate_is_recorded_as_an_abort(ask):

@@ -3,7 +3,7 @@
 - frequency, presence and repetition penalty, logit bias: the log-probability of every sampled token, alone and together
 - min-p keeps the tokens that it says, and does not renormalise
 - the likeliest tokens are those of the adjusted, temperature-scaled distribution, also under top-k
-- none of it depends on who else is in the batch, or is forgotten over an interruption; others in the batch are untouched
+- none of it depends on who else is in the batch, changes the others, or is forgotten over an interruption
 """
 
 import asyncio

@@ -47,6 +47,21 @@ async def test_a_request_that_just_fits_is_served(tiny, serve, ask):
     assert len(result.token_ids) == 12
 
 
+async def test_the_client_refuses_what_the_engine_has_no_grammar_for(tiny, serve, ask):
+    async with serve(tiny) as served:
+        assert not (await served.engine.info()).has_grammar
+        with pytest.raises(EngineRejected, match=r"json_schema is .* use an engine that has one"):
+            await served.engine.generate(ask(1, json_schema='{"type": "object"}'))
+
+
+async def test_an_id_beyond_32_bits_is_named(tiny, serve):
+    async with serve(tiny) as served:
+        with pytest.raises(EngineRejected, match=rf"input_ids\[0\] is {2**40}"):
+            await served.engine.generate(
+                GenerateRequest(request_id="r1", input_ids=(2**40,), sampling=SamplingParams())
+            )
+
+
 async def test_an_id_in_flight_twice(tiny, serve, ask):
     async with serve(tiny) as served:
         await served.engine.pause(PauseMode.RETRACT)
@@ -74,6 +89,17 @@ REFUSED = {
     "top_p zero": (params(top_p=0), "top_p"),
     "top_k zero": (params(top_k=0), "top_k"),
     "no tokens": (params(max_new_tokens=0), "max_new_tokens"),
+    "min_p above 1": (params(min_p=1.5), "min_p"),
+    "frequency_penalty above 2": (params(frequency_penalty=2.5), "frequency_penalty"),
+    "presence_penalty is text": (params(presence_penalty="much"), "presence_penalty"),
+    "repetition_penalty zero": (params(repetition_penalty=0), "repetition_penalty"),
+    "bias of no id": (params(logit_bias={"the": 1.0}), "logit_bias"),
+    "bias outside": (params(logit_bias={"97": 1.0}), "logit_bias names the token id 97"),
+    "bias is no number": (params(logit_bias={"5": None}), "logit_bias of 5"),
+    "bias is a list": (params(logit_bias=[5]), "logit_bias"),
+    "grammar": (params(json_schema="{}"), "json_schema"),
+    "too many likeliest": (body(top_logprobs_num=98), "98"),
+    "likeliest negative": (body(top_logprobs_num=-1), "-1"),
     "seed negative": (params(sampling_seed=-1), "sampling_seed"),
     "not an object": ([1], "JSON object"),
 }

@@ -158,7 +158,7 @@ async def test_what_is_refused_is_refused_before_the_stream(tiny, serve, ask):
         await served.engine.pause(PauseMode.RETRACT)
         first = asyncio.create_task(served.engine.generate(ask(1), Collected().add))
         await served.until(lambda stats: stats.num_queued == 1)
-        with pytest.raises(EngineRejected, match="400: .*in flight already"):
+        with pytest.raises(EngineRejected, match=r"400: .*in flight already"):
             await served.engine.generate(ask(1), Collected().add)
         await served.engine.resume()
         assert len((await first).token_ids) == 12
@@ -172,5 +172,5 @@ async def test_a_model_thread_that_dies_in_mid_stream(tiny, serve, ask):
         await collected.until(1)
         served.gate.breaks_with = RuntimeError("out of memory")
         served.gate.open()
-        with pytest.raises(EngineUnreachable, match="broke off with 503: .*out of memory"):
+        with pytest.raises(EngineUnreachable, match=r"broke off with 503: .*out of memory"):
             await answer

@@ -13,6 +13,7 @@ from areal_agent.engine import wire
 from areal_agent.engine.fields import WireError
 from areal_agent.types import (
     DiskWeights,
+    EngineInfo,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -34,22 +35,32 @@ requests = st.builds(
         temperature=st.floats(0, 10),
         top_p=st.floats(0, 1, exclude_min=True),
         top_k=st.one_of(st.just(-1), st.integers(1, 1000)),
+        min_p=st.floats(0, 1),
+        frequency_penalty=st.floats(-2, 2),
+        presence_penalty=st.floats(-2, 2),
+        repetition_penalty=st.floats(0.1, 2),
+        logit_bias=st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100)).map(lambda d: tuple(d.items())),
+        json_schema=st.none() | st.text(),
         max_tokens=st.integers(1, 10**6),
         stop_token_ids=ids,
         seed=st.none() | st.integers(0, wire.MAX_SEED),
     ),
+    num_top_logprobs=st.integers(0, 20),
 )
 
 
 @st.composite
 def results(draw) -> GenerateResult:
     tokens = draw(st.lists(st.tuples(st.integers(0, 2**31), st.floats(-50, 0), versions), max_size=20))
+    num_top = draw(st.integers(0, 3))
+    top = tuple((id_, -float(id_)) for id_ in range(num_top))
     reason = draw(st.sampled_from(FinishReason)) if tokens else FinishReason.ABORT
     return GenerateResult(
         token_ids=tuple(token for token, _, _ in tokens),
         logprobs=tuple(logprob for _, logprob, _ in tokens),
         versions=tuple(VersionSpan(version=v, start=i, end=i + 1) for i, (_, _, v) in enumerate(tokens)),
         finish_reason=reason,
+        top_logprobs=(top,) * len(tokens) if num_top else (),
     )
 
 
@@ -58,9 +69,10 @@ def over_the_wire(body: object) -> object:
 
 
 @settings(deadline=None)
-@given(requests)
-def test_requests_arrive_as_they_were_sent(request):
-    assert wire.decode_call(over_the_wire(wire.encode_request(request))).request == request
+@given(requests, st.booleans())
+def test_requests_arrive_as_they_were_sent(request, is_streamed):
+    call = wire.decode_call(over_the_wire(wire.encode_request(request, is_streamed=is_streamed)))
+    assert call == wire.GenerateCall(request=request, is_streamed=is_streamed)
 
 
 @settings(deadline=None)
@@ -96,6 +108,16 @@ def test_disk_weights_arrive_as_they_were_sent(path, version, flush):
     where, body = wire.encode_update(update)
     assert where == wire.UPDATE_FROM_DISK
     assert wire.decode_disk_update(over_the_wire(body)) == update
+
+
+def test_texts_that_stop_are_never_sent():
+    request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(stop=("END",)))
+    assert b"END" not in orjson.dumps(wire.encode_request(request))
+
+
+def test_what_is_off_is_not_sent():
+    params = wire.encode_request(GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams()))
+    assert set(params["sampling_params"]) == {"temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"}
 
 
 def test_top_k_zero_is_sent_as_off():
@@ -137,6 +159,12 @@ def test_an_answer_of_sglang_is_read():
     )
 
 
+def test_likeliest_tokens_of_sglang_are_read_without_impossible_ones():
+    tops = [[[-0.5, 5, None], [None, 3, None]], [[-0.1, 2, None], [-1.0, 6, None]]]
+    result = wire.decode_result(answer(output_top_logprobs=tops))
+    assert result.top_logprobs == (((5, -0.5),), ((2, -0.1), (6, -1.0)))
+
+
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
@@ -148,6 +176,9 @@ def test_an_answer_of_sglang_is_read():
         ({"weight_versions": [{"version": "0:7", "start": 1, "end": 2}]}, "one from 0 was due"),
         ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "'default'"),
         ({"weight_versions": None}, "weight_versions"),
+        ({"output_token_logprobs": [[-0.5], [-1.0, 6, None]]}, "must be .log-probability, token id"),
+        ({"output_top_logprobs": [[]]}, "1 entries for 2"),
+        ({"output_top_logprobs": [None, []]}, "a list for every token"),
         ({"finish_reason": {"type": "tired"}}, "tired"),
         ({"finish_reason": None}, "finish_reason"),
     ],
@@ -163,3 +194,27 @@ def test_answers_that_contradict_themselves_are_not_read(meta, message):
 )
 def test_the_message_of_a_failure_is_found(body):
     assert wire.decode_failure(body, 400).message == "why"
+
+
+SGLANG_INFO = {"model_path": "m", "weight_version": "default", "context_length": None, "max_req_input_len": 4090}
+
+
+def test_what_sglang_says_of_itself_is_read():
+    assert wire.decode_info(SGLANG_INFO | {"grammar_backend": "xgrammar"}) == EngineInfo(
+        model_path="m",
+        weight_version=WeightVersion(),
+        vocab_size=2**31 - 1,
+        max_context_tokens=4090,
+        has_grammar=True,
+    )
+    assert wire.decode_info(SGLANG_INFO | {"context_length": 8192}).max_context_tokens == 8192
+    assert not wire.decode_info(SGLANG_INFO | {"grammar_backend": "none"}).has_grammar
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"max_req_input_len": None}, "length of the context"), ({"weight_version": "new"}, "'new'")],
+)
+def test_an_engine_that_does_not_say_enough_of_itself(change, message):
+    with pytest.raises(WireError, match=message):
+        wire.decode_info(SGLANG_INFO | change)

@@ -1,0 +1,247 @@
+"""The client reads streams of either shape, however they arrive:
+
+- events cut anywhere; lines of any length; comments, carriage returns and empty lines between them
+- events that hold the new tokens, and events that hold all so far (SGLang): the same chunks, the same result
+- events that contradict themselves, errors in mid-stream, connections lost, streams that end early: one clear error
+- cancelling in mid-stream sends an abort
+"""
+
+import asyncio
+import dataclasses
+from itertools import pairwise
+
+import orjson
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_agent.engine import wire
+from areal_agent.engine.fields import WireError
+from areal_agent.engine.http import HttpEngine
+from areal_agent.errors import EngineRejected, EngineUnreachable
+from areal_agent.types import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    TokenChunk,
+    VersionSpan,
+    WeightVersion,
+)
+
+INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_context_tokens": 512}
+SPANS = [{"version": "0:7", "start": 0, "end": 2}, {"version": "0:8", "start": 2, "end": 4}]
+IDS, LOGPROBS = (5, 6, 7, 8), (-0.5, -1.0, -1.5, -2.0)
+RESULT = GenerateResult(
+    token_ids=IDS,
+    logprobs=LOGPROBS,
+    versions=(
+        VersionSpan(version=WeightVersion(step=7), start=0, end=2),
+        VersionSpan(version=WeightVersion(step=8), start=2, end=4),
+    ),
+    finish_reason=FinishReason.LENGTH,
+    cached_tokens=3,
+)
+
+
+def event(start: int, end: int, *, is_last: bool = False, **meta: object) -> dict[str, object]:
+    """Tokens `[start, end)` in an event after which there are `end`."""
+    tokens = list(zip(LOGPROBS, IDS, strict=True))[start:end]
+    last = {"finish_reason": {"type": "length", "length": 4}, "weight_versions": SPANS, "cached_tokens": 3}
+    return {
+        "text": "",
+        "output_ids": list(IDS[start:end]),
+        "meta_info": {
+            "id": "r1",
+            "finish_reason": None,
+            "completion_tokens": end,
+            "output_token_logprobs": [[logprob, id_, None] for logprob, id_ in tokens],
+            **(last if is_last else {}),
+            **meta,
+        },
+    }
+
+
+DISJOINT = [event(0, 1), event(1, 3), event(3, 4, is_last=True)]
+CUMULATIVE = [event(0, 1), event(0, 3), event(0, 4, is_last=True)]
+TOLD_APART_BY_LIST = [event(0, 1), event(1, 3), event(3, 4, is_last=True)]
+TOLD_APART_BY_LIST[1]["output_ids"] = list(IDS[:3])  # ids of all, log-probabilities of the new ones
+FINISHED_APART = [event(0, 4), event(4, 4, is_last=True)]
+
+
+def lines(events: list[dict[str, object]]) -> bytes:
+    return b"".join(b"data: " + orjson.dumps(e) + b"\n\n" for e in events) + b"data: [DONE]\n\n"
+
+
+# ------------------------------------------------------------------------------------------------- bytes
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.binary(max_size=40).map(lambda b: b.hex().encode()), st.sampled_from([b"\n", b"\r\n"]))),
+    st.lists(st.integers(0, 400)),
+)
+def test_events_cut_anywhere(events, cuts):
+    whole = b"".join(b": comment" + end + b"data: " + data + end + end for data, end in events) + b"data: [DONE]\n\n"
+    edges = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
+    splitter = wire.EventSplitter()
+    found = [data for start, end in pairwise(edges) for data in splitter.feed(whole[start:end])]
+    assert found == [data for data, _ in events]
+
+
+def test_a_line_of_a_megabyte_in_small_pieces():
+    data = b"x" * 2**20
+    whole = b"data: " + data + b"\n"
+    splitter = wire.EventSplitter()
+    assert [e for i in range(0, len(whole), 1000) for e in splitter.feed(whole[i : i + 1000])] == [data]
+
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+@pytest.mark.parametrize("events", [DISJOINT, CUMULATIVE, TOLD_APART_BY_LIST], ids=["new", "all", "mixed"])
+def test_both_shapes_read_the_same(events):
+    reader = wire.ResultReader()
+    chunks = [reader.read(e) for e in events]
+    assert [chunk.token_ids for chunk in chunks] == [(5,), (6, 7), (8,)]
+    assert [chunk.logprobs for chunk in chunks] == [(-0.5,), (-1.0, -1.5), (-2.0,)]
+    assert reader.result == RESULT
+
+
+def test_a_last_event_without_tokens():
+    reader = wire.ResultReader()
+    assert reader.read(FINISHED_APART[0]).token_ids == IDS
+    assert (reader.read(FINISHED_APART[1]).token_ids, reader.result) == ((), RESULT)
+
+
+@given(st.lists(st.integers(0, 4)), st.booleans(), st.integers(0, 3))
+def test_what_the_server_writes_is_read_back(cuts, is_cumulative, num_top):
+    tops = tuple(tuple((id_ + i, p - i) for i in range(num_top)) for id_, p in zip(IDS, LOGPROBS, strict=True))
+    result = dataclasses.replace(RESULT, top_logprobs=tops if num_top else ())
+    reader, before = wire.ResultReader(), 0
+    for cut in sorted(cuts):
+        part = slice(0 if is_cumulative else before, cut)
+        chunk = TokenChunk(token_ids=IDS[part], logprobs=LOGPROBS[part], top_logprobs=result.top_logprobs[part])
+        reader.read(wire.decode_event(orjson.dumps(wire.encode_chunk("r1", chunk, num_tokens=cut))))
+        before = cut
+    request = GenerateRequest(request_id="r1", input_ids=(1,), sampling=SamplingParams())
+    last = wire.encode_result(request, result, num_sent=0 if is_cumulative else before)
+    reader.read(wire.decode_event(orjson.dumps(last)))
+    assert reader.result == result
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([event(0, 3), event(0, 2)], "2 entries in an event that takes 3 tokens to 2"),
+        ([event(0, 2), event(3, 4)], "1 entries in an event that takes 2 tokens to 4"),
+        ([event(0, 2, completion_tokens=None)], "completion_tokens"),
+        ([event(0, 2, output_token_logprobs=[[-0.5, 9, None], [-1, 6, None]])], "do not match"),
+        ([event(0, 2), event(2, 4, is_last=True, weight_versions=SPANS[:1])], "cover 2 of 4"),
+        ([event(0, 4, is_last=True, finish_reason={"type": "tired"})], "tired"),
+    ],
+)
+def test_events_that_contradict_themselves_are_not_read(events, message):
+    reader = wire.ResultReader()
+    with pytest.raises(WireError, match=message):
+        for e in events:
+            reader.read(e)
+
+
+# ------------------------------------------------------------------------------------------------ client
+
+
+@pytest.fixture
+async def scripted():
+    """A client of a server that answers `/generate` with these pieces of bytes, then does `after`."""
+    running: list[tuple[HttpEngine, web.AppRunner]] = []
+
+    async def start(pieces: list[bytes], after=None) -> tuple[HttpEngine, list[object]]:
+        bodies: list[object] = []
+
+        async def info(_: web.Request) -> web.Response:
+            return web.json_response(INFO)
+
+        async def generate(http: web.Request) -> web.StreamResponse:
+            bodies.append(await http.json())
+            response = web.StreamResponse()
+            await response.prepare(http)
+            for piece in pieces:
+                await response.write(piece)
+            if after is not None:
+                await after(http)
+            return response
+
+        async def abort(http: web.Request) -> web.Response:
+            bodies.append(await http.json())
+            return web.json_response({})
+
+        app = web.Application()
+        app.router.add_get(wire.SERVER_INFO, info)
+        app.router.add_post(wire.GENERATE, generate)
+        app.router.add_post(wire.ABORT_REQUEST, abort)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        engine = HttpEngine(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        running.append((engine, runner))
+        return engine, bodies
+
+    yield start
+    for engine, runner in running:
+        await engine.aclose()
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("events", [DISJOINT, CUMULATIVE], ids=["new", "all"])
+async def test_a_stream_in_pieces_of_any_size(events, size, scripted, ask):
+    payload = lines(events)
+    engine, bodies = await scripted([payload[i : i + size] for i in range(0, len(payload), size)])
+    chunks: list[TokenChunk] = []
+    assert await engine.generate(ask(), chunks.append) == RESULT
+    assert tuple(id_ for chunk in chunks for id_ in chunk.token_ids) == IDS
+    assert bodies[0]["stream"] is True
+
+
+async def hang_up(http: web.Request) -> None:
+    http.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("payload", "after", "error", "message"),
+    [
+        (lines(DISJOINT[:2]), None, EngineUnreachable, "ended before its last event"),
+        (lines(DISJOINT)[:300], hang_up, EngineUnreachable, "no answer"),
+        (b'data: {"error": {"message": "too long"}}\n\n', None, EngineRejected, "400: too long"),
+        (
+            lines(DISJOINT[:1]) + b'data: {"error": {"message": "x", "code": 503}}\n\n',
+            None,
+            EngineUnreachable,
+            "503: x",
+        ),
+        (b"data: {oops\n\n", None, EngineUnreachable, "not JSON"),
+        (b"data: [1]\n\n", None, EngineUnreachable, "an event is"),
+        (b'{"text": "in one piece"}', None, EngineUnreachable, "ended before its last event"),
+    ],
+)
+async def test_streams_that_break_off(payload, after, error, message, scripted, ask):
+    engine, _ = await scripted([payload], after)
+    with pytest.raises(error, match=message):
+        await engine.generate(ask(), lambda _: None)
+
+
+async def test_cancelling_in_mid_stream_sends_an_abort(scripted, ask):
+    async def wait(_: web.Request) -> None:
+        await asyncio.Event().wait()
+
+    engine, bodies = await scripted([lines(DISJOINT[:1])], wait)
+    arrived = asyncio.Event()
+    answer = asyncio.create_task(engine.generate(ask(3), lambda _: arrived.set()))
+    await arrived.wait()
+    answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answer
+    await engine.aclose()  # waits for the abort
+    assert bodies[-1] == {"rid": ask(3).request_id}
