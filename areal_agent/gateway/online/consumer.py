@@ -97,7 +97,7 @@ class Consumer:
         session_id = trajectory.session_id
         if not self._groups.is_running(session_id):  # an evaluation: no trainer ever sees it
             return
-        self._statuses[trajectory.status] += 1
+        self._statuses[trajectory.status.value] += 1
         drop = why_untrainable(trajectory)
         self._groups.end(session_id, None if drop else as_waiting(trajectory), self._clock())
         if drop:

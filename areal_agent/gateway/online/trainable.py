@@ -51,13 +51,13 @@ def lease_terms(trajectories: Iterable[Trajectory]) -> dict[str, LeaseTerms]:
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]:
-    """The same trajectories by group, in the order in which the groups come."""
+    """The same trajectories by group, the oldest tokens first; one order, however they come."""
     groups: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
+    for trajectory in sorted(trajectories, key=lambda one: one.session_id):
         groups.setdefault(trajectory.group_id, []).append(trajectory)
     return tuple(
         TrajectoryGroup(group_id=group_id, task_id=members[0].task_id, trajectories=tuple(members))
-        for group_id, members in groups.items()
+        for group_id, members in sorted(groups.items(), key=lambda item: (min(map(oldest_step, item[1])), item[0]))
     )
 
 
