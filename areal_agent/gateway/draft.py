@@ -3,7 +3,7 @@
 Owns where an answer ends and which token brought which text. It knows no engine, no HTTP and no session.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -68,6 +68,7 @@ class Draft:
         self._num_fed = 0  # tokens, those after the end included
         self._num_told = 0  # tokens in the gains so far
         self._num_rows_told = 0
+        self._is_finished = False
 
     @property
     def text(self) -> str:
@@ -95,6 +96,7 @@ class Draft:
                 deltas += self._release()
             deltas += self._say(self._stream.finish())
         deltas += self._let_out(self._finder.finish())
+        self._is_finished = True
         last_deltas, parsed = self._reader.finish()
         return (*deltas, *last_deltas), parsed
 
@@ -153,13 +155,13 @@ class Draft:
         return list(deltas)
 
     def _num_rows_out(self) -> int:
-        """How many tokens have brought nothing but text that is out, up to the first that has not."""
+        """How many tokens have brought text that is out, up to the first that has not."""
         num_rows = len(self._rows) - (self._held_id is not None)
-        if self.has_ended:
-            return bisect_left(self._rows, self._num_out, hi=num_rows, key=_start)
-        if self._num_out == self._num_decoded:
+        if self._is_finished and not self.has_ended:
             return num_rows
-        return max(bisect_right(self._rows, self._num_out, hi=num_rows, key=_start) - 1, 0)
+        num_begun = bisect_left(self._rows, self._num_out, hi=num_rows, key=_start)
+        end = self._rows[num_begun].start if num_begun < len(self._rows) else self._num_decoded
+        return num_begun if self.has_ended or end <= self._num_out else num_begun - 1
 
 
 def cut(result: GenerateResult, num_tokens: int) -> GenerateResult:

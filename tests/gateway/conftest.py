@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import GenerateRequest, GenerateResult, SessionRecord, Trajectory, Turn
+from areal_agent.types import GenerateRequest, GenerateResult, SessionRecord, TokenChunk, Trajectory, Turn
 
 ADMIN_KEY = "sk-admin"
 VOCAB_SIZE = 300
@@ -65,9 +65,11 @@ class WatchedEngine(FakeEngine):
         super().__init__(*args, **options)
         self.was_cancelled = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
         try:
-            return await super().generate(request)
+            return await super().generate(request, on_chunk)
         except asyncio.CancelledError:
             self.was_cancelled.set()
             raise
@@ -142,7 +144,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special_tokens = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+    special_tokens = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=special_tokens,

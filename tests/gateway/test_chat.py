@@ -131,8 +131,8 @@ async def test_text_parts_and_developers(open_world: OpenWorld) -> None:
     await agent.ask([{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
     await agent.ask([{"role": "system", "content": "x"}, {"role": "user", "content": "hello"}])
     assert world.engine.requests[0].input_ids == world.engine.requests[1].input_ids
-    assert agent.turns[1].fork_reason is ForkReason.EDITED
-    assert world.gateway.stats().forks == {ForkReason.EDITED: 1}
+    assert agent.turns[1].fork_reason is ForkReason.REPEATED
+    assert world.gateway.stats().forks == {ForkReason.REPEATED: 1}
 
 
 async def test_the_default_model_and_the_path_without_version(open_world: OpenWorld) -> None:

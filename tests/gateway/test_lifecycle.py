@@ -27,8 +27,8 @@ from areal_agent.errors import (
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.control import EndRequest
-from areal_agent.gateway.sampling import SamplingWishes
-from areal_agent.gateway.session import Services, Session
+from areal_agent.gateway.services import Services
+from areal_agent.gateway.session import Session, SessionOptions
 from areal_agent.gateway.stats import Counters
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
@@ -153,7 +153,7 @@ class DeafEngine:
     def __init__(self) -> None:
         self.has_request = asyncio.Event()
 
-    async def generate(self, request: object) -> Any:
+    async def generate(self, request: object, on_chunk: object = None) -> Any:
         self.has_request.set()
         await asyncio.Event().wait()
 
@@ -174,10 +174,10 @@ async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> Non
         max_context_tokens=100,
         abort_grace_s=0.01,
     )
-    session = Session(record, defaults=SamplingWishes(), services=services, on_ended=ended.append)
+    session = Session(record, options=SessionOptions(), services=services, on_ended=ended.append)
     await journal.open_session(record)
     body = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
-    call = asyncio.create_task(session.chat(ChatRequest.read(body)))
+    call = asyncio.create_task(session.answer(await session.place(ChatRequest.read(body))))
     await engine.has_request.wait()
     trajectory = await session.end(EndRequest.read({"status": "timeout"}))
     assert trajectory.turns == ()

@@ -2,7 +2,7 @@
 
 - what is not supported is a 400 that names it, as is a value of the wrong kind and an unknown name
 - values that ask for nothing are accepted, null everywhere
-- faults inside messages and tools name their place
+- faults inside parameters, messages and tools name their place
 - no JSON whatsoever is answered with anything but a checked request or an error that names what is wrong (property)
 """
 
@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.chat import ChatRequest
+from areal_agent.gateway.completions import CompletionsRequest
 from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
+from areal_agent.gateway.conversation import read_message
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.tree import Forest
+from areal_agent.types import Distribution
 
 from .conftest import OpenWorld
 
@@ -30,20 +33,28 @@ def nested(depth: int) -> dict[str, Any]:
 
 MINIMAL: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "hello"}]}
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+SCHEMA: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
 REFUSED: list[tuple[str, Any]] = [
-    ("stream", True),
-    ("stop", ["\n"]),
-    ("stop", "\n"),
-    ("logit_bias", {"5": 1}),
-    ("frequency_penalty", 0.5),
-    ("presence_penalty", -1),
-    ("repetition_penalty", 1.1),
-    ("min_p", 0.1),
-    ("response_format", {"type": "json_object"}),
-    ("logprobs", True),
+    ("stream", 1),
+    ("stream_options", {"include_usage": True}),
+    ("stop", 5),
+    ("stop", ""),
+    ("stop", ["x"] * 17),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", [5]),
+    ("frequency_penalty", 2.5),
+    ("presence_penalty", "1"),
+    ("repetition_penalty", 0),
+    ("min_p", 1.5),
+    ("response_format", "json"),
+    ("logprobs", 5),
     ("top_logprobs", 3),
+    ("return_token_ids", "yes"),
     ("store", True),
-    ("parallel_tool_calls", False),
+    ("parallel_tool_calls", 1),
     ("functions", [{"name": "f"}]),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),
@@ -53,7 +64,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("service_tier", "priority"),
     ("web_search_options", {}),
     ("tool_choice", "required"),
-    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("tool_choice", "any"),
     ("temprature", 1.0),
     ("temperature", -0.1),
     ("temperature", "1"),
@@ -84,13 +95,39 @@ def test_what_is_not_supported_is_refused_by_name(param: str, value: Any) -> Non
     assert param in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
+        ({"tool_choice": NAMED}, "tool_choice.function.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "response_format": SCHEMA}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+    ],
+)
+def test_faults_inside_a_parameter_name_their_place(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.read(MINIMAL | body)
+    assert caught.value.param == param
+
+
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(RequestError, match="did you mean 'temperature'"):
         ChatRequest.read(MINIMAL | {"temprature": 1.0})
 
 
 def test_two_limits_must_agree() -> None:
-    assert ChatRequest.read(MINIMAL | {"max_tokens": 5, "max_completion_tokens": 5}).wishes.max_tokens == 5
+    assert ChatRequest.read(MINIMAL | {"max_tokens": 5, "max_completion_tokens": 5}).order.wishes.max_tokens == 5
     with pytest.raises(RequestError, match="max_tokens is 5"):
         ChatRequest.read(MINIMAL | {"max_tokens": 5, "max_completion_tokens": 6})
 
@@ -117,9 +154,10 @@ HARMLESS: dict[str, Any] = {
 
 
 def test_values_that_ask_for_nothing_are_accepted() -> None:
-    plain = ChatRequest.read(MINIMAL)
     harmless = ChatRequest.read(MINIMAL | HARMLESS)
-    assert (harmless.messages, harmless.num_choices, harmless.wishes.top_k) == (plain.messages, 1, -1)
+    params = harmless.order.wishes.params(num_room=9, stop_token_ids=(), seed=0)
+    assert params.distribution is Distribution.EXACT
+    assert (harmless.order.num_choices, harmless.order.stops, harmless.order.is_streamed) == (1, (), False)
 
 
 def test_null_is_left_out() -> None:
@@ -152,7 +190,8 @@ def test_null_is_left_out() -> None:
 )
 def test_faults_in_messages_name_their_place(messages: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        ChatRequest.read({"model": "model", "messages": messages})
+        for index, message in enumerate(ChatRequest.read({"model": "model", "messages": messages}).messages):
+            read_message(message, index)
     assert caught.value.param == param
 
 
@@ -177,13 +216,13 @@ def test_faults_in_tools_name_their_place(tool: Any, param: str) -> None:
 
 async def test_a_refusal_is_openais_error_object(open_world: OpenWorld) -> None:
     world = await open_world()
-    status, answer = await (await world.start()).post_chat(stream=True)
+    status, answer = await (await world.start()).post_chat(store=True)
     assert status == 400
     assert answer == {
         "error": {
-            "message": "stream=True is not supported by this gateway; leave it out",
+            "message": "store=True is not supported by this gateway; leave it out",
             "type": "invalid_request_error",
-            "param": "stream",
+            "param": "store",
             "code": "unsupported_parameter",
         }
     }
@@ -212,7 +251,9 @@ messages = st.lists(
 )
 known_names = st.sampled_from(
     sorted(
-        {name for name, _ in REFUSED} | HARMLESS.keys() | {"task_id", "sampling", "reward", "interaction_id", "name"}
+        {name for name, _ in REFUSED}
+        | HARMLESS.keys()
+        | {"task_id", "sampling", "reward", "interaction_id", "name", "prompt", "echo"}
     )
 )
 bodies = st.builds(
@@ -225,12 +266,18 @@ bodies = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(body=bodies)
 def test_any_json_is_checked_or_refused(renderer: Renderer, body: dict[str, Any]) -> None:
-    for read in (ChatRequest.read, StartRequest.read, RewardRequest.read, EndRequest.read, read_export):
+    for read in (
+        ChatRequest.read,
+        CompletionsRequest.read,
+        StartRequest.read,
+        RewardRequest.read,
+        EndRequest.read,
+        read_export,
+    ):
         try:
             request = read(body)
+            if isinstance(request, ChatRequest | CompletionsRequest):
+                for question in request.questions():
+                    assert question.place(Forest(renderer), renderer).new_ids
         except RequestError as error:
             assert 400 <= error.status < 500
-            continue
-        if isinstance(request, ChatRequest):
-            prompt = Forest(renderer).plan(request.messages, request.tools)
-            assert prompt.new_ids

@@ -65,7 +65,7 @@ async def test_a_session_reads_back_as_it_was(open_world: OpenWorld, ledger: Led
     assert [turn.fork_reason for turn in trajectory.turns] == [
         None,
         None,
-        ForkReason.EDITED,
+        ForkReason.REPEATED,
         ForkReason.NEW_CONVERSATION,
     ]
     assert trajectory.turns[3].completions[0].finish_reason is FinishReason.ABORT
