@@ -78,7 +78,7 @@ def _row_groups(exports: Iterable[CompletionExport]) -> Iterator[Sequence[Comple
         yield rows
 
 
-def _record_batch(rows: Sequence[CompletionExport]) -> pa.RecordBatch:
+def _record_batch(rows: Sequence[CompletionExport]) -> Any:
     columns = [pa.array([_value(getattr(row, field.name)) for row in rows], type=field.type) for field in SCHEMA]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
