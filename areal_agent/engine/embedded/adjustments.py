@@ -10,10 +10,12 @@ repetition penalty, over prompt and generated tokens (CTRL, Keskar et al. 2019, 
 Only rows that ask for it are touched. Shapes: n rows of the batch, m of them penalised, V vocabulary.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,8 +86,8 @@ class _Penalties:
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
 
-        counts = torch.stack([_counts(histories[row].token_ids, vocab_size) for row in rows]).to(device)
-        prompts = torch.stack([_counts(histories[row].prompt_ids, vocab_size) for row in rows]).to(device)
+        counts = _counts([histories[row].token_ids for row in rows], vocab_size).to(device)
+        prompts = _counts([histories[row].prompt_ids for row in rows], vocab_size).to(device)
         return cls(
             rows=torch.tensor(rows, device=device),
             frequency=column([params[row].frequency_penalty for row in rows]),
@@ -107,8 +109,10 @@ class _Penalties:
         self.is_seen[each, sampled] = True
 
 
-def _counts(ids: Sequence[int], vocab_size: int) -> Tensor:
-    return torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size).float()
+def _counts(sequences: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """How often each token is in each sequence, `[m, V]`. By way of arrays: torch reads a list ten times slower."""
+    rows = [np.bincount(np.array(array("I", ids)), minlength=vocab_size) for ids in sequences]
+    return torch.from_numpy(np.stack(rows).astype(np.float32))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
