@@ -10,6 +10,8 @@
     │   ├── EngineRejected     it answered that the request is wrong
     │   └── WeightUpdateError  it did not take new weights; the old version is still serving
     ├── TrainerError           the trainer process answered with a failure
+    ├── WorkerError            a rollout worker answered with a failure
+    ├── GatewayError           a gateway that stands alone refused a trainer's call, or is gone
     ├── ProcessDied            a process of the run ended by itself
     ├── LedgerError            the ledger of a run folder is damaged, locked or contradicts itself
     ├── RolloutsFailing        rollout after rollout fails: going on would train nothing
@@ -66,6 +68,14 @@ class WeightUpdateError(EngineError):
 
 class TrainerError(ArealAgentError):
     """The trainer process answered a command with a failure."""
+
+
+class WorkerError(ArealAgentError):
+    """A rollout worker could not run a rollout at all. What a workflow does is never one: that is a status."""
+
+
+class GatewayError(ArealAgentError):
+    """A gateway that stands alone refused a trainer's call, or did not answer for too long."""
 
 
 class ProcessDied(ArealAgentError):

@@ -77,6 +77,7 @@ async def open_standalone(place: Place) -> AsyncGenerator[Standalone]:
             admin_key=place.admin_key,
             max_context_tokens=info.max_context_tokens,
             vocab_size=info.vocab_size,
+            has_grammar=info.has_grammar,
             limits=place.limits,
             allowed_hosts=place.allowed_hosts,
             archive=ledger,

@@ -24,15 +24,22 @@ class BusyClock:
 
     @contextmanager
     def one(self) -> Generator[None]:
-        if self.num_running == 0:
-            self._since = self._now()
-        self.num_running += 1
+        self.begin()
         try:
             yield
         finally:
-            self.num_running -= 1
-            if self.num_running == 0:
-                self._busy_s += self._now() - self._since
+            self.end()
+
+    def begin(self) -> None:
+        """One more is under way, until the `end` that belongs to it."""
+        if self.num_running == 0:
+            self._since = self._now()
+        self.num_running += 1
+
+    def end(self) -> None:
+        self.num_running -= 1
+        if self.num_running == 0:
+            self._busy_s += self._now() - self._since
 
     @property
     def busy_s(self) -> float:

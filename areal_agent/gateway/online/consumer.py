@@ -29,6 +29,7 @@ from areal_agent.gateway.online.groups import Groups
 from areal_agent.gateway.online.trainable import as_waiting, in_groups, lease_terms, why_untrainable, with_reward
 from areal_agent.gateway.online.wire import LeaseReply, State
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.observe.busy import BusyClock
 from areal_agent.types import Drop, SessionRecord, Trajectory, TrajectoryGroup, Turn
 
 DEFAULT_GROUP_WAIT_S = 60.0
@@ -48,6 +49,7 @@ class Consumer:
         self._writing = asyncio.Lock()  # a lease, a drop, a late reward: each reads, then writes
         self._changed = asyncio.Event()  # set and replaced at every change
         self._stragglers_until: dict[int, float] = {}  # by train step
+        self._rolling = BusyClock()
         self._statuses: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()
 
@@ -79,10 +81,12 @@ class Consumer:
         now_s = self._clock()
         self._groups.give_up_unstarted(now_s)
         self._groups.start(session_id, group_id, group_size, now_s)
+        self._rolling.begin()
 
     def withdraw(self, session_id: str) -> None:
         """Undo `admit`: the session could not be opened."""
         self._groups.withdraw(session_id)
+        self._rolling.end()
         self._notify()
 
     async def open_session(self, session: SessionRecord) -> None:
@@ -97,6 +101,7 @@ class Consumer:
         session_id = trajectory.session_id
         if not self._groups.is_running(session_id):  # an evaluation: no trainer ever sees it
             return
+        self._rolling.end()
         self._statuses[trajectory.status.value] += 1
         drop = why_untrainable(trajectory)
         self._groups.end(session_id, None if drop else as_waiting(trajectory), self._clock())
@@ -161,6 +166,7 @@ class Consumer:
             leased=groups.progress.leased,
             num_running=groups.num_running,
             num_finished=groups.num_finished,
+            rolling_s=self._rolling.busy_s,
             capacity=groups.capacity,
             statuses=dict(self._statuses),
             drops=dict(self._drops),

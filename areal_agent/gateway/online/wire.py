@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from areal_agent.errors import LedgerError
+from areal_agent.errors import GatewayError
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
     Completion,
@@ -42,6 +42,7 @@ class State:
     leased: int  # the last train step that a batch was handed out for
     num_running: int
     num_finished: int
+    rolling_s: float  # seconds with a session for training open, since the gateway started
     capacity: int | None  # how many more may start; None: no trainer has named a bound yet
     statuses: Mapping[str, int]  # of sessions that ended since the gateway started
     drops: Mapping[str, int]  # of sessions dropped since the gateway started, by reason
@@ -71,15 +72,23 @@ def _encode_lease(reply: LeaseReply, with_records: bool) -> bytes:
 
 
 def decode_lease(body: JsonObject) -> LeaseReply:
-    """Raises LedgerError for what is no answer of `/rl/lease`."""
+    """Raises GatewayError for what is no answer of `/rl/lease`."""
     try:
         return LeaseReply(
             step=body["step"],
             groups=tuple(_group(group) for group in body["groups"]),
-            state=State(**body["state"]),
+            state=decode_state(body["state"]),
         )
     except DAMAGE as error:
-        raise LedgerError(f"the gateway's lease cannot be read: {error!r}; is it of the same release?") from error
+        raise GatewayError(f"the gateway's lease cannot be read: {error!r}; is it of the same release?") from error
+
+
+def decode_state(body: JsonObject) -> State:
+    """Raises GatewayError for what is no state."""
+    try:
+        return State(**body)
+    except DAMAGE as error:
+        raise GatewayError(f"the gateway's state cannot be read: {error!r}; is it of the same release?") from error
 
 
 def decode_trajectory(body: JsonObject) -> Trajectory:

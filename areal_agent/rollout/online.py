@@ -1,0 +1,164 @@
+"""The trainer's client of a gateway that stands alone (`python -m areal_agent.gateway`). It knows no train step.
+
+Every call may be made again: a gateway that is restarted meanwhile costs time and nothing else.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import aiohttp
+import orjson
+
+from areal_agent.errors import GatewayError
+from areal_agent.gateway.online.wire import LeaseReply, State, decode_lease, decode_state
+from areal_agent.gateway.stats import GatewayStats
+from areal_agent.tokens.records import token_records
+from areal_agent.types import Drop, JsonObject, RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+PATIENCE_S = 300.0
+ANSWER_S = 60.0
+"""How long an answer may take beyond the waiting that was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayStatus:
+    """Where the gateway stands with its groups, and what it has counted since it started."""
+
+    state: State
+    stats: GatewayStats
+
+
+class OnlineGateway:
+    """A gateway that stands alone, as a trainer sees it. Use it from one event loop, and `aclose` it.
+
+    ::
+
+        gateway = OnlineGateway("http://127.0.0.1:8000", admin_key)
+        await gateway.give_back(after_step=0)
+        await gateway.publish(0, batch_answers=32, max_staleness=2)
+        batch = await gateway.lease(1, num_groups=8, wait_s=60)       # a RolloutBatch, or None
+        ...                                                           # train, push
+        await gateway.publish(1)
+        await gateway.acknowledge(1, "checkpoints/step_000001")       # the checkpoint is safe
+    """
+
+    def __init__(self, url: str, admin_key: str, *, patience_s: float = PATIENCE_S) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
+        self._patience_s = patience_s  # how long it may be gone
+        self._session: aiohttp.ClientSession | None = None
+
+    async def lease(
+        self,
+        step: int,
+        *,
+        num_groups: int | None = None,
+        num_trajectories: int | None = None,
+        wait_s: float = 0.0,
+        straggler_wait_s: float = 0.0,
+    ) -> tuple[RolloutBatch | None, State]:
+        """Whole groups for a train step, by number of groups or of trajectories; None when there were too few in time.
+
+        Asked for again it is the same batch, until it is acknowledged or given back.
+        """
+        body = await self._post(
+            "/rl/lease",
+            {
+                "step": step,
+                "num_groups": num_groups,
+                "num_trajectories": num_trajectories,
+                "wait_s": wait_s,
+                "straggler_wait_s": straggler_wait_s,
+                "records": False,
+            },
+            wait_s=wait_s,
+        )
+        return await asyncio.to_thread(_read_lease, body)
+
+    async def publish(self, step: int, *, batch_answers: int | None = None, max_staleness: int | None = None) -> State:
+        """Version `step` serves; with the other two, under this staleness bound."""
+        return await self._state(
+            "/rl/publish", {"step": step, "batch_answers": batch_answers, "max_staleness": max_staleness}
+        )
+
+    async def acknowledge(self, step: int, checkpoint: str) -> State:
+        """A checkpoint that contains every step up to `step` is safe: what was leased for those is trained."""
+        return await self._state("/rl/acknowledge", {"step": step, "checkpoint": checkpoint})
+
+    async def give_back(self, after_step: int) -> int:
+        """This trainer goes on from the checkpoint of `after_step`: later leases wait again; how many trajectories."""
+        return int((await self._post("/rl/return", {"after_step": after_step}))["num_returned"])
+
+    async def drop(self, session_ids: Sequence[str], reason: Drop) -> State:
+        """These rollouts, which wait, are not to be trained."""
+        return await self._state("/rl/drop", {"session_ids": list(session_ids), "reason": reason.value})
+
+    async def status(self) -> GatewayStatus:
+        body = await self._post("/rl/status", {})
+        return GatewayStatus(state=decode_state(body["state"]), stats=GatewayStats(**body["stats"]))
+
+    async def aclose(self) -> None:
+        """Close the connections. Harmless when done before."""
+        if self._session is not None:
+            await self._session.close()
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    async def _state(self, path: str, body: JsonObject) -> State:
+        return decode_state((await self._post(path, body))["state"])
+
+    async def _post(self, path: str, body: JsonObject, *, wait_s: float = 0.0) -> JsonObject:
+        """Ask until there is an answer. Raises GatewayError for a refusal, and when it is gone for too long."""
+        give_up_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await self._post_once(path, body, wait_s)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                cause = str(error) or type(error).__name__
+                if time.monotonic() >= give_up_s:
+                    raise GatewayError(
+                        f"the gateway at {self.url} has not answered for {self._patience_s:g} s: {cause}; start it "
+                        "again on its ledger, and resume"
+                    ) from error
+                logger.warning("the gateway at %s does not answer (%s); asking again", self.url, cause)
+            await asyncio.sleep(RETRY_S)
+
+    async def _post_once(self, path: str, body: JsonObject, wait_s: float) -> JsonObject:
+        timeout = aiohttp.ClientTimeout(total=wait_s + ANSWER_S)
+        async with self._open().post(
+            self.url + path, data=orjson.dumps(body), headers=self._headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            payload = await response.read()
+        if response.status == 503:  # it is closing
+            raise aiohttp.ServerConnectionError(_message(payload))
+        if response.status != 200:
+            raise GatewayError(f"{self.url}{path} was answered with {response.status}: {_message(payload)}")
+        return cast("JsonObject", orjson.loads(payload))
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(trust_env=False)
+        return self._session
+
+
+def _read_lease(body: JsonObject) -> tuple[RolloutBatch | None, State]:
+    reply: LeaseReply = decode_lease(body)
+    if not reply.groups:
+        return None, reply.state
+    records = [record for group in reply.groups for one in group.trajectories for record in token_records(one)]
+    return RolloutBatch(step=reply.step, groups=reply.groups, records=tuple(records)), reply.state
+
+
+def _message(payload: bytes) -> str:
+    try:
+        body: Any = orjson.loads(payload)
+        return str(body["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return payload[:200].decode(errors="replace")
