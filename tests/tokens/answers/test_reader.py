@@ -128,11 +128,19 @@ def test_the_tag_behind_the_last_call_is_read_after_a_broken_one() -> None:
     assert answer == ParsedAnswer(content="", tool_calls=(ToolCall(name="f", arguments="{x}"),), num_malformed=1)
 
 
-def test_whole_arguments_are_kept_whatever_follows() -> None:
-    answer = read('<tool_call>{"name": "f", "arguments": {"x": 1}} so</tool_call> bye')
-    assert answer.tool_calls == (ToolCall(name="f", arguments={"x": 1}),)
-    assert answer.content == "so bye"
-    assert answer.num_malformed == 1
+@pytest.mark.parametrize(
+    ("rest", "content"),
+    [("} so</tool_call> bye", "so bye"), ("}", ""), (', "arguments": {"y": 2}}</tool_call> bye', '"y": 2}} bye')],
+)
+def test_whole_arguments_are_kept_whatever_follows(rest: str, content: str) -> None:
+    reader = reader_of()
+    deltas = reader.feed('<tool_call>{"name": "f", "arguments": {"x": 1}' + rest)
+    last, answer = reader.finish()
+    calls = [delta for delta in deltas + last if delta.call_index is not None]
+    assert calls == [NAME, arguments('{"x": 1}')]
+    assert answer == ParsedAnswer(
+        content=content, tool_calls=(ToolCall(name="f", arguments={"x": 1}),), num_malformed=1
+    )
 
 
 def test_complete_calls_are_counted_while_the_answer_comes() -> None:

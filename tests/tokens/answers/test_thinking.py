@@ -4,7 +4,7 @@
 - where the prompt has opened it, the text up to the closing tag is reasoning
 - what never closes is all reasoning
 - no tags at the beginning: no reasoning; nothing between them: an empty one
-- a call inside the reasoning is reasoning, one behind it is a call
+- a call inside the reasoning is reasoning, one behind it is a call, or content if it is malformed
 - a model that does not think writes tags as text
 """
 
@@ -50,6 +50,11 @@ def test_a_call_inside_the_reasoning_is_reasoning() -> None:
     assert QWEN.parse(f"<think>{CALL}</think>\n{CALL}") == ParsedAnswer(
         content="", reasoning=CALL, tool_calls=(PARSED_CALL,)
     )
+
+
+def test_a_malformed_call_behind_the_reasoning_stays_content() -> None:
+    answer = QWEN.parse("<think>a</think>\n<tool_call>oops")
+    assert answer == ParsedAnswer(content="<tool_call>oops", reasoning="a", num_malformed=1)
 
 
 def test_reasoning_is_told_apart_where_no_calls_are_allowed() -> None:
