@@ -9,15 +9,21 @@
 It knows nothing of what is asked.
 """
 
+import re
 import sqlite3
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from areal_agent.errors import LedgerError
 from areal_agent.ledger.opening import open_for_reading, open_shard_for_reading
 
 Snapshot = Sequence[sqlite3.Connection]
 """A connection a file, the coordinator's first. A session is in one of them, and each sees the bookkeeping too."""
+
+
+SHARD_NAME = re.compile(r"w\d+")
+"""How shards are told from other files beside the ledger: a copy that somebody made of it is none."""
 
 
 def shard_path(ledger: Path, name: str) -> Path:
@@ -26,14 +32,16 @@ def shard_path(ledger: Path, name: str) -> Path:
     >>> shard_path(Path("runs/quickstart/ledger.sqlite"), "w0").name
     'ledger-w0.sqlite'
     """
+    if not SHARD_NAME.fullmatch(name):
+        raise LedgerError(f"{name!r} is no name of a shard; name it 'w' and a number, for example 'w0'")
     return ledger.with_name(f"{ledger.stem}-{name}{ledger.suffix}")
 
 
 def shard_paths(ledger: Path) -> Mapping[str, Path]:
     """The shards that are there now, by name."""
     prefix = f"{ledger.stem}-"
-    found = (path for path in ledger.parent.glob(f"*{ledger.suffix}") if path.name.startswith(prefix))
-    return {path.stem.removeprefix(prefix): path for path in sorted(found)}
+    named = {path.stem.removeprefix(prefix): path for path in sorted(ledger.parent.glob(f"*{ledger.suffix}"))}
+    return {name: path for name, path in named.items() if SHARD_NAME.fullmatch(name)}
 
 
 class LedgerFiles:

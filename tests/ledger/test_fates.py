@@ -4,7 +4,8 @@
 dropped; 3. lease, then commit: trained by the step of the lease; 4. a commit takes every lease up to its step, and no
 later one; 5. committing twice changes nothing; 6. a lease is refused when open, unknown, leased, trained or dropped,
 7. and with it all of its siblings; 8. so is a drop; 9. no lease for a step that a checkpoint holds; 10. digests and
-numbers must name the same sessions; 11. notes hold values; 12. group numbers count on; 13. counts add up.
+numbers must name the same sessions; 11. notes hold values; 12. group numbers count on; 13. counts add up;
+14. dropping twice for one reason is dropping once.
 """
 
 import pytest
@@ -136,3 +137,10 @@ async def test_counts_add_up(ledger: Ledger, make) -> None:
     assert (counts.num_trained, counts.num_leased, counts.num_waiting) == (1, 1, 1)
     assert counts.drops == {Drop.STALE: 1}
     assert counts.statuses == {Status.COMPLETED: 5}
+
+
+async def test_dropping_twice_for_one_reason_is_dropping_once(ledger: Ledger, make) -> None:
+    await make.closed(ledger, "a", "b")
+    await ledger.drop({"a": Drop.STALE})
+    await ledger.drop({"a": Drop.STALE, "b": Drop.STALE})
+    assert (await ledger.counts()).drops == {Drop.STALE: 2}

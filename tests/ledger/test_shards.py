@@ -6,10 +6,13 @@ many as were asked for; 4. figures are of all files; 5. what a dead worker left 
 coordinator is told, 6. or at the next incarnation; 7. a shard that a live worker writes to is an error, and nothing has
 happened; 8. orphans are dropped: they wait no more, and are neither leased nor dropped for another reason; 9. one file
 has one writer; 10. a shard is no ledger and a ledger is no shard; 11. a run that is over leaves one file a shard, also
-of a worker that died; 12. a shard that has no tables yet holds up nobody.
+of a worker that died; 12. a shard that has no tables yet holds up nobody; 13. a copy of the ledger beside it is no
+shard, and no worker can write where nobody reads; 14. a late reward of a shard's session is refused; 15. a session of
+a shard is found by its key, and what is leased of a shard can be asked for.
 """
 
 import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from areal_agent.ledger.files import shard_path, shard_paths
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import verify
-from areal_agent.types import Drop, Fate, SessionPurpose, Status
+from areal_agent.types import Drop, Fate, Rewards, SessionPurpose, Status
 
 OpenShard = Callable[[str], Awaitable[LedgerShard]]
 
@@ -183,3 +186,26 @@ async def test_a_shard_without_tables_holds_up_nobody(ledger: Ledger, open_shard
     assert (await ledger.trajectory("a")).session_id == "a"
     await make.closed(await open_shard("w0"), "b")
     assert (await ledger.trajectory("b")).session_id == "b"
+
+
+async def test_a_late_reward_of_a_shards_session_is_refused(ledger: Ledger, open_shard: OpenShard, make) -> None:
+    await make.closed(await open_shard("w0"), "a")
+    with pytest.raises(LedgerError, match="session 'a' has not ended in this file"):
+        await ledger.set_rewards("a", Rewards(final=0.0))
+    assert (await ledger.trajectory("a")).rewards.final == 1.0
+
+
+async def test_a_shards_sessions_are_found(ledger: Ledger, open_shard: OpenShard, make) -> None:
+    await make.closed(await open_shard("w0"), "a", key_hash="cd" * 32)
+    await make.closed(ledger, "b")
+    await make.leased(ledger, 1, "a", "b")
+    assert await ledger.session_with_key("cd" * 32) == "a"
+    assert [one.session_id for one in await ledger.leased(1)] == ["a", "b"]
+
+
+async def test_a_copy_beside_the_ledger_is_no_shard(ledger: Ledger, path: Path, make) -> None:
+    await make.closed(ledger, "a")
+    shutil.copy(path, path.with_name("ledger-backup.sqlite"))
+    assert await ledger.num_waiting() == 1
+    with pytest.raises(LedgerError, match="'backup' is no name of a shard"):
+        ledger.shard_path("backup")

@@ -2,8 +2,9 @@
 
 1. a run in the middle of its life is in order, and so is a completed one, with the right figures; 2. each planted
 corruption is found, as the invariant that it breaks; 3. a file too damaged to read on is a violation, no traceback;
-4. it works beside the live writer, and sees one state; 5. the command prints a report and exits 0, or 1 with the
-violation; 6. a folder or ledger that is not there is one line and exit 2.
+4. it works beside the live writer, and sees one state; 5. what is wrong in a shard, or between files, is found too;
+6. the command prints a report and exits 0, or 1 with the violation; 7. a folder or ledger that is not there is one line
+and exit 2.
 """
 
 import asyncio
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from areal_agent.ledger.files import shard_path
 from areal_agent.ledger.invariants import Invariant
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import verify
 from areal_agent.types import Drop, SessionPurpose, VersionSpan, WeightVersion
 
@@ -217,6 +220,33 @@ async def test_it_sees_one_state_beside_the_live_writer(ledger: Ledger, path: Pa
     await writing
     assert [report.violations for report in reports] == [()] * len(reports)
     assert reports[0].num_turns < verify(path).num_turns == 40
+
+
+BETWEEN_FILES = {
+    "a session of two files": (Invariant.UNIQUE, "UPDATE sessions SET id = 'trained' WHERE id = 'sharded'"),
+    "an answer of two files": (Invariant.UNIQUE, "UPDATE completions SET id = 'trained-c0' WHERE id = 'sharded-c0'"),
+    "a leased session that is gone": (Invariant.KNOWN, "UPDATE sessions SET id = 'other' WHERE id = 'sharded'"),
+    "another token in a shard": (Invariant.SAMPLED, "UPDATE completions SET token_ids = zeroblob(16)"),
+    "a leased session that is open": (Invariant.ONE_FATE, "DELETE FROM endings"),
+    "a leased session that is an orphan": (Invariant.ONE_FATE, "UPDATE endings SET status = 'orphan'"),
+    "a turn of no session in a shard": (Invariant.INTACT, "UPDATE turns SET session = 999 WHERE id = 'sharded-t1'"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN_FILES)
+async def test_what_is_wrong_with_a_shard_is_found(ledger: Ledger, path: Path, make, name: str) -> None:
+    shard = await LedgerShard.open(ledger.shard_path("w0"), create=True)
+    await make.closed(shard, "sharded")
+    await live(ledger, make)
+    await make.leased(ledger, 2, "sharded")
+    await shard.aclose()
+    await ledger.aclose()
+    assert verify(path).violations == ()
+    invariant, change = BETWEEN_FILES[name]
+    connection = sqlite3.connect(shard_path(path, "w0"), isolation_level=None)
+    assert connection.execute(change).rowcount >= 1
+    connection.close()
+    assert verify(path).of(invariant)
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
