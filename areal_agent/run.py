@@ -41,6 +41,7 @@ from areal_agent.rollout.producer import Producer
 from areal_agent.rollout.tasks import TaskStream
 from areal_agent.serving import EvalReport, open_serving
 from areal_agent.staleness import Admission
+from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.checkpoint import Checkpoint, latest_checkpoint
 from areal_agent.trainer.client import StepReport
 from areal_agent.types import PauseMode, RolloutBatch, Task, WeightVersion
@@ -292,6 +293,7 @@ class Run:
                 config,
                 self.preflight.workflow,
                 self._ledger,
+                workflow_path=self.preflight.workflow_path,
                 weights=weights,
                 tokenizer=model,
                 version=self.version,
@@ -308,6 +310,7 @@ class Run:
                     seed=config.seed,
                     shared_memory=shared_memory,
                     resume=checkpoint is not None,
+                    chat_template=await asyncio.to_thread(exported_template, model, config.rollout.history_thinking),
                 )
         except TimeoutError:
             raise TrainerError(

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from areal_agent.section import Section
+from areal_agent.tokens.keep_thinking import HistoryThinking
 
 
 class RolloutConfig(Section):
@@ -27,6 +28,9 @@ class RolloutConfig(Section):
     """Tokens a request that names no `max_tokens` may generate."""
     block_warn_s: Annotated[float, Field(gt=0)] = 1.0
     """A workflow that blocks the event loop for so long is named in a warning."""
+    history_thinking: HistoryThinking = HistoryThinking.TEMPLATE
+    """The thinking of earlier answers, where the chat template would strip it: `template` lets it, at the price of a
+    branch a turn; `keep` leaves it in the prompt, and exports a chat template that does so with every checkpoint."""
     gateway_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the gateway on 127.0.0.1; 0 picks a free one. With workers, that of the first; the others follow."""
 
@@ -35,6 +39,10 @@ class RolloutConfig(Section):
         if self.workers > self.max_concurrent:
             raise ValueError(
                 f"workers is {self.workers} and max_concurrent {self.max_concurrent}; each needs a rollout to run"
+            )
+        if self.gateway_ports[-1] > 65535:
+            raise ValueError(
+                f"gateway_port is {self.gateway_port}; with {self.workers} workers it leaves too few ports"
             )
         return self
 

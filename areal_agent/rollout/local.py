@@ -70,7 +70,9 @@ async def open_local(
         admin_key = secrets.token_urlsafe(32)  # nobody else has it: sessions of this gateway are ours
         gateway = Gateway(
             sampler=engine,
-            renderer=await asyncio.to_thread(Renderer.load, settings.tokenizer),
+            renderer=await asyncio.to_thread(
+                Renderer.load, settings.tokenizer, history_thinking=config.history_thinking
+            ),
             journal=journal,
             model_name=settings.model_name,
             admin_key=admin_key,

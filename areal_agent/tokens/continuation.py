@@ -76,7 +76,7 @@ class Continuation:
     def is_proved(self, prompt: Prompt, normalise: Normalise) -> bool:
         """Render the whole conversation of a prompt: is it, character by character, what its turns added?"""
         history, _ = self._renderer.split_opened(self._render(self._forms(prompt, normalise)))
-        return TextHash(history.encode()).digest() == prompt.text_hash.digest()
+        return prompt.text_hash is not None and TextHash(history.encode()).digest() == prompt.text_hash.digest()
 
     # ---------------------------------------------------------------------------------------------- one turn
 
@@ -92,8 +92,9 @@ class Continuation:
             walk = self._walk_from_stripped(parent, before, text)
         if walk is None:
             return None
-        text_hash = walk.first.prompt.text_hash.copy()
-        text_hash.update(walk.added_text.encode())
+        text_hash = _text_hash(walk, before)
+        if text_hash is None:
+            return None
         return Extension(
             fork_at=walk.fork_at,
             new_ids=walk.new_ids,
@@ -161,3 +162,14 @@ class Continuation:
         form = dict(self._renderer.form({**echo, "content": content, "reasoning_content": None}))
         del form["reasoning_content"]
         return {**form, "content": with_thinking(self._renderer.probe(answer.number), form["content"])}
+
+
+def _text_hash(walk: Walk, before: StandIn) -> TextHash | None:
+    """The hash of all text up to the place of the next answer; None when that of the old text is gone."""
+    if before.is_whole:
+        return TextHash((walk.kept_text + walk.added_text).encode())
+    if walk.first.prompt.text_hash is None:
+        return None
+    text_hash = walk.first.prompt.text_hash.copy()
+    text_hash.update(walk.added_text.encode())
+    return text_hash

@@ -16,7 +16,7 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
     ({'x': 123456789012345678901}, None)
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = _DECODER.decode(text)
         format_json(value).encode()
     except (ValueError, RecursionError):
         return None
@@ -25,7 +25,7 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
 
 def format_json(value: JsonObject) -> str:
     """As JSON text."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def is_deeper(value: object, depth: int = MAX_DEPTH) -> bool:
@@ -45,3 +45,8 @@ def is_deeper(value: object, depth: int = MAX_DEPTH) -> bool:
 
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+# Made once: to make one costs more than to use it.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

@@ -5,6 +5,18 @@ template looks for; in what the original writes they become `<think>` tags again
 other: it goes with the checkpoint, so that the model is served as it was trained.
 """
 
+from enum import StrEnum
+
+
+class HistoryThinking(StrEnum):
+    """What happens to the thinking of earlier answers when the template would strip it from the history."""
+
+    TEMPLATE = "template"  # the template has its way: the turn forks where the first stripped answer begins
+    KEEP = (
+        "keep"  # it stays in the prompt: a template derived from the model's writes it, and goes with each checkpoint
+    )
+
+
 _OPEN = "<|thinking-from-here|>"
 _CLOSE = "<|thinking-to-here|>"
 _CLOSE_ALONE = "<|thinking-to-here-and-nothing-else|>"
@@ -50,8 +62,8 @@ _AFTER = """\
 
 
 def keep_template(template: str) -> str:
-    """The derived template; one that was derived before is as it should be."""
-    if is_keep_template(template):
+    """The derived template. One that was derived already stays, and so does one that knows of no thinking to strip."""
+    if "</think>" not in template or is_keep_template(template):
         return template
     return _filled(_BEFORE) + template.removesuffix("\n") + _filled(_AFTER)
 

@@ -11,7 +11,7 @@ from areal_agent.tokens.prompt import Prompt
 from areal_agent.types import JsonObject
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Line:
     """A conversation as it was sent, up to its newest prompt. It grows; who leaves it begins another."""
 
@@ -28,17 +28,28 @@ class Line:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What the newest search came to: its request is nearly always the next to be recorded."""
+
+    messages: Sequence[JsonObject]
+    line: Line
+    tip: Prompt
+
+
 class Lines:
     """The `max_lines` conversations that went on last, the newest first."""
 
     def __init__(self, max_lines: int) -> None:
         self._max_lines = max_lines
         self._lines: list[Line] = []
+        self._found: _Found | None = None
 
     def find(self, messages: Sequence[JsonObject], tools: bytes) -> Line | None:
         """The conversation that a request repeats, or continues by one answer and messages that are none."""
         for line in self._lines:
             if line.tip.key.tools == tools and line.begins(messages) and _is_next(line, messages):
+                self._found = _Found(messages=messages, line=line, tip=line.tip)
                 return line
         return None
 
@@ -59,6 +70,9 @@ class Lines:
         del self._lines[self._max_lines :]
 
     def _line_of(self, prompt: Prompt, messages: Sequence[JsonObject]) -> Line | None:
+        found, self._found = self._found, None
+        if found and found.messages is messages and found.line.tip is found.tip and found.line in self._lines:
+            return found.line
         parent = prompt.parent and prompt.parent.prompt
         for line in self._lines:
             is_near = line.tip.key == prompt.key or (parent is not None and line.tip.key == parent.key)

@@ -77,7 +77,7 @@ class Answer:
         if not self.num_continuations:
             self.prompt.num_waiting -= 1
             if not self.prompt.num_waiting:
-                self.prompt.stand_in = None
+                self.prompt.forget_text(is_last=not self.has_thinking)
         self.num_continuations += 1
 
     def lineage(self) -> Iterator["Answer"]:
@@ -105,8 +105,8 @@ class Prompt:
     delta: tuple[JsonObject, ...] = field(repr=False)  # the parent's answer as it came back, and what follows it; raw
     depth: int = 1  # turns from the root
     next_audit: int = 0  # the depth at which its text is to be proved again
-    text_hash: TextHash = field(repr=False)  # of the text up to the answer's block
     stand_in: StandIn | None = field(repr=False)  # until all its answers were continued
+    text_hash: TextHash | None = field(repr=False)  # of the text up to the answer's block; as long as it may be needed
     num_waiting: int = 0  # answers that nothing continues yet
     sent: Sequence[JsonObject] | str | None = field(default=None, repr=False)  # the whole request, until it is recorded
 
@@ -132,6 +132,12 @@ class Prompt:
     def identity(self) -> bytes:
         """Equal for equal requests, in every run: messages and tools, and which repetition it is."""
         return self.key.head + self.key.body + self.key.tools + self.num_repeats.to_bytes(8)
+
+    def forget_text(self, *, is_last: bool) -> None:
+        """All answers were continued. Where thinking may be stripped later, turns will go back to this prompt."""
+        self.stand_in = None
+        if is_last:
+            self.text_hash = None
 
     def token_ids(self) -> tuple[int, ...]:
         """The full prompt, from the root."""

@@ -17,9 +17,9 @@ def token_records(trajectory: Trajectory) -> tuple[TokenRecord, ...]:
     """One record for each leaf of the forest: the whole path from its root, trained where no earlier record trains it.
 
     Branch 0 ends with the newest answer, so what branches share is credited along the path to where the rollout
-    ended. In the loss are sampled tokens whose recorded probability is the one they were sampled with; those of an
-    aborted completion, which no agent saw, are not. `turn_rewards` has the reward of a completion in the first
-    record that ends or passes through it, and the final reward on the last turn of every record.
+    ended. In the loss are sampled tokens whose recorded probability is the one they were sampled with; those of a
+    completion that no agent saw, aborted or never delivered, are not. `turn_rewards` has the reward of a completion in
+    the first record that ends or passes through it, and the final reward on the last turn of every record.
     """
     claims = _Claims(trajectory)
     return tuple(claims.record(branch, path) for branch, path in enumerate(reversed(_leaf_paths(trajectory.turns))))
@@ -99,6 +99,7 @@ class _Claims:
     def __init__(self, trajectory: Trajectory) -> None:
         self._trajectory = trajectory
         self._owners: dict[str, NDArray[np.int32]] = {}  # by completion: the branch that trains each token, or -1
+        self._undelivered = frozenset(trajectory.undelivered)
         self._unpaid = dict(trajectory.rewards.by_completion)
 
     def record(self, branch: int, path: _Path) -> TokenRecord:
@@ -113,7 +114,7 @@ class _Claims:
             if step.num_sampled == len(step.completion.token_ids):
                 turn_rewards[index] += self._unpaid.pop(step.completion.id, 0.0)
             owners[is_new] = branch
-            columns.append(_columns(index, step, is_new))
+            columns.append(_columns(index, step, is_new & self._is_trainable(step.completion)))
         turn_rewards[-1] += self._trajectory.rewards.final or 0.0
         return TokenRecord(
             session_id=self._trajectory.session_id,
@@ -127,6 +128,13 @@ class _Claims:
             temperatures=np.concatenate([column.temperatures for column in columns]),
             versions=np.concatenate([column.versions for column in columns]),
             turn_rewards=turn_rewards,
+        )
+
+    def _is_trainable(self, completion: Completion) -> bool:
+        return (
+            completion.distribution is Distribution.EXACT
+            and completion.finish_reason is not FinishReason.ABORT
+            and completion.id not in self._undelivered
         )
 
     def _owners_of(self, completion: Completion) -> NDArray[np.int32]:
@@ -147,11 +155,10 @@ class _Columns:
     versions: NDArray[np.int32]
 
 
-def _columns(index: int, step: _Step, is_new: NDArray[np.bool_]) -> _Columns:
+def _columns(index: int, step: _Step, is_trained: NDArray[np.bool_]) -> _Columns:
     completion, first, end = step.completion, step.num_prompt, step.length
-    is_trainable = completion.distribution is Distribution.EXACT and completion.finish_reason is not FinishReason.ABORT
     loss_mask = np.zeros(end, dtype=np.bool_)
-    loss_mask[first:] = is_new & is_trainable
+    loss_mask[first:] = is_trained
     return _Columns(
         token_ids=np.array(
             (*step.turn.new_prompt_ids[:first], *completion.token_ids[: step.num_sampled]), dtype=np.int32

@@ -9,7 +9,6 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
@@ -21,11 +20,18 @@ from areal_agent.errors import ConfigError, RequestError
 from areal_agent.tokens.answers.answer_format import AnswerFormat
 from areal_agent.tokens.control import ANSWER_MARKUP, Breaker, control_texts
 from areal_agent.tokens.detokenizer import Detokenizer
-from areal_agent.tokens.keep_thinking import STAND_INS, keep_template
+from areal_agent.tokens.keep_thinking import STAND_INS, HistoryThinking, keep_template
 from areal_agent.tokens.template import ChatTemplate
 from areal_agent.types import JsonObject
 
 _OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+
+
+def exported_template(path: Path, history_thinking: HistoryThinking) -> str | None:
+    """The chat template to export with a model that starts from `path`; None: its own."""
+    if history_thinking is HistoryThinking.TEMPLATE:
+        return None
+    return Renderer.load(path, history_thinking=history_thinking).chat_template
 
 
 def is_open(text: str) -> bool:
@@ -35,13 +41,6 @@ def is_open(text: str) -> bool:
     (True, False)
     """
     return "<think>" in text.rpartition("</think>")[2]
-
-
-class HistoryThinking(StrEnum):
-    """What happens to the thinking of earlier answers when the template would strip it from the history."""
-
-    TEMPLATE = "template"  # the template has its way: the turn forks where the first stripped answer begins
-    KEEP = "keep"  # a template derived from the model's keeps it in the prompt (keep_thinking.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +75,9 @@ class Renderer:
         source = tokenizer.chat_template
         self.answer_format = answer_format or AnswerFormat.detect(source)
         is_kept = history_thinking is HistoryThinking.KEEP
-        self._template = ChatTemplate(keep_template(source) if is_kept else source, tokenizer.special_tokens_map)
+        self.chat_template = keep_template(source) if is_kept else source
+        """The template in use: the one to export with a model that is trained on these prompts."""
+        self._template = ChatTemplate(self.chat_template, tokenizer.special_tokens_map)
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self.detokenizer = Detokenizer(self._backend)
         self._secret = secrets.token_hex(16)  # no message can contain it

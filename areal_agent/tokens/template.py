@@ -24,6 +24,7 @@ _LOOP_ATTRIBUTES = frozenset(
     {"first", "last", "index", "index0", "length", "revindex", "revindex0", "previtem", "nextitem"}
 )
 _MISSING = object()
+_PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)  # made once: to make one costs more than to use it
 
 
 class ChatTemplate:
@@ -100,6 +101,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if not (ensure_ascii or indent or separators or sort_keys):
+        return _PLAIN_JSON.encode(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -20,7 +20,7 @@ from areal_agent.tokens.canonical import call_ids, extended_key, head_length, pr
 from areal_agent.tokens.completions import Completions, completion_key
 from areal_agent.tokens.continuation import Continuation, Extension, Normalise
 from areal_agent.tokens.lines import Lines
-from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, TextHash, packed
+from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, packed
 from areal_agent.tokens.renderer import Renderer, is_open
 from areal_agent.tokens.requests import Requests
 from areal_agent.types import ForkReason, JsonObject
@@ -111,7 +111,7 @@ class Forest:
             num_repeats=self._requests.add(key),
             num_messages=0,
             delta=(),
-            text_hash=TextHash(),
+            text_hash=None,
             stand_in=None,
             sent=prompt if isinstance(prompt, str) else self._renderer.detokenizer.text_of(prompt),
         )

@@ -41,7 +41,8 @@ class Walk:
     fork_at: int  # how many tokens of the path of the last answer stay
     new_ids: list[int]  # what comes behind them, up to the place of the next answer
     opened: str  # what the template opens for that one
-    added_text: str  # all that was written
+    kept_text: str  # what was written before the first one's place
+    added_text: str  # and from there on
     has_stripped: bool
 
 
@@ -76,6 +77,7 @@ def walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, aft
         fork_at=fork_at,
         new_ids=new_ids,
         opened=next_opened,
+        kept_text=history,
         added_text=added,
         has_stripped=has_stripped,
     )

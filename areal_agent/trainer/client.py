@@ -42,10 +42,11 @@ class TrainerClient:
         seed: int,
         shared_memory: Path,
         resume: bool = True,
+        chat_template: str | None = None,
     ) -> TrainerInfo:
         """Load `model`, a Hugging Face folder; with `resume`, when it is a checkpoint, its training state too.
 
-        The first command.
+        The first command. `chat_template` goes with every checkpoint; None: the one of `model`.
 
         `shared_memory` is the folder in which weights are published. Raises ConfigError for a model or a device that
         cannot be used.
@@ -59,6 +60,7 @@ class TrainerClient:
                 "seed": seed,
                 "shared_memory": str(shared_memory),
                 "resume": resume,
+                "chat_template": chat_template,
             },
         )
         return TrainerInfo(**answer)

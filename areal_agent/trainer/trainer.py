@@ -34,9 +34,11 @@ class Trainer:
         algorithm: AlgorithmConfig,
         seed: int,
         shared_memory: Path,
+        chat_template: str | None,
     ) -> None:
         self._policy = policy
         self._source = source
+        self._chat_template = chat_template
         self._config = config
         self._step = 0
         self._optimizer = Optimizer(policy.model.parameters(), config)
@@ -56,9 +58,10 @@ class Trainer:
         seed: int,
         shared_memory: Path,
         resume: bool = True,
+        chat_template: str | None = None,
     ) -> Self:
         """Load a Hugging Face folder. With `resume` a checkpoint goes on exactly where it was saved; without, only its
-        weights are taken. Raises ConfigError."""
+        weights are taken. Checkpoints get `chat_template`, or the folder's own. Raises ConfigError."""
         device = choose_device(config.device)
         checkpoint = _checkpoint_in(folder) if resume else None
         trainer = cls(
@@ -68,6 +71,7 @@ class Trainer:
             algorithm=algorithm,
             seed=seed,
             shared_memory=shared_memory,
+            chat_template=chat_template,
         )
         if checkpoint is not None:
             read_training(folder, trainer._optimizer, trainer._generator)
@@ -109,7 +113,7 @@ class Trainer:
         self._channel.close()
 
     def _write(self, folder: Path) -> None:
-        write_export(folder, self._policy, self._source)
+        write_export(folder, self._policy, self._source, self._chat_template)
         write_training(folder, self._optimizer, self._generator)
 
 

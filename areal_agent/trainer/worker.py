@@ -88,6 +88,7 @@ class Worker:
             seed=arguments["seed"],
             shared_memory=Path(arguments["shared_memory"]),
             resume=arguments["resume"],
+            chat_template=arguments["chat_template"],
         )
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", arguments["model"], info.num_parameters, info.device)

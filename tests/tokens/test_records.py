@@ -3,11 +3,13 @@
 - two turns: ids, mask, turn index, log-probabilities, temperatures, versions, and rewards at their turns
 - a fork: the newest branch trains what is shared, the other names it as its parent; rewards count once
 - a turn that keeps a part of its parent's tokens continues exactly that part
-- altered and aborted completions are masked
+- altered, aborted and undelivered completions are masked
+- tokens that a later turn injects into its prompt are in the loss where they were sampled, and not there
 - several answers of one turn are branches of their own
 - a turn whose parent does not exist, or that forks behind its end, is an error
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +142,24 @@ def test_altered_and_aborted_completions_are_masked(change: dict[str, Any]) -> N
     assert record.loss_mask.tolist() == [False, False, False, True]
     assert record.behavior_logprobs.tolist() == [0, 0, 0, -0.5]
     assert record.temperatures.tolist() == [1, 1, 1, 0.5]
+
+
+def test_an_undelivered_completion_is_masked() -> None:
+    one = trajectory(turn((1,), completion("c1", 2)), turn((3,), completion("c2", 4), parent="c1", fork_at=2))
+    (record,) = token_records(replace(one, undelivered=("c2",)))
+    assert record.loss_mask.tolist() == [False, True, False, False]
+
+
+def test_injected_tokens_are_in_the_loss_of_their_own_branch_only() -> None:
+    newest, oldest = token_records(
+        trajectory(
+            turn((1, 2), completion("c1", 3, 4, 5)),  # 3 is the thinking, which the template strips
+            turn((4, 5, 6), completion("c2", 7), parent="c1", fork_at=2),
+        )
+    )
+    assert newest.token_ids.tolist() == [1, 2, 4, 5, 6, 7]
+    assert newest.loss_mask.tolist() == [False] * 5 + [True]
+    assert oldest.loss_mask.tolist() == [False, False, True, True, True]
 
 
 def test_several_answers_of_a_turn_are_branches() -> None:
