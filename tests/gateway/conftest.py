@@ -24,7 +24,9 @@ VOCAB_SIZE = 300
 TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}
+{{- message.content }}
 {%- for call in message.tool_calls or [] %}{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
@@ -172,10 +174,14 @@ async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
         is_stepped: bool = False,
         max_context_tokens: int = 1000,
         journal: Any = None,
+        engine: Any = None,
+        has_grammar: bool = False,
         **options: Any,
     ) -> World:
-        engine = WatchedEngine(
-            [renderer.ids_of(text) for text in texts] if script is None else script, is_stepped=is_stepped
+        engine = engine or WatchedEngine(
+            [renderer.ids_of(text) for text in texts] if script is None else script,
+            is_stepped=is_stepped,
+            has_grammar=has_grammar,
         )
         journal = journal or MemoryJournal()
         gateway = Gateway(
@@ -186,6 +192,7 @@ async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
             admin_key=ADMIN_KEY,
             max_context_tokens=max_context_tokens,
             vocab_size=VOCAB_SIZE,
+            has_grammar=has_grammar,
             **options,
         )
         served = await gateway.serve()

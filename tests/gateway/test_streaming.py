@@ -1,0 +1,282 @@
+"""Streamed chat completions, by the official client:
+
+- tokens leave as they are sampled: the role first, then content, the finish reason when the turn is in the journal
+- the usage chunk comes last, and only when asked for; answers of one request are told apart by their index
+- reasoning and tool calls leave in pieces; what was streamed is what a later request repeats, a broken call included
+- text is held back where it may be a stop text or the beginning of a character, and only there
+- log-probabilities and token ids leave with their text; put together they are those of the record
+- who hangs up stops the engine: what was sampled is recorded, and masked
+- a failure in the middle is an event, and a session that ends is one; before the first byte it is a status
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import openai
+import pytest
+
+from areal_agent.errors import EngineUnreachable
+from areal_agent.tokens.records import token_records
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
+
+from .conftest import OpenWorld, World
+
+TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
+
+
+async def whole(stream: AsyncIterator[Any]) -> list[Any]:
+    return [chunk async for chunk in stream]
+
+
+def step_to_the_end(world: World) -> None:
+    """Sample token by token."""
+    while world.engine.step(1):
+        pass
+
+
+async def next_content(stream: AsyncIterator[Any]) -> str:
+    """The next text that leaves."""
+    while True:
+        delta = (await anext(stream)).choices[0].delta
+        if delta.content:
+            return delta.content
+
+
+async def test_tokens_leave_as_they_are_sampled(open_world: OpenWorld) -> None:
+    world = await open_world("abc<|im_end|>", is_stepped=True)
+    agent = await world.start()
+    stream = aiter(await agent.ask(stream=True))
+    first = await anext(stream)
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    await world.engine.wait_for_requests(1)
+    for letter in "abc":
+        world.engine.step(1)
+        assert await next_content(stream) == letter
+    world.engine.step(1)
+    last = await anext(stream)
+    assert last.choices[0].finish_reason == "stop"
+    assert last.id == first.id == agent.turns[0].completions[0].id
+    assert await whole(stream) == []
+
+
+async def test_the_turn_is_in_the_journal_before_the_finish(open_world: OpenWorld) -> None:
+    world = await open_world("abc<|im_end|>")
+    agent = await world.start()
+    world.journal.may_write.clear()
+    stream = aiter(await agent.ask(stream=True))
+    assert [await next_content(stream) for _ in "abc"] == ["a", "b", "c"]
+    await world.journal.is_writing.wait()
+    finish = asyncio.ensure_future(anext(stream))
+    assert (await world.call("/rl/set_reward", {"reward": 1}, key=agent.key))[0] == 200  # time enough for a chunk
+    assert not finish.done()
+    world.journal.may_write.set()
+    assert (await finish).choices[0].finish_reason == "stop"
+
+
+async def test_usage_comes_last_when_asked_for(open_world: OpenWorld) -> None:
+    world = await open_world("abc<|im_end|>", "abc<|im_end|>")
+    agent = await world.start()
+    *chunks, last = await whole(await agent.ask(stream=True, stream_options={"include_usage": True}))
+    assert last.choices == []
+    assert last.usage.completion_tokens == len(world.ids("abc<|im_end|>"))
+    assert last.usage.prompt_tokens == len(world.engine.requests[0].input_ids)
+    assert all(chunk.usage is None for chunk in chunks)
+    assert all(chunk.choices for chunk in await whole(await agent.ask(stream=True)))
+
+
+async def test_answers_are_told_apart_by_their_index(open_world: OpenWorld) -> None:
+    world = await open_world("ab<|im_end|>", "cd<|im_end|>", is_stepped=True)
+    agent = await world.start()
+    stream = await agent.ask(stream=True, n=2)
+    await world.engine.wait_for_requests(2)
+    for _ in range(3):
+        world.engine.step(1)
+    texts, ends = {0: "", 1: ""}, {}
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            ends[choice.index] = choice.finish_reason
+    assert sorted(texts.values()) == ["ab", "cd"]
+    assert ends == {0: "stop", 1: "stop"}
+    assert [one.id for one in agent.turns[0].completions] == [f"{chunk.id}-0", f"{chunk.id}-1"]
+
+
+async def test_reasoning_and_calls_leave_in_pieces(open_world: OpenWorld) -> None:
+    world = await open_world(
+        f"<think>\nwell, so\n</think>\n\nhm {CALL}{CALL}<|im_end|>", "done<|im_end|>", is_stepped=True
+    )
+    agent = await world.start()
+    question: list[Any] = [{"role": "user", "content": "x"}]
+    stream = await agent.ask(question, tools=TOOLS, stream=True)
+    await world.engine.wait_for_requests(1)
+    step_to_the_end(world)
+    chunks = await whole(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    reasoning = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
+    assert "".join(reasoning) == "well, so"
+    assert len(reasoning) > 1
+    assert "".join(delta.content or "" for delta in deltas) == "hm"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
+    assert len(pieces) > 4
+    ids = [piece.id for piece in pieces if piece.id]
+    calls = [
+        {
+            "id": id_,
+            "type": "function",
+            "function": {
+                "name": "python",
+                "arguments": "".join(piece.function.arguments for piece in pieces if piece.index == index),
+            },
+        }
+        for index, id_ in enumerate(ids)
+    ]
+    assert [call["function"]["arguments"] for call in calls] == ['{"code": "1"}'] * 2
+    assert len(set(ids)) == 2
+    echo = {"role": "assistant", "content": "hm", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": id_, "content": "1"} for id_ in ids]
+    again = asyncio.create_task(agent.ask([*question, echo, *results], tools=TOOLS))
+    await world.engine.wait_for_requests(2)
+    world.engine.step(100)
+    await again
+    assert agent.turns[1].parent == agent.turns[0].completions[0].id
+
+
+async def test_a_broken_call_is_recorded_as_it_was_sent(open_world: OpenWorld) -> None:
+    broken = '<tool_call>{"name": "python", "arguments": {"code": "pri'
+    world = await open_world(broken, "b<|im_end|>")
+    agent = await world.start()
+    question: list[Any] = [{"role": "user", "content": "x"}]
+    chunks = await whole(await agent.ask(question, tools=TOOLS, stream=True, max_tokens=len(world.ids(broken)) - 1))
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    arguments = "".join(call.function.arguments for call in calls)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert calls[0].function.name == "python"
+    assert arguments.startswith('{"code": "p')
+    call = {"id": calls[0].id, "type": "function", "function": {"name": "python", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    await agent.ask([*question, answer, {"role": "user", "content": "?"}], tools=TOOLS)
+    assert agent.turns[1].parent == agent.turns[0].completions[0].id
+    assert world.gateway.stats().malformed_tool_calls == 1
+
+
+async def test_only_what_may_be_a_stop_text_is_held_back(open_world: OpenWorld) -> None:
+    world = await open_world("aQbé", is_stepped=True)
+    agent = await world.start()
+    stream = aiter(await agent.ask(stream=True, stop="QQ", max_tokens=100))
+    await world.engine.wait_for_requests(1)
+    contents = list[str]()
+    for _ in range(len(world.ids("aQb"))):
+        world.engine.step(1)
+    for _ in range(2):
+        contents.append(await next_content(stream))
+    assert "".join(contents) == "aQb"
+    world.engine.step(100)
+    assert await next_content(stream) == "é"
+
+
+async def test_a_stop_text_ends_the_stream(open_world: OpenWorld) -> None:
+    world = await open_world("a\n\nbcdefgh<|im_end|>", "z<|im_end|>", is_stepped=True)
+    agent = await world.start()
+    question: list[Any] = [{"role": "user", "content": "x"}]
+    stream = await agent.ask(question, stream=True, stop=["\n\n"])
+    await world.engine.wait_for_requests(1)
+    world.engine.step(4)
+    chunks = await whole(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert world.engine.aborted_ids == [world.engine.requests[0].request_id]
+    (completion,) = agent.turns[0].completions
+    assert completion.token_ids == tuple(world.ids("a\n\n"))
+    assert completion.finish_reason is FinishReason.STOP
+    more = [*question, {"role": "assistant", "content": "a"}, {"role": "user", "content": "y"}]
+    again = asyncio.create_task(agent.ask(more))
+    await world.engine.wait_for_requests(2)
+    world.engine.step(10)
+    await again
+    assert agent.turns[1].parent == completion.id
+
+
+async def test_tokens_and_their_log_probabilities_leave_with_the_text(open_world: OpenWorld) -> None:
+    world = await open_world("aé🙂b<|im_end|>", is_stepped=True)
+    agent = await world.start()
+    stream = await agent.ask(stream=True, logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
+    await world.engine.wait_for_requests(1)
+    step_to_the_end(world)
+    chunks = await whole(stream)
+    (turn,) = agent.turns
+    (completion,) = turn.completions
+    rows = [row for chunk in chunks if chunk.choices[0].logprobs for row in chunk.choices[0].logprobs.content]
+    assert [row.logprob for row in rows] == list(completion.logprobs[:-1])
+    assert bytes(byte for row in rows for byte in row.bytes).decode() == "aé🙂b"
+    assert all(len(row.top_logprobs) == 2 for row in rows)
+    assert tuple(chunks[0].prompt_token_ids) == turn.new_prompt_ids
+    token_ids = [id_ for chunk in chunks for id_ in getattr(chunk.choices[0], "token_ids", [])]
+    assert tuple(token_ids) == completion.token_ids
+
+
+async def test_who_hangs_up_stops_the_engine(open_world: OpenWorld) -> None:
+    world = await open_world("abcdef<|im_end|>", is_stepped=True)
+    agent = await world.start()
+    stream = await agent.ask(stream=True)
+    await world.engine.wait_for_requests(1)
+    world.engine.step(2)
+    chunks = aiter(stream)
+    assert [await next_content(chunks) for _ in "ab"] == ["a", "b"]
+    await stream.close()
+    await world.journal.is_writing.wait()
+    assert (await agent.end(status="timeout"))[1]["num_turns"] == 1
+    trajectory = world.journal.closed[agent.id]
+    (completion,) = trajectory.turns[0].completions
+    assert completion.finish_reason is FinishReason.ABORT
+    assert completion.token_ids == tuple(world.ids("ab"))
+    assert not any(record.loss_mask.any() for record in token_records(trajectory))
+    assert world.engine.num_in_flight == 0
+
+
+class BreakingEngine:
+    """Samples one token of each answer, and fails."""
+
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
+        assert on_chunk is not None
+        on_chunk(TokenChunk(token_ids=(70,), logprobs=(-1.0,)))
+        raise EngineUnreachable("the engine died")
+
+    async def abort(self, request_id: str) -> None:
+        pass
+
+
+async def test_a_failure_in_the_middle_is_an_event(open_world: OpenWorld) -> None:
+    world = await open_world(engine=BreakingEngine())
+    agent = await world.start()
+    stream = aiter(await agent.ask(stream=True))
+    await next_content(stream)
+    with pytest.raises(openai.APIError, match="the engine died") as caught:
+        await whole(stream)
+    assert caught.value.code == "engine_failed"
+    assert world.gateway.stats().errors == {503: 1}
+    assert agent.turns == []
+
+
+async def test_the_end_of_the_session_is_an_event(open_world: OpenWorld) -> None:
+    world = await open_world("abcdef", is_stepped=True)
+    agent = await world.start()
+    stream = aiter(await agent.ask(stream=True))
+    await world.engine.wait_for_requests(1)
+    world.engine.step(1)
+    assert await next_content(stream) == "a"
+    assert (await agent.end())[1]["num_sampled_tokens"] == 1
+    with pytest.raises(openai.APIError, match="takes no calls any more"):
+        await whole(stream)
+
+
+async def test_before_the_first_byte_a_fault_is_a_status(open_world: OpenWorld) -> None:
+    world = await open_world(max_context_tokens=20)
+    agent = await world.start()
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await agent.ask("long " * 30, stream=True)
