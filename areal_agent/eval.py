@@ -80,6 +80,7 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
             config,
             preflight.workflow,
             ledger,
+            workflow_path=preflight.workflow_path,
             weights=model,
             tokenizer=model,
             version=WeightVersion(),

@@ -4,17 +4,19 @@ It imports the workflow, loads the tasks, looks for the model and the ports. It 
 """
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
 
+from areal_agent.cluster.hosts import check_this_host
 from areal_agent.cluster.local import check_port
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
-from areal_agent.rollout.config import TasksConfig
-from areal_agent.rollout.tasks import load_tasks
-from areal_agent.rollout.workflow import Workflow, load_workflow
+from areal_agent.gateway.admin_key import find_admin_key
+from areal_agent.rollout.tasks import load_tasks, require_json
+from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.run_folder import RunFolder
 from areal_agent.types import Task
 
@@ -30,7 +32,8 @@ class Preflight:
     config: Config
     folder: RunFolder
     is_resumed: bool
-    workflow: Workflow
+    workflow: Workflow | None  # None: the agents are elsewhere
+    workflow_path: str | None  # where the workers of the run find it; None without workers
     tasks: tuple[Task, ...]
     eval_tasks: tuple[Task, ...]
 
@@ -41,20 +44,42 @@ class Preflight:
         Raises ConfigError.
         """
         source = config.workflow if workflow is None else workflow
+        check_model(config.model)
+        if config.is_online:
+            return cls._check_online(config, source, name, resume)
         if source is None:
             raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
-        check_model(config.model)
-        check_port(config.rollout.gateway_port, "rollout.gateway_port")
-        check_port(config.engine.port, "engine.port")
-        if config.engine.port and config.engine.port == config.rollout.gateway_port:
-            raise ConfigError(f"engine.port and rollout.gateway_port are both {config.engine.port}; they must differ")
+        check_ports(config)
+        assert config.tasks is not None  # the config has seen to it
+        tasks, eval_tasks = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
+        if config.rollout.workers:
+            require_json((*tasks, *eval_tasks))
         return cls(
             config=config,
-            folder=RunFolder.choose(config.run_dir, name) if resume is None else RunFolder.reopen(resume),
+            folder=choose_folder(config, name, resume),
             is_resumed=resume is not None,
             workflow=load_workflow(source),
-            tasks=load_tasks(config.tasks, "train", config.seed),
-            eval_tasks=load_eval_tasks(config),
+            workflow_path=import_path(source) if config.rollout.workers else None,
+            tasks=tasks,
+            eval_tasks=eval_tasks,
+        )
+
+    @classmethod
+    def _check_online(cls, config: Config, workflow: object, name: str, resume: str | None) -> Self:
+        """Of a run whose agents are elsewhere: its engine has to see the memory of this machine, and it needs a key."""
+        if workflow is not None:
+            raise ConfigError("a workflow has no effect with rollout.gateway_url: the agents are elsewhere")
+        assert config.engine.url is not None  # the config has seen to it
+        check_this_host(config.engine.url, "engine.url")
+        find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
+        return cls(
+            config=config,
+            folder=choose_folder(config, name, resume),
+            is_resumed=resume is not None,
+            workflow=None,
+            workflow_path=None,
+            tasks=(),
+            eval_tasks=(),
         )
 
     def summary(self) -> str:
@@ -62,11 +87,26 @@ class Preflight:
         config = self.config
         action = "resumes" if self.is_resumed else "trains"
         answers = f"{config.batch_size} tasks x {config.group_size} rollouts"
+        batches = f"tasks: {len(self.tasks)} to train on, {len(self.eval_tasks)} held out"
+        if config.is_online:
+            batches = f"batches from {config.rollout.gateway_url}, weights to {config.engine.url}"
         return (
-            f"{action} {config.model} for {config.steps} steps of {answers} in {self.folder.path}\n"
-            f"tasks: {len(self.tasks)} to train on, {len(self.eval_tasks)} held out; "
+            f"{action} {config.model} for {config.steps} steps of {answers} in {self.folder.path}\n{batches}; "
             f"max_staleness {config.max_staleness}, straggler {config.straggler}, preset {config.algorithm.preset}"
         )
+
+
+def choose_folder(config: Config, name: str, resume: str | None) -> RunFolder:
+    return RunFolder.choose(config.run_dir, name) if resume is None else RunFolder.reopen(resume)
+
+
+def check_ports(config: Config) -> None:
+    """Raise ConfigError when a fixed port is in use, or wanted twice."""
+    check_port(config.engine.port, "engine.port")
+    for port in config.rollout.gateway_ports:
+        check_port(port, "rollout.gateway_port")
+        if port and port == config.engine.port:
+            raise ConfigError(f"engine.port and rollout.gateway_port are both {port}; they must differ")
 
 
 def check_model(model: str) -> None:
@@ -105,7 +145,8 @@ def load_eval_tasks(config: Config) -> tuple[Task, ...]:
     wanted = config.eval.num_tasks
     if wanted == 0:
         return ()
-    source: TasksConfig = config.eval.tasks or config.tasks
+    source = config.eval.tasks or config.tasks
+    assert source is not None  # the config has seen to it
     tasks = load_tasks(source, "test", config.seed, "eval.tasks")
     if len(tasks) < wanted:
         raise ConfigError(f"eval.num_tasks is {wanted}, but {source.source!r} has {len(tasks)} held-out tasks")

@@ -1,12 +1,14 @@
 """The half of a run that rolls out: an engine and what runs workflows. Training adds to it, evaluation is it."""
 
 import statistics
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agent.cluster.local import start_engine
+from areal_agent.cluster.workers import open_workers, shard_name
 from areal_agent.config import Config
 from areal_agent.engine.http import HttpEngine
 from areal_agent.ledger.ledger import Ledger
@@ -15,6 +17,7 @@ from areal_agent.rollout.executor import RolloutExecutor
 from areal_agent.rollout.group import rollout_seed, run_all, sibling_specs
 from areal_agent.rollout.local import LocalSettings, open_local
 from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.rollout.worker.messages import WorkerSettings
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.types import SessionPurpose, Status, Task, TrajectoryGroup, WeightVersion
 
@@ -84,23 +87,66 @@ async def open_serving(
     workflow: Workflow,
     ledger: Ledger,
     *,
+    workflow_path: str | None,
     weights: Path,
     tokenizer: Path,
     version: WeightVersion,
     logs: Path,
 ) -> AsyncGenerator[Serving]:
-    """Start an engine that serves `weights` as `version`, and what rolls out against it."""
+    """Start an engine that serves `weights` as `version`, and what rolls out against it.
+
+    `workflow_path` is where workers find the workflow; needed with `rollout.workers`.
+    """
     async with AsyncExitStack() as stack:
         process, engine = await stack.enter_async_context(start_engine(config.engine, weights, version, logs))
-        settings = LocalSettings(
-            model_name=config.model,
-            tokenizer=tokenizer,
-            port=config.rollout.gateway_port,
-            max_concurrent=config.rollout.max_concurrent,
-            rollout=config.rollout,
-            sandbox=config.sandbox,
-        )
         rollouts = await stack.enter_async_context(
-            open_local(settings, workflow, engine=engine, info=await engine.info(), journal=ledger)
+            _open_workers(config, workflow_path, ledger, engine, tokenizer, logs)
+            if config.rollout.workers
+            else _open_here(config, workflow, ledger, engine, tokenizer)
         )
         yield Serving(config=config, ledger=ledger, engine=engine, engine_process=process, rollouts=rollouts)
+
+
+@asynccontextmanager
+async def _open_here(
+    config: Config, workflow: Workflow, ledger: Ledger, engine: HttpEngine, tokenizer: Path
+) -> AsyncGenerator[RolloutExecutor]:
+    (settings,) = _settings_of_gateways(config, tokenizer)
+    async with open_local(settings, workflow, engine=engine, info=await engine.info(), journal=ledger) as rollouts:
+        yield rollouts
+
+
+@asynccontextmanager
+async def _open_workers(
+    config: Config, workflow_path: str | None, ledger: Ledger, engine: HttpEngine, tokenizer: Path, logs: Path
+) -> AsyncGenerator[RolloutExecutor]:
+    assert workflow_path is not None, "preflight refuses a workflow without one"
+    workers = [
+        WorkerSettings(
+            number=number,
+            workflow=workflow_path,
+            sys_path=tuple(sys.path),
+            engine_url=engine.base_url,
+            shard=str(ledger.shard_path(shard_name(number))),
+            local=settings,
+        )
+        for number, settings in enumerate(_settings_of_gateways(config, tokenizer))
+    ]
+    async with open_workers(workers, ledger, logs) as rollouts:
+        yield rollouts
+
+
+def _settings_of_gateways(config: Config, tokenizer: Path) -> list[LocalSettings]:
+    """One a worker, or one for this process."""
+    rollout = config.rollout
+    return [
+        LocalSettings(
+            model_name=config.model,
+            tokenizer=tokenizer,
+            port=port,
+            max_concurrent=num_slots,
+            rollout=rollout,
+            sandbox=config.sandbox,
+        )
+        for port, num_slots in zip(rollout.gateway_ports, rollout.slots, strict=True)
+    ]

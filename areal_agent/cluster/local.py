@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine: the engine and the trainer.
+"""Starts the processes of a run on this machine: the engine, the trainer and the rollout workers.
 
 It knows how they are started and when they are ready, not what they are used for.
 """
@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,8 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ConfigError, EngineUnreachable
 from areal_agent.process import ManagedProcess
+from areal_agent.rollout.worker.client import WorkerClient, WorkerGone
+from areal_agent.rollout.worker.messages import WorkerSettings
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.types import WeightVersion
 
@@ -111,6 +113,33 @@ async def start_trainer(num_threads: int, logs: Path) -> AsyncGenerator[tuple[Ma
         )
     client = TrainerClient(ours)
     try:
+        yield process, client
+    finally:
+        await client.aclose()
+        await process.aclose()
+
+
+@asynccontextmanager
+async def start_worker(
+    settings: WorkerSettings, logs: Path, on_warning: Callable[[str], None]
+) -> AsyncGenerator[tuple[ManagedProcess, WorkerClient]]:
+    """A rollout worker that takes calls; ended on leaving."""
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(theirs):
+        argv = [sys.executable, "-m", "areal_agent.rollout.worker", "--fd", str(theirs.fileno())]
+        process = await ManagedProcess.start(
+            f"worker {settings.number}",
+            argv,
+            log_path=logs / f"worker-{settings.number}.log",
+            env=_thread_variables(1),
+            pass_fds=[theirs.fileno()],
+        )
+    client = WorkerClient(ours, on_warning)
+    try:
+        try:
+            await unless_it_dies(process, client.start(settings))
+        except WorkerGone:  # it closed its end, so it is about to die
+            raise await process.died() from None
         yield process, client
     finally:
         await client.aclose()

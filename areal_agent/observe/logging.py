@@ -4,19 +4,25 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
 CHATTY = ("aiohttp.access", "httpcore", "httpx", "openai")
 """Libraries that log a line a request: thousands a minute here. Their warnings are kept."""
 
 
 def log_to_file(path: Path, level: int = logging.INFO) -> None:
     """Send everything that this process logs to `path`, appended. Called once, by a process's entry point."""
-    logging.basicConfig(
-        filename=path,
-        level=level,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        encoding="utf-8",
-        force=True,
-    )
+    logging.basicConfig(filename=path, level=level, format=FORMAT, encoding="utf-8", force=True)
+    _calm(level)
+
+
+def log_to_output(level: int = logging.INFO) -> None:
+    """The same for a process whose output is a log file already (process.py)."""
+    logging.basicConfig(level=level, format=FORMAT, force=True)
+    _calm(level)
+
+
+def _calm(level: int) -> None:
     logging.captureWarnings(True)
     for name in CHATTY:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))

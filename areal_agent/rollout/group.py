@@ -34,7 +34,7 @@ def sibling_specs(group_id: str, task: Task, group_size: int, run_seed: int) -> 
 async def run_all(
     run: Callable[[RolloutSpec], Coroutine[Any, Any, Result]], specs: tuple[RolloutSpec, ...]
 ) -> tuple[Result, ...]:
-    """Run rollouts at once; when one of them raises (the gateway is gone), so does this, and the others are cancelled."""
+    """Run rollouts at once; when one of them raises (the gateway is gone), so does this; the others are cancelled."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(run(spec)) for spec in specs]

@@ -85,6 +85,20 @@ def _as_task(item: object, index: int, what: str) -> Task:
     return Task(id=str(data.get("id", index)), data=data)
 
 
+def require_json(tasks: Iterable[Task]) -> None:
+    """Raise ConfigError for a task that would reach another process changed: rollout workers get it as JSON."""
+    for task in tasks:
+        try:
+            is_kept = all(orjson.loads(orjson.dumps(one)) == one for one in (task.data, task.metadata))
+        except (TypeError, orjson.JSONDecodeError):
+            is_kept = False
+        if not is_kept:
+            raise ConfigError(
+                f"tasks: task {task.id!r} holds what JSON does not keep ({task.data!r:.200}), and rollout.workers > 0 "
+                "sends tasks as JSON; use dicts with text keys, lists, text, finite numbers, true, false and None"
+            )
+
+
 class TaskStream:
     """The tasks of training in order of use: each epoch a new shuffle by seed. The n-th task is a function of n.
 

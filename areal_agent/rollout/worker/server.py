@@ -1,0 +1,90 @@
+"""The worker's end: carries out the calls of the main process, each rollout in a task of its own."""
+
+import asyncio
+import logging
+
+from areal_agent.observe.spans import SpanLog
+from areal_agent.rollout.local import LocalRollouts
+from areal_agent.rollout.worker.channel import Channel
+from areal_agent.rollout.worker.messages import (
+    Answer,
+    CancelCall,
+    Counted,
+    Ended,
+    Failed,
+    RunCall,
+    StatsCall,
+    decode_call,
+    encode,
+)
+from areal_agent.types import Status
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerServer:
+    """Answers over `channel` until that ends; then its rollouts are cancelled, and it waits for them."""
+
+    def __init__(self, channel: Channel, rollouts: LocalRollouts, engine_busy: SpanLog) -> None:
+        self._channel = channel
+        self._rollouts = rollouts
+        self._engine_busy = engine_busy
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        try:
+            while True:
+                match decode_call(await self._channel.receive()):
+                    case RunCall() as call:
+                        self._start(call)
+                    case CancelCall(number=number):
+                        self._cancel(number)
+                    case StatsCall(number=number):
+                        self._answer(await self._count(number))
+        except EOFError:
+            logger.info("the main process has closed its end; ending")
+        finally:
+            await self._end_all()
+
+    def _start(self, call: RunCall) -> None:
+        task = asyncio.create_task(self._run(call))
+        self._running[call.number] = task
+        task.add_done_callback(lambda _: self._running.pop(call.number))
+
+    def _cancel(self, number: int) -> None:
+        if number in self._running:  # else its answer is on its way
+            self._running[number].cancel()
+
+    async def _run(self, call: RunCall) -> None:
+        try:
+            ended = await self._rollouts.run(call.spec)
+        except asyncio.CancelledError:
+            self._answer(Ended(number=call.number, status=Status.CANCELLED))
+            raise
+        except Exception as error:  # the boundary that turns a failure into an answer
+            logger.exception("rollout %s could not be run", call.spec.session_id)
+            message = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+            self._answer(Failed(number=call.number, message=message))
+        else:
+            self._answer(Ended(number=call.number, status=ended.status))
+
+    async def _count(self, number: int) -> Counted:
+        stats = await self._rollouts.stats()
+        spans, until_s = self._engine_busy.take()
+        return Counted(
+            number=number,
+            gateway=stats.gateway,
+            loop_blocked_s=stats.loop_blocked_s,
+            engine_spans=tuple(spans),
+            until_s=until_s,
+        )
+
+    def _answer(self, answer: Answer) -> None:
+        self._channel.send(encode(answer))
+
+    async def _end_all(self) -> None:
+        tasks = set(self._running.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

@@ -1,0 +1,70 @@
+"""Rollout workers over a real engine in this process, whose pause holds rollouts in mid-answer."""
+
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest_asyncio
+
+from areal_agent.cluster.workers import WorkerPool, open_workers, shard_name
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.engine.http import HttpEngine
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.rollout.config import RolloutConfig, SandboxConfig
+from areal_agent.rollout.local import LocalSettings
+from areal_agent.rollout.worker.messages import WorkerSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crew:
+    """A pool of workers, and what they work with."""
+
+    pool: WorkerPool
+    ledger: Ledger
+    engine: HttpEngine
+    logs: Path
+
+
+collect_ignore = ["agents.py"]  # what the workers import; no test
+
+
+@pytest_asyncio.fixture
+async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator:
+    """`await make_crew("solve", workers=2, max_concurrent=4)`."""
+    async with AsyncExitStack() as stack:
+        runner = ModelRunner.load(str(small_model), device="cpu", num_slots=8, max_context_tokens=128)
+        server = await EngineServer.start(runner)
+        stack.push_async_callback(server.aclose)
+        engine = HttpEngine(server.base_url)
+        stack.push_async_callback(engine.aclose)
+        ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+        stack.push_async_callback(ledger.aclose)
+        await ledger.begin_incarnation(0)
+
+        async def make(workflow: str, **values: object) -> Crew:
+            config = RolloutConfig.model_validate({"max_tokens": 8, "block_warn_s": 0.1, **values})
+            settings = [
+                WorkerSettings(
+                    number=number,
+                    workflow=f"agents:{workflow}",
+                    sys_path=(*sys.path, str(Path(__file__).parent)),
+                    engine_url=server.base_url,
+                    shard=str(ledger.shard_path(shard_name(number))),
+                    local=LocalSettings(
+                        model_name="m",
+                        tokenizer=small_model,
+                        port=0,
+                        max_concurrent=num_slots,
+                        rollout=config,
+                        sandbox=SandboxConfig(),
+                    ),
+                )
+                for number, num_slots in enumerate(config.slots)
+            ]
+            pool = await stack.enter_async_context(open_workers(settings, ledger, tmp_path))
+            return Crew(pool=pool, ledger=ledger, engine=engine, logs=tmp_path)
+
+        yield make

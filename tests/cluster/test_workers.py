@@ -1,0 +1,148 @@
+"""Rollout workers, as real processes.
+
+1. rollouts spread over them, and their trajectories are in one ledger; 2. counts are those of all, and survive one;
+3. one killed in mid-answer is started again, and so are its rollouts, in new sessions: the old ones are orphans;
+4. three deaths in a row end it with an error; 5. a cancelled rollout ends its session; 6. what is open at the end is an
+orphan; 7. a workflow that is not there is an error at the start; 8. one that blocks is named here too, and counted.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sqlite3
+
+import pytest
+
+from areal_agent import ConfigError, Status, Task
+from areal_agent.errors import ProcessDied
+from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.types import Drop, Fate, PauseMode, SessionPurpose
+
+
+def spec_of(number: int) -> RolloutSpec:
+    return RolloutSpec(
+        session_id=f"s-{number}",
+        group_id="g000000",
+        task=Task(id=str(number), data={"question": f"What is {number}?"}),
+        seed=number,
+        purpose=SessionPurpose.TRAIN,
+    )
+
+
+async def until_sampling(crew, num_requests: int) -> None:
+    """Wait until so many requests have reached the engine."""
+    while sum(seat.gateway.num_engine_requests for seat in crew.pool.seats) < num_requests:
+        await crew.pool.stats()
+
+
+async def roll_out(crew, *numbers: int) -> list:
+    return [asyncio.create_task(crew.pool.run(spec_of(number))) for number in numbers]
+
+
+def num_sessions(crew, worker: int) -> int:
+    with sqlite3.connect(crew.ledger.shard_path(f"w{worker}")) as connection:
+        return connection.execute("SELECT count(*) FROM sessions").fetchone()[0]
+
+
+async def test_rollouts_spread_over_workers_into_one_ledger(make_crew) -> None:
+    crew = await make_crew("solve", workers=2, max_concurrent=4)
+    await crew.engine.pause(PauseMode.IN_PLACE)
+    running = await roll_out(crew, *range(4))
+    await until_sampling(crew, 4)
+    assert [seat.load for seat in crew.pool.seats] == [2, 2]
+    await crew.engine.resume()
+    ended = await asyncio.gather(*running)
+    assert [(one.session_id, one.status, one.lost) for one in ended] == [
+        (f"s-{number}", Status.COMPLETED, ()) for number in range(4)
+    ]
+    assert [num_sessions(crew, 0), num_sessions(crew, 1)] == [2, 2]
+    assert {one.session_id for one in await crew.ledger.waiting()} == {"s-0", "s-1", "s-2", "s-3"}
+
+
+async def test_a_killed_worker_and_its_rollouts_start_again(make_crew) -> None:
+    crew = await make_crew("solve", workers=2, max_concurrent=2)
+    await crew.engine.pause(PauseMode.IN_PLACE)
+    running = await roll_out(crew, 0, 1)
+    await until_sampling(crew, 2)
+    victim, bystander = crew.pool.seats
+    victim_pid, bystander_pid = victim.pid, bystander.pid
+    os.kill(victim_pid, signal.SIGKILL)
+    while victim.pid in (victim_pid, None) or not victim.load:
+        await crew.pool.stats()
+    await crew.engine.resume()
+    first, second = await asyncio.gather(*running)
+    assert (first.session_id, first.status, first.lost) == ("s-0.2", Status.COMPLETED, ("s-0",))
+    assert (second.session_id, second.status, second.lost) == ("s-1", Status.COMPLETED, ())
+    orphan = await crew.ledger.trajectory("s-0")
+    assert (orphan.status, orphan.fate) == (Status.ORPHAN, Fate(dropped=Drop.ORPHAN))
+    assert {one.session_id for one in await crew.ledger.waiting()} == {"s-0.2", "s-1"}
+    assert bystander.pid == bystander_pid
+
+
+@pytest.mark.slow  # several starts of a process
+async def test_counts_are_those_of_all_workers_and_survive_them(make_crew) -> None:
+    crew = await make_crew("solve", workers=2, max_concurrent=2)
+    await asyncio.gather(*await roll_out(crew, *range(4)))
+    before = await crew.pool.stats()
+    assert before.gateway.turns == 4
+    assert 0.0 < before.gateway.engine_busy_s <= before.rolling_s
+    pid = crew.pool.seats[0].pid
+    os.kill(pid, signal.SIGKILL)
+    while crew.pool.seats[0].pid in (pid, None):
+        await crew.pool.stats()
+    await asyncio.gather(*await roll_out(crew, 4, 5))
+    after = await crew.pool.stats()
+    assert after.gateway.turns == 6
+    assert before.gateway.engine_busy_s < after.gateway.engine_busy_s <= after.rolling_s
+
+
+@pytest.mark.slow  # several starts of a process
+async def test_three_deaths_in_a_row_end_it(make_crew) -> None:
+    crew = await make_crew("die", workers=1)
+    running = await roll_out(crew, 0)
+    failure = await crew.pool.failure()
+    assert isinstance(failure, ProcessDied)
+    assert "3 deaths within 60 s of service; at last the worker 0 process was killed by SIGKILL" in str(failure)
+    assert (await running[0]).status is Status.ORPHAN
+    with pytest.raises(ProcessDied, match="3 deaths"):
+        await crew.pool.run(spec_of(1))
+
+
+async def test_a_cancelled_rollout_ends_its_session(make_crew) -> None:
+    crew = await make_crew("solve", workers=1)
+    await crew.engine.pause(PauseMode.IN_PLACE)
+    (running,) = await roll_out(crew, 0)
+    await until_sampling(crew, 1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (await crew.ledger.trajectory("s-0")).status is Status.CANCELLED
+
+
+async def test_what_is_left_open_at_the_end_is_an_orphan(make_crew) -> None:
+    crew = await make_crew("solve", workers=1)
+    await crew.engine.pause(PauseMode.IN_PLACE)
+    (running,) = await roll_out(crew, 0)
+    await until_sampling(crew, 1)
+    os.kill(crew.pool.seats[0].pid, signal.SIGKILL)
+    await crew.pool.aclose()
+    running.cancel()
+    await asyncio.wait({running})
+    assert (await crew.ledger.trajectory("s-0")).status is Status.ORPHAN
+
+
+async def test_a_workflow_that_is_not_there_is_an_error_at_the_start(make_crew) -> None:
+    with pytest.raises(ConfigError, match="module 'agents' has no 'nothing'"):
+        await make_crew("nothing", workers=1)
+
+
+async def test_a_workflow_that_blocks_is_named_and_counted(make_crew, caplog: pytest.LogCaptureFixture) -> None:
+    crew = await make_crew("block", workers=1)
+    with caplog.at_level(logging.WARNING):
+        await asyncio.gather(*await roll_out(crew, 0))
+        stats = await crew.pool.stats()
+    assert stats.loop_blocked_s > 0.0
+    warnings = [record.getMessage() for record in caplog.records]
+    assert any("worker 0: rollout s-0 blocks the event loop for" in text for text in warnings), warnings
+    assert any("agents.py:" in text and "in block: threading.Event().wait(0.5)" in text for text in warnings), warnings
