@@ -12,6 +12,8 @@ class EngineConfig(Section):
 
     backend: Literal["embedded"] = "embedded"
     """`embedded`: the engine that comes with areal_agent, in a process of its own."""
+    url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
+    """An engine that runs already, on this machine: with `rollout.gateway_url`, the engine behind that gateway."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the engine on 127.0.0.1; 0 picks a free one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

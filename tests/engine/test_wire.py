@@ -176,7 +176,7 @@ def test_likeliest_tokens_of_sglang_are_read_without_impossible_ones():
         ({"weight_versions": [{"version": "0:7", "start": 1, "end": 2}]}, "one from 0 was due"),
         ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "'default'"),
         ({"weight_versions": None}, "weight_versions"),
-        ({"output_token_logprobs": [[-0.5], [-1.0, 6, None]]}, "must be .log-probability, token id"),
+        ({"output_token_logprobs": [[-0.5], [-1.0, 6, None]]}, "each must be .log-probability, token id"),
         ({"output_top_logprobs": [[]]}, "1 entries for 2"),
         ({"output_top_logprobs": [None, []]}, "a list for every token"),
         ({"finish_reason": {"type": "tired"}}, "tired"),

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_agent.engine.fields import WireError, as_ids, as_integer, as_member, as_object, get, refuse_unknown
 from areal_agent.engine.wire.sampling import decode_sampling, encode_sampling
-from areal_agent.engine.wire.tokens import decode_tokens, encode_logprobs
+from areal_agent.engine.wire.tokens import decode_tokens, encode_logprobs, top_entries
 from areal_agent.engine.wire.versions import decode_spans, encode_spans
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, JsonObject, TokenChunk
 
@@ -98,7 +98,7 @@ def decode_result(body: object) -> GenerateResult:
     tokens = decode_tokens(
         get(fields, "output_ids", list),
         get(meta, "output_token_logprobs", list),
-        get({"output_top_logprobs": [], **meta}, "output_top_logprobs", list),
+        top_entries(meta),
     )
     return finished(tokens, meta)
 

@@ -12,7 +12,7 @@ import orjson
 
 from areal_agent.engine.fields import WireError, as_integer, as_object, decode_json, get
 from areal_agent.engine.wire.generate import finished
-from areal_agent.engine.wire.tokens import decode_tokens, encode_logprobs
+from areal_agent.engine.wire.tokens import decode_tokens, encode_logprobs, top_entries
 from areal_agent.types import GenerateResult, JsonObject, TokenChunk, TopLogprobs
 
 STREAM_END = b"data: [DONE]\n\n"
@@ -78,7 +78,7 @@ class ResultReader:
     def _new_tokens(self, fields: JsonObject, meta: JsonObject) -> TokenChunk:
         before = len(self._token_ids)
         after = as_integer(meta.get("completion_tokens"), "completion_tokens")
-        tops = get({"output_top_logprobs": [], **meta}, "output_top_logprobs", list)
+        tops = top_entries(meta)
         return decode_tokens(
             _new_part(get(fields, "output_ids", list), before, after, "output_ids"),
             _new_part(get(meta, "output_token_logprobs", list), before, after, "output_token_logprobs"),
