@@ -1,0 +1,223 @@
+"""What a request may ask of an answer that is not streamed:
+
+- every sampling parameter reaches the engine, and each but temperature makes the recorded probability `altered`
+- a stop text ends the answer: text, tokens, log-probabilities and spans are cut, whatever the engine sampled beyond
+- forced calls: the prompt begins the call, the answer ends it; text that ends none is text, and counted
+- without parallel calls an answer ends with its first; `auto` without tools calls nothing
+- reasoning comes apart from the content, and is counted; ids and log-probabilities come on request, and are those of
+  the record; bytes are exact
+- JSON by a grammar where the engine has one, else a 400
+- a context without room is an empty answer where the session asks for that
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from areal_agent.engine.fake import fake_logprob
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import Distribution, FinishReason
+
+from .conftest import OpenWorld
+
+PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
+SHELL = {"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("param", "value", "sampled"),
+    [
+        ("top_p", 0.5, 0.5),
+        ("top_k", 7, 7),
+        ("min_p", 0.25, 0.25),
+        ("frequency_penalty", -0.5, -0.5),
+        ("presence_penalty", 1.5, 1.5),
+        ("repetition_penalty", 1.25, 1.25),
+        ("logit_bias", {"7": -100, "8": 2}, ((7, -100.0), (8, 2.0))),
+    ],
+)
+async def test_sampling_parameters_reach_the_engine(
+    open_world: OpenWorld, param: str, value: Any, sampled: object
+) -> None:
+    world = await open_world("a<|im_end|>", "a<|im_end|>")
+    asking, default = await world.start(), await world.start(sampling={param: value})
+    await asking.ask(extra_body={param: value})
+    await default.ask()
+    for agent, request in zip((asking, default), world.engine.requests, strict=True):
+        assert getattr(request.sampling, param) == sampled
+        assert agent.turns[0].completions[0].distribution is Distribution.ALTERED
+
+
+async def test_a_stop_text_ends_the_answer(open_world: OpenWorld) -> None:
+    world = await open_world("one\nObs: two<|im_end|>", "so<|im_end|>")
+    agent = await world.start()
+    question: list[Any] = [{"role": "user", "content": "x"}]
+    reply = await agent.ask(question, stop=["Obs:", "never"], logprobs=True)
+    assert reply.choices[0].message.content == "one\n"
+    assert reply.choices[0].finish_reason == "stop"
+    (completion,) = agent.turns[0].completions
+    assert completion.token_ids == tuple(world.ids("one\nObs:"))
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert completion.versions[-1].end == len(completion.token_ids)
+    assert completion.distribution is Distribution.EXACT
+    assert agent.turns[0].sampling.stop == ("Obs:", "never")
+    assert bytes(byte for row in reply.choices[0].logprobs.content for byte in row.bytes) == b"one\n"
+    assert reply.usage.completion_tokens == len(completion.token_ids)
+    more = [*question, reply.choices[0].message, {"role": "user", "content": "y"}]
+    await agent.ask(more)
+    assert agent.turns[1].parent == completion.id
+    end = tuple(world.ids("<|im_end|>"))
+    assert agent.turns[1].new_prompt_ids[: len(end)] == end  # the answer was cut before it ended itself
+
+
+async def test_the_engine_stops_where_the_answer_does(open_world: OpenWorld) -> None:
+    world = await open_world("a.bcdefghijk<|im_end|>", is_stepped=True)
+    agent = await world.start()
+    call = asyncio.create_task(agent.ask(stop="."))
+    await world.engine.wait_for_requests(1)
+    world.engine.step(2)
+    assert (await call).choices[0].message.content == "a"
+    assert world.engine.aborted_ids == [world.engine.requests[0].request_id]
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "python"}}], ids=["required", "named"]
+)
+async def test_a_forced_call(open_world: OpenWorld, renderer: Renderer, choice: Any) -> None:
+    opening = renderer.answer_format.opening(None if choice == "required" else "python")
+    assert CALL.startswith(opening)
+    world = await open_world(CALL.removeprefix(opening) + "<|im_end|>", "so<|im_end|>")
+    agent = await world.start()
+    question: list[Any] = [{"role": "user", "content": "x"}]
+    reply = await agent.ask(question, tools=[PYTHON, SHELL], tool_choice=choice)
+    (call,) = reply.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("python", {"code": "1"})
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert agent.turns[0].completions[0].distribution is Distribution.EXACT
+    prompt = world.renderer.detokenizer.text_of(agent.turns[0].new_prompt_ids)
+    assert prompt.endswith(opening)
+    more = [*question, reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
+    await agent.ask(more, tools=[PYTHON, SHELL])
+    assert agent.turns[1].parent == reply.id
+
+
+async def test_a_forced_call_that_is_none_is_text(open_world: OpenWorld) -> None:
+    world = await open_world("oops<|im_end|>")
+    agent = await world.start()
+    reply = await agent.ask(tools=[PYTHON], tool_choice="required")
+    assert reply.choices[0].message.content.endswith("oops")
+    assert reply.choices[0].message.tool_calls is None
+    assert world.gateway.stats().malformed_tool_calls == 1
+
+
+async def test_without_parallel_calls_the_first_ends_the_answer(open_world: OpenWorld) -> None:
+    world = await open_world(f"hm {CALL}{CALL}<|im_end|>")
+    agent = await world.start()
+    choice = (await agent.ask(tools=[PYTHON], parallel_tool_calls=False)).choices[0]
+    assert len(choice.message.tool_calls) == 1
+    assert choice.finish_reason == "tool_calls"
+    assert agent.turns[0].completions[0].token_ids == tuple(world.ids(f"hm {CALL}"))
+    assert world.gateway.stats().malformed_tool_calls == 0
+
+
+async def test_without_tools_nothing_is_called(open_world: OpenWorld) -> None:
+    world = await open_world(f"{CALL}<|im_end|>")
+    choice = (await (await world.start()).ask()).choices[0]
+    assert (choice.message.content, choice.message.tool_calls) == (CALL, None)
+
+
+async def test_reasoning_comes_apart_and_is_counted(open_world: OpenWorld) -> None:
+    world = await open_world("<think>\nwell\n</think>\n\nhello<|im_end|>", "so<|im_end|>")
+    agent = await world.start()
+    question: list[Any] = [{"role": "user", "content": "x"}]
+    reply = await agent.ask(question)
+    message = reply.choices[0].message
+    assert (message.reasoning_content, message.content) == ("well", "hello")
+    num_reasoning = reply.usage.completion_tokens_details.reasoning_tokens
+    assert num_reasoning == len(world.ids("<think>\nwell\n</think>"))
+    await agent.ask([*question, message, {"role": "user", "content": "y"}])
+    assert agent.turns[1].parent == reply.id
+
+
+async def test_ids_and_log_probabilities_are_those_of_the_record(open_world: OpenWorld) -> None:
+    world = await open_world("aé<|im_end|>")
+    agent = await world.start()
+    reply = await agent.ask(logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
+    (turn,) = agent.turns
+    (completion,) = turn.completions
+    assert tuple(reply.prompt_token_ids) == turn.new_prompt_ids
+    assert tuple(reply.choices[0].token_ids) == completion.token_ids
+    rows = reply.choices[0].logprobs.content
+    assert [row.logprob for row in rows] == [fake_logprob(id_, i) for i, id_ in enumerate(completion.token_ids[:-1])]
+    assert [bytes(row.bytes) for row in rows] == [
+        world.renderer.detokenizer.bytes_of(i) for i in completion.token_ids[:-1]
+    ]
+    assert [len(row.top_logprobs) for row in rows] == [2] * len(rows)
+    assert rows[0].top_logprobs[0].token == rows[0].token == "a"
+    assert world.engine.requests[0].num_top_logprobs == 2
+
+
+class Sum(BaseModel):
+    """What the model is to answer."""
+
+    total: int
+
+
+async def test_a_grammar_where_the_engine_has_one(open_world: OpenWorld) -> None:
+    world = await open_world('{"total": 3}<|im_end|>', has_grammar=True)
+    agent = await world.start()
+    reply = await agent.client.chat.completions.parse(
+        model="model", messages=[{"role": "user", "content": "1+2"}], response_format=Sum
+    )
+    assert reply.choices[0].message.parsed == Sum(total=3)
+    schema = world.engine.requests[0].sampling.json_schema
+    assert schema is not None
+    assert json.loads(schema)["required"] == ["total"]
+    assert agent.turns[0].completions[0].distribution is Distribution.ALTERED
+
+
+async def test_without_a_grammar_json_is_refused(open_world: OpenWorld) -> None:
+    world = await open_world()
+    with pytest.raises(openai.BadRequestError, match="has none") as caught:
+        await (await world.start()).ask(response_format={"type": "json_object"})
+    assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_context_without_room_may_be_a_clean_stop(open_world: OpenWorld, is_streamed: bool) -> None:
+    world = await open_world(max_context_tokens=20)
+    agent = await world.start(truncate=True)
+    reply = await agent.ask("long " * 30, n=2, stream=is_streamed)
+    choices = [chunk.choices[0] async for chunk in reply] if is_streamed else reply.choices
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length", "length"]
+    if not is_streamed:
+        assert [choice.message.content for choice in choices] == ["", ""]
+        assert (await agent.reward(reward=1, interaction_id=f"{reply.id}-0"))[0] == 400
+    assert agent.turns == []
+    assert world.engine.requests == []
+
+
+async def test_images_are_refused_clearly(open_world: OpenWorld) -> None:
+    world = await open_world()
+    parts = [{"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}]
+    with pytest.raises(openai.BadRequestError, match="no images") as caught:
+        await (await world.start()).ask([{"role": "user", "content": parts}])
+    assert caught.value.param == "messages[0].content[0]"
+
+
+async def test_an_aborted_answer_is_not_continued_from(open_world: OpenWorld) -> None:
+    world = await open_world("abc", is_stepped=True)
+    agent = await world.start()
+    call = asyncio.create_task(agent.post_chat(stop=["zz"]))
+    await world.engine.wait_for_requests(1)
+    world.engine.step(2)
+    await agent.end(status="timeout")
+    assert (await call)[0] == 409
+    (completion,) = world.journal.closed[agent.id].turns[0].completions
+    assert completion.finish_reason is FinishReason.ABORT
+    assert len(completion.token_ids) == 2
