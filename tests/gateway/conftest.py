@@ -175,6 +175,8 @@ async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
         max_context_tokens: int = 1000,
         journal: Any = None,
         engine: Any = None,
+        model: Renderer = renderer,
+        vocab_size: int = VOCAB_SIZE,
         has_grammar: bool = False,
         **options: Any,
     ) -> World:
@@ -186,21 +188,19 @@ async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
         journal = journal or MemoryJournal()
         gateway = Gateway(
             sampler=engine,
-            renderer=renderer,
+            renderer=model,
             journal=journal,
             model_name="model",
             admin_key=ADMIN_KEY,
             max_context_tokens=max_context_tokens,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             has_grammar=has_grammar,
             **options,
         )
         served = await gateway.serve()
         stack.push_async_callback(served.aclose)
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        world = World(
-            gateway=gateway, url=served.base_url, renderer=renderer, engine=engine, journal=journal, http=http
-        )
+        world = World(gateway=gateway, url=served.base_url, renderer=model, engine=engine, journal=journal, http=http)
         await stack.enter_async_context(world.clients)
         return world
 
