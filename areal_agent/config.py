@@ -30,8 +30,8 @@ class Config(Section):
     """A Hugging Face folder, a hub name (`org/name`), or `tiny`: the quickstart's model, built on first use."""
     workflow: str | None = None
     """`package.module:name` of the workflow; from Python, `Run(config, workflow=...)` takes the object itself."""
-    tasks: TasksConfig
-    """Where tasks come from."""
+    tasks: TasksConfig | None = None
+    """Where tasks come from. Needed unless batches come from `rollout.gateway_url`."""
     run_dir: str | None = None
     """The run's folder; by default `runs/<name of the config file>`, with a number when that is taken."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -65,14 +65,38 @@ class Config(Section):
     def _preset_alone(cls, value: object) -> object:
         return {"preset": value} if isinstance(value, str) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluate_nothing_online(cls, values: Any) -> Any:
+        """The default of `eval.num_tasks` is for runs that have a workflow."""
+        match values:
+            case {"rollout": {"gateway_url": str()}}:
+                return {**values, "eval": {"num_tasks": 0} | (values.get("eval") or {})}
+            case _:
+                return values
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.is_online:
+            require_online(self)
+            return self
+        if self.engine.url is not None:
+            raise ValueError("engine.url is for rollout.gateway_url; without that a run starts an engine: leave it out")
+        if self.rollout.gateway_admin_key_file is not None:
+            raise ValueError("rollout.gateway_admin_key_file is for rollout.gateway_url, which is not set")
+        if self.tasks is None:
+            raise ValueError("'tasks' is missing; give it a value")
         if self.eval.num_tasks and self.eval.tasks is None and self.tasks.source.endswith(".jsonl"):
             raise ValueError(
                 f"tasks.source {self.tasks.source!r} is one file, and evaluation needs held-out tasks: "
                 "set eval.tasks, or eval.num_tasks=0"
             )
         return self
+
+    @property
+    def is_online(self) -> bool:
+        """Whether batches come from a gateway that stands alone."""
+        return self.rollout.gateway_url is not None
 
     @property
     def batch_answers(self) -> int:
@@ -98,6 +122,37 @@ class Config(Section):
     def to_yaml(self) -> str:
         """The resolved config, as the run folder keeps it."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+ONLINE_ROLLOUT_KEYS = ("gateway_url", "gateway_admin_key_file", "straggler_wait_s", "history_thinking")
+
+
+def require_online(config: Config) -> None:
+    """What only rollouts of the run's own heed must not be set for a run whose agents are elsewhere."""
+    if config.engine.url is None:
+        raise ValueError(
+            "rollout.gateway_url needs engine.url: the engine behind that gateway, which the weights are pushed into"
+        )
+    if config.straggler == "mask":
+        raise ValueError("straggler is 'mask', which needs rollouts of the run's own; give 'wait' or 'drop'")
+    strangers = [name for name in ("workflow", "tasks") if getattr(config, name) is not None]
+    strangers += ["eval.num_tasks"] * (config.eval.num_tasks != 0)
+    strangers += _not_default(config.engine, "engine.", ("url",))
+    strangers += _not_default(config.rollout, "rollout.", ONLINE_ROLLOUT_KEYS)
+    if strangers:
+        raise ValueError(
+            f"{strangers[0]} has no effect with rollout.gateway_url: agents and engine are elsewhere; leave it out"
+        )
+
+
+def _not_default(section: Section, prefix: str, heeded: Sequence[str]) -> list[str]:
+    """The keys that were set, beside those that are heeded."""
+    defaults = {
+        name: field.get_default(call_default_factory=True, validated_data={})
+        for name, field in type(section).model_fields.items()
+        if name not in heeded
+    }
+    return [prefix + name for name, default in defaults.items() if getattr(section, name) != default]
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):

@@ -59,6 +59,7 @@ def _parse() -> argparse.Namespace:
 
 async def _evaluate(preflight: Preflight) -> EvalReport:
     config, folder = preflight.config, preflight.folder
+    assert preflight.workflow is not None  # held-out tasks are for a workflow
     progress = Progress(total_steps=config.steps, mode=config.observe.progress)
     folder.make()
     log_to_file(folder.logs / "main.log")

@@ -18,7 +18,7 @@ dies. Rollouts go on while `train_step`, `push` and `save` run; nothing waits fo
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -34,13 +34,11 @@ from areal_agent.observe.clock import TimeAccount
 from areal_agent.observe.metrics import MetricsLog
 from areal_agent.observe.progress import Progress
 from areal_agent.observe.rows import Row, describe_batch, view_of
+from areal_agent.online_rollouts import open_online_rollouts
+from areal_agent.own_rollouts import open_own_rollouts
 from areal_agent.preflight import Preflight
-from areal_agent.process import ManagedProcess
-from areal_agent.rollout.executor import RolloutExecutor
-from areal_agent.rollout.producer import Producer
-from areal_agent.rollout.tasks import TaskStream
-from areal_agent.serving import EvalReport, open_serving
-from areal_agent.staleness import Admission
+from areal_agent.serving import EvalReport
+from areal_agent.source import Source
 from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.checkpoint import Checkpoint, latest_checkpoint
 from areal_agent.trainer.client import StepReport
@@ -116,14 +114,14 @@ class Run:
         """
         if self._producing is None:
             self._counted = await self._count()  # rows begin here: start and evaluation are not in them
-            self._producing = self._spawn(self._producer.admit_forever(), "admit loop")
+            self._producing = self._spawn(self._source.produce(), "admit loop")
         with self._account.during("waiting_for_rollouts"):
-            return await self._producer.take(self.step + 1, self.config.batch_size)
+            return await self._source.take(self.step + 1)
 
     async def rollout_batch(self, tasks: Sequence[Task]) -> RolloutBatch:
         """Synchronous: roll out exactly these tasks under the weights that serve now, leased for the next step."""
         with self._account.during("waiting_for_rollouts"):
-            return await self._producer.roll_out(self.step + 1, tasks)
+            return await self._source.roll_out(self.step + 1, tasks)
 
     async def train_step(self, batch: RolloutBatch) -> StepReport:
         """One train step in the trainer process. Not cut short by cancellation: it ends, then that is raised."""
@@ -144,13 +142,17 @@ class Run:
     async def _push(self) -> PushReport:
         version = WeightVersion(incarnation=self.version.incarnation, step=self.step)
         with self._account.during("pushing"):
-            weights = await self._trainer.publish()
-            report = await push([self._serving.engine], weights, version, PauseMode.RETRACT)
-        self.version = version
-        self._producer.publish(version.step)
+            report = await self._swap(version)
         self._push_stall_s += report.stall_s
         self._row |= {f"push/{name}": value for name, value in asdict(report).items() if name.endswith("_s")}
         await self._end_row()
+        return report
+
+    async def _swap(self, version: WeightVersion) -> PushReport:
+        weights = await self._trainer.publish()
+        report = await push([self._source.engine], weights, version, PauseMode.RETRACT)
+        self.version = version
+        await self._source.publish(version.step)
         return report
 
     async def _end_row(self) -> None:
@@ -158,7 +160,7 @@ class Run:
         counted = await self._count()
         delta = {name: value - self._counted.get(name, 0.0) for name, value in counted.items()}
         self._counted = counted
-        admission, counts = self._producer.admission, self._producer.counts
+        counts = self._source.counts()
         wall_s = max(delta["seconds/wall"], 1e-9)
         row: Row = {
             "step": self.step,
@@ -170,8 +172,8 @@ class Run:
         row |= {
             "tokens_per_s/generated": delta["tokens/generated"] / wall_s,
             "tokens_per_s/trained": self._row.get("tokens/trained", 0) / wall_s,
-            "rollouts/running": admission.running,
-            "rollouts/finished_untrained": admission.finished,
+            "rollouts/running": counts.running,
+            "rollouts/finished_untrained": counts.finished,
             **{f"statuses/{status}": number for status, number in counts.statuses.items()},
             **{f"drops/{reason}": number for reason, number in counts.drops.items()},
         }
@@ -185,8 +187,8 @@ class Run:
         (gateway), or all rollouts are busy with their own work (agents), or the staleness bound lets none run
         (admission).
         """
-        engine = await self._serving.engine.stats()
-        stats = await self._serving.rollouts.stats()
+        engine = await self._source.engine.stats()
+        stats = await self._source.stats()
         gateway = stats.gateway
         trainer = self._account.seconds()
         wall_s = sum(trainer.values())
@@ -224,7 +226,7 @@ class Run:
             self.progress.phase_progress(num_done / len(tasks), f"{num_done}/{len(tasks)} tasks")
 
         with self._account.during("evaluating"):
-            return await self._serving.evaluate(tasks, f"eval-{label}-{self.version.incarnation}", on_done)
+            return await self._source.evaluate(tasks, f"eval-{label}-{self.version.incarnation}", on_done)
 
     async def save(self) -> Path:
         """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on."""
@@ -235,7 +237,7 @@ class Run:
             path = await self._trainer.save(
                 self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation
             )
-            await self._ledger.commit_checkpoint(self.step, str(path))
+            await self._source.commit(self.step, path)
         return path
 
     async def stop_producing(self) -> None:
@@ -247,12 +249,15 @@ class Run:
 
     async def settle(self, *, is_completed: bool) -> None:
         """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them."""
-        await self._producer.settle(is_completed=is_completed)
+        await self._source.settle(is_completed=is_completed)
         await self.remember("status", "completed" if is_completed else "interrupted")
 
-    async def count_tokens(self) -> tuple[int, int]:
-        """Tokens sampled in training rollouts, and tokens trained in the lineage that lives, as the ledger has them."""
-        return await self._ledger.count_tokens()
+    async def count_tokens(self) -> tuple[int, int] | None:
+        """Tokens sampled in training rollouts, and tokens trained in the lineage that lives, as the ledger has them.
+
+        None when that ledger is a gateway's elsewhere.
+        """
+        return await self._source.count_tokens()
 
     async def remember(self, name: str, value: Any) -> None:
         """Keep a fact about the run in its ledger, over restarts."""
@@ -278,7 +283,9 @@ class Run:
         self._metrics = MetricsLog(folder.metrics)
         self._stack.callback(self._metrics.close)
         await self._start_processes(model, checkpoint)
-        await self._start_producer()
+        if config.is_online:  # whatever its engine has served until now
+            await self._swap(self.version)
+        await self._start_watching()
 
     async def _start_processes(self, model: Path, checkpoint: Checkpoint | None) -> None:
         config, folder = self.config, self.folder
@@ -288,17 +295,10 @@ class Run:
         self._trainer_process, self._trainer = await self._stack.enter_async_context(
             start_trainer(config.trainer.threads, folder.logs)
         )
-        self._serving = await self._stack.enter_async_context(
-            open_serving(
-                config,
-                self.preflight.workflow,
-                self._ledger,
-                workflow_path=self.preflight.workflow_path,
-                weights=weights,
-                tokenizer=model,
-                version=self.version,
-                logs=folder.logs,
-            )
+        self._source: Source = await self._stack.enter_async_context(
+            open_online_rollouts(config, self.step)
+            if config.is_online
+            else open_own_rollouts(self.preflight, self._ledger, weights=weights, tokenizer=model, version=self.version)
         )
         limit_s = config.trainer.startup_timeout_s
         try:
@@ -318,35 +318,12 @@ class Run:
                 f"see {folder.logs / 'trainer.log'}"
             ) from None
 
-    async def _start_producer(self) -> None:
-        config = self.config
-        admission = Admission(
-            batch_answers=config.batch_answers,
-            max_staleness=config.max_staleness,
-            step=self.step,
-            consumed=self.step * config.batch_answers,
-        )
-        self._producer = Producer(
-            run_group=self._serving.run_group,
-            stream=TaskStream(self.preflight.tasks, config.seed),
-            next_number=await self._ledger.next_group_number(),
-            ledger=self._ledger,
-            admission=admission,
-            group_size=config.group_size,
-            straggler=config.straggler,
-            straggler_wait_s=config.rollout.straggler_wait_s,
-            max_concurrent=config.rollout.max_concurrent,
-            max_failed_groups=config.rollout.max_failed_groups,
-        )
-        await self._producer.restore(await self._ledger.waiting())
+    async def _start_watching(self) -> None:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._children: list[asyncio.Task[None]] = []
         self._stack.callback(self._cancel_children)
-        self._watchers = [
-            self._spawn(_raise_when_dead(process), f"watcher of the {process.name}")
-            for process in (self._serving.engine_process, self._trainer_process)
-        ]
-        self._watchers.append(self._spawn(_raise_failure(self._serving.rollouts), "watcher of the rollouts"))
+        failures = {self._trainer_process.name: self._trainer_process.died(), **self._source.failures()}
+        self._watchers = [self._spawn(_raise(failure), f"watcher of the {name}") for name, failure in failures.items()]
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._tasks.create_task(work, name=name)
@@ -380,9 +357,5 @@ def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return leaves[0]
 
 
-async def _raise_when_dead(process: ManagedProcess) -> None:
-    raise await process.died()
-
-
-async def _raise_failure(rollouts: RolloutExecutor) -> None:
-    raise await rollouts.failure()
+async def _raise(failure: Awaitable[ArealAgentError]) -> None:
+    raise await failure

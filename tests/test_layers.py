@@ -22,7 +22,7 @@ LAYERS = [
     ["gateway", "weights"],
     ["rollout", "trainer"],
     ["config", "cluster", "run_folder"],
-    ["preflight", "serving", "config_reference"],
+    ["preflight", "serving", "source", "own_rollouts", "online_rollouts", "config_reference"],
     ["run", "report"],
     ["train", "eval"],
 ]

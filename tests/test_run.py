@@ -119,7 +119,7 @@ async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_mod
             trained += batch.trained
             await run.train_step(batch)
             await run.push()
-        statuses = dict(run._producer.counts.statuses)
+        statuses = dict(run._source.counts().statuses)
         await end(run)
     assert {one.status for one in trained} == {Status.COMPLETED}
     assert {"error", "missing_reward", "timeout", "completed"} <= set(statuses)
@@ -161,10 +161,10 @@ async def test_a_process_that_dies_ends_the_run_with_its_last_lines(
     with pytest.raises(ProcessDied, match=f"the {name} process was killed by SIGKILL"):
         async with Run(config(tmp_path, small_model), workflow=solve) as run:
             await train(run, 1)
-            victim = run._serving.engine_process if name == "engine" else run._trainer_process
+            victim = run._source.serving.engine_process if name == "engine" else run._trainer_process
             os.kill(victim.pid, signal.SIGKILL)
             await train(run, 100)
-    assert not run._serving.engine_process.is_running
+    assert not run._source.serving.engine_process.is_running
     assert not run._trainer_process.is_running
 
 

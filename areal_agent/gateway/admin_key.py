@@ -46,6 +46,18 @@ class AdminKey:
         return cls(key=_made_once(folder / FILE_NAME), source=f"in {folder / FILE_NAME} (mode 0600)")
 
 
+def find_admin_key(file: str | Path | None, environment: Mapping[str, str]) -> str:
+    """The key of a gateway elsewhere, for a trainer: from a file, else from the environment. Raises ConfigError."""
+    if file is not None:
+        return _read(Path(file))
+    if VARIABLE not in environment:
+        raise ConfigError(
+            f"the gateway's admin key is missing; set {VARIABLE}, or rollout.gateway_admin_key_file to the file that "
+            "the gateway named when it started"
+        )
+    return _checked(environment[VARIABLE], VARIABLE)
+
+
 def _made_once(path: Path) -> str:
     """The key in the file, which is made when it is not there; readable by its owner only."""
     with contextlib.suppress(FileExistsError):

@@ -33,6 +33,11 @@ class RolloutConfig(Section):
     branch a turn; `keep` leaves it in the prompt, and exports a chat template that does so with every checkpoint."""
     gateway_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the gateway on 127.0.0.1; 0 picks a free one. With workers, that of the first; the others follow."""
+    gateway_url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
+    """A gateway that stands alone (`python -m areal_agent.gateway`): batches are leased from it and the agents are
+    elsewhere, so that there is no workflow and no tasks. Needs `engine.url`."""
+    gateway_admin_key_file: str | None = None
+    """The file with that gateway's admin key; by default it is read from `AREAL_AGENT_ADMIN_KEY`."""
 
     @model_validator(mode="after")
     def _every_worker_has_a_slot(self) -> Self:

@@ -102,7 +102,20 @@ class OnlineGateway:
 
     async def status(self) -> GatewayStatus:
         body = await self._post("/rl/status", {})
-        return GatewayStatus(state=decode_state(body["state"]), stats=GatewayStats(**body["stats"]))
+        try:
+            return GatewayStatus(state=decode_state(body["state"]), stats=GatewayStats(**body["stats"]))
+        except (KeyError, TypeError) as error:
+            raise GatewayError(f"the gateway's status cannot be read: {error!r}; is it of the same release?") from error
+
+    async def check(self) -> None:
+        """Ask once. Raises GatewayError when it is not there, or takes neither the key nor a trainer's calls."""
+        try:
+            await self._post_once("/rl/status", {}, 0.0)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            cause = str(error) or type(error).__name__
+            raise GatewayError(
+                f"no gateway answers at {self.url}: {cause}; start one by python -m areal_agent.gateway"
+            ) from error
 
     async def aclose(self) -> None:
         """Close the connections. Harmless when done before."""

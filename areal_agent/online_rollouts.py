@@ -1,0 +1,124 @@
+"""Batches from a gateway that stands alone: its agents, its engine and its ledger are somebody else's.
+
+A batch comes by lease; the weights go to the engine behind that gateway; a published version moves the gateway's
+staleness bound, and a checkpoint acknowledges the leases. The gateway may be gone for a while: every call is made
+again.
+"""
+
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_agent.config import Config
+from areal_agent.engine.http import HttpEngine
+from areal_agent.errors import ArealAgentError, ConfigError, EngineError, GatewayError
+from areal_agent.gateway.admin_key import find_admin_key
+from areal_agent.gateway.online.wire import State
+from areal_agent.gateway.stats import add_up
+from areal_agent.rollout.executor import RolloutStats
+from areal_agent.rollout.online import GatewayStatus, OnlineGateway
+from areal_agent.serving import EvalReport
+from areal_agent.source import SourceCounts
+from areal_agent.types import RolloutBatch, Task
+
+LEASE_WAIT_S = 30.0
+"""How long one call for a batch waits at the gateway before it is made again."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineRollouts:
+    """A `Source`: a gateway that stands alone; its agents, its engine and its ledger are somebody else's."""
+
+    config: Config
+    engine: HttpEngine
+    gateway: OnlineGateway
+    step: int  # the version that was published last
+    _state: State | None = None
+    _last: GatewayStatus | None = None
+    _earlier: list[GatewayStatus] = field(default_factory=list[GatewayStatus])  # of processes that ended meanwhile
+
+    async def produce(self) -> None:
+        """Others do."""
+
+    async def take(self, step: int) -> RolloutBatch:
+        config = self.config
+        straggler_wait_s = config.rollout.straggler_wait_s if config.straggler == "wait" else 0.0
+        while True:
+            batch, self._state = await self.gateway.lease(
+                step, num_groups=config.batch_size, wait_s=LEASE_WAIT_S, straggler_wait_s=straggler_wait_s
+            )
+            if batch is not None:
+                return batch
+
+    async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
+        raise ConfigError("rollout_batch needs rollouts of the run's own; with rollout.gateway_url call prepare_batch")
+
+    async def publish(self, step: int) -> None:
+        self._state = await self.gateway.publish(
+            step, batch_answers=self.config.batch_answers, max_staleness=self.config.max_staleness
+        )
+        self.step = step
+
+    async def commit(self, step: int, checkpoint: Path) -> None:
+        if step > 0:
+            await self.gateway.acknowledge(step, str(checkpoint))
+
+    async def settle(self, *, is_completed: bool) -> None:
+        """What waits there stays for the next trainer; a batch that was asked for and never came, too."""
+        await self.gateway.give_back(self.step)
+
+    async def evaluate(self, tasks: tuple[Task, ...], group_id: str, on_done: Callable[[], None]) -> EvalReport:
+        raise ConfigError("evaluation needs a workflow of the run's own; with rollout.gateway_url there is none")
+
+    async def stats(self) -> RolloutStats:
+        """Over all processes that the gateway has been since the run began: a restarted one counts from zero."""
+        status = await self.gateway.status()
+        if self._last is not None and status.stats.sent_bytes < self._last.stats.sent_bytes:
+            self._earlier.append(self._last)
+        self._last, self._state = status, status.state
+        lives = [*self._earlier, status]
+        return RolloutStats(
+            gateway=add_up([life.stats for life in lives]),
+            rolling_s=sum(life.state.rolling_s for life in lives),
+            loop_blocked_s=0.0,
+        )
+
+    async def count_tokens(self) -> tuple[int, int] | None:
+        return None
+
+    def counts(self) -> SourceCounts:
+        assert self._state is not None  # a version was published before any batch
+        return SourceCounts(
+            running=self._state.num_running,
+            finished=self._state.num_finished,
+            statuses=self._state.statuses,
+            drops=self._state.drops,
+        )
+
+    def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
+        """None that can be waited for: a gateway may be gone for a while, and what fails is raised where it fails."""
+        return {}
+
+
+@asynccontextmanager
+async def open_online_rollouts(config: Config, step: int) -> AsyncGenerator[OnlineRollouts]:
+    """Connect, and let what was leased after the checkpoint of `step` wait again. Raises ConfigError."""
+    assert config.engine.url is not None  # the config has seen to both
+    assert config.rollout.gateway_url is not None
+    async with AsyncExitStack() as stack:
+        engine = HttpEngine(config.engine.url)
+        stack.push_async_callback(engine.aclose)
+        admin_key = find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
+        gateway = OnlineGateway(config.rollout.gateway_url, admin_key)
+        stack.push_async_callback(gateway.aclose)
+        try:
+            await engine.info()
+            await gateway.check()
+        except EngineError as error:
+            raise ConfigError(f"engine.url: {error}") from error
+        except GatewayError as error:
+            raise ConfigError(f"rollout.gateway_url: {error}") from error
+        await gateway.give_back(step)
+        yield OnlineRollouts(config=config, engine=engine, gateway=gateway, step=step)

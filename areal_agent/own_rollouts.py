@@ -1,0 +1,113 @@
+"""Batches from rollouts of the run's own: its tasks, its workflow, its engine and its ledger."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_agent.engine.http import HttpEngine
+from areal_agent.errors import ArealAgentError
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.preflight import Preflight
+from areal_agent.rollout.executor import RolloutStats
+from areal_agent.rollout.producer import Producer
+from areal_agent.rollout.tasks import TaskStream
+from areal_agent.serving import EvalReport, Serving, open_serving
+from areal_agent.source import SourceCounts
+from areal_agent.staleness import Admission
+from areal_agent.types import RolloutBatch, Task, WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnRollouts:
+    """A `Source`: the run's own engine, gateway, workflows and ledger."""
+
+    serving: Serving
+    producer: Producer
+    ledger: Ledger
+    batch_size: int
+
+    @property
+    def engine(self) -> HttpEngine:
+        return self.serving.engine
+
+    async def produce(self) -> None:
+        await self.producer.admit_forever()
+
+    async def take(self, step: int) -> RolloutBatch:
+        return await self.producer.take(step, self.batch_size)
+
+    async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
+        return await self.producer.roll_out(step, tasks)
+
+    async def publish(self, step: int) -> None:
+        self.producer.publish(step)
+
+    async def commit(self, step: int, checkpoint: Path) -> None:
+        await self.ledger.commit_checkpoint(step, str(checkpoint))
+
+    async def settle(self, *, is_completed: bool) -> None:
+        await self.producer.settle(is_completed=is_completed)
+
+    async def evaluate(self, tasks: tuple[Task, ...], group_id: str, on_done: Callable[[], None]) -> EvalReport:
+        return await self.serving.evaluate(tasks, group_id, on_done)
+
+    async def stats(self) -> RolloutStats:
+        return await self.serving.rollouts.stats()
+
+    async def count_tokens(self) -> tuple[int, int] | None:
+        return await self.ledger.count_tokens()
+
+    def counts(self) -> SourceCounts:
+        admission, counts = self.producer.admission, self.producer.counts
+        return SourceCounts(
+            running=admission.running, finished=admission.finished, statuses=counts.statuses, drops=counts.drops
+        )
+
+    def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
+        process = self.serving.engine_process
+        return {process.name: process.died(), "rollouts": self.serving.rollouts.failure()}
+
+
+@asynccontextmanager
+async def open_own_rollouts(
+    preflight: Preflight, ledger: Ledger, *, weights: Path, tokenizer: Path, version: WeightVersion
+) -> AsyncGenerator[OwnRollouts]:
+    """Start an engine that serves `weights` as `version`, and what rolls out against it."""
+    assert preflight.workflow is not None  # preflight asks for one where rollouts are the run's own
+    async with open_serving(
+        preflight.config,
+        preflight.workflow,
+        ledger,
+        workflow_path=preflight.workflow_path,
+        weights=weights,
+        tokenizer=tokenizer,
+        version=version,
+        logs=preflight.folder.logs,
+    ) as serving:
+        producer = await _make_producer(preflight, ledger, serving, version.step)
+        yield OwnRollouts(serving=serving, producer=producer, ledger=ledger, batch_size=preflight.config.batch_size)
+
+
+async def _make_producer(preflight: Preflight, ledger: Ledger, serving: Serving, step: int) -> Producer:
+    """With what an earlier process of the run left waiting."""
+    config = preflight.config
+    producer = Producer(
+        run_group=serving.run_group,
+        stream=TaskStream(preflight.tasks, config.seed),
+        next_number=await ledger.next_group_number(),
+        ledger=ledger,
+        admission=Admission(
+            batch_answers=config.batch_answers,
+            max_staleness=config.max_staleness,
+            step=step,
+            consumed=step * config.batch_answers,
+        ),
+        group_size=config.group_size,
+        straggler=config.straggler,
+        straggler_wait_s=config.rollout.straggler_wait_s,
+        max_concurrent=config.rollout.max_concurrent,
+        max_failed_groups=config.rollout.max_failed_groups,
+    )
+    await producer.restore(await ledger.waiting())
+    return producer
