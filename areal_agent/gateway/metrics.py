@@ -50,6 +50,9 @@ class Metrics:
             "altered_completions", "Completions without their sampling probability.", stats.altered_completions
         )
         yield _counter("malformed_tool_calls", "Tool calls that no parser could read.", stats.malformed_tool_calls)
+        yield _counter(
+            "history_mismatches", "Prompts that the chat template writes otherwise.", stats.history_mismatches
+        )
         yield _counter("received_bytes", "Bytes that clients sent, heads included.", stats.received_bytes)
         yield _counter("sent_bytes", "Bytes that clients were sent, heads included.", stats.sent_bytes)
         yield _counter("timed_out_sessions", "Sessions ended because nobody called them.", stats.ended_by_timeout)
