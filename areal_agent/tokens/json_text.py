@@ -23,6 +23,19 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and not is_deeper(value) else None
 
 
+def end_of_json_object(text: str, begin: int) -> int | None:
+    """Where the object ends that begins there; None when none does.
+
+    >>> end_of_json_object('x{"y": {}} z', 1), end_of_json_object('{"y": ', 0)
+    (10, None)
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None
+    return end if isinstance(value, dict) and not is_deeper(value) else None
+
+
 def format_json(value: JsonObject) -> str:
     """As JSON text."""
     return _ENCODER.encode(value)

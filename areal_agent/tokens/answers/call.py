@@ -17,7 +17,7 @@ class OpenCall:
     def __init__(self, tape: Tape, *, index: int, is_streamed: bool, emit: Callable[[AnswerDelta], None]) -> None:
         self._tape = tape
         self._index = index
-        self._is_streamed = is_streamed
+        self.is_streamed = is_streamed
         self._emit = emit
         self._name: str | None = None
         self._arguments: list[str] = []
@@ -42,7 +42,7 @@ class OpenCall:
             raise MalformedCall
         self._has_arguments = self.are_arguments_open = True
         self._num_read = len(self._tape.taken) - 1
-        if self._is_streamed and self._name is not None:
+        if self.is_streamed and self._name is not None:
             self._leave()
 
     def flush(self) -> None:

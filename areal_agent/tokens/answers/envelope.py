@@ -35,7 +35,8 @@ def read_envelope(
 def read_arguments(tape: Tape, call: OpenCall) -> Steps[None]:
     """Take the object of the arguments, whose `{` has been taken."""
     call.begin_arguments()
-    yield from pass_object(tape)
+    if call.is_streamed or not tape.take_object():
+        yield from pass_object(tape)
     call.end_arguments()
 
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
+from areal_agent.tokens.json_text import end_of_json_object
+
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A rule at work: it yields when the text at hand does not decide, and returns what it found."""
@@ -69,6 +71,16 @@ class Tape:
         if not literal:
             raise MalformedCall
         return literal
+
+    def take_object(self) -> bool:
+        """Take the JSON object whose `{` has just been taken, if all of it is at hand and it is strictly JSON.
+
+        A short way for whole texts: on a text that is still coming, trying it again and again would cost its square.
+        """
+        end = end_of_json_object(self._text, self._position - 1)
+        if end is not None:
+            self._take(end)
+        return end is not None
 
     def run(self, characters: re.Pattern[str]) -> Steps[str]:
         """Take as many characters of a set, given as its pattern `[...]*`, as come next."""
