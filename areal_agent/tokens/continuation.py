@@ -75,7 +75,11 @@ class Continuation:
 
     def is_proved(self, prompt: Prompt, normalise: Normalise) -> bool:
         """Render the whole conversation of a prompt: is it, character by character, what its turns added?"""
-        history, _ = self._renderer.split_opened(self._render(self._forms(prompt, normalise)))
+        try:
+            text = self._render(self._forms(prompt, normalise))
+        except RequestError:
+            return False  # the template refuses what it wrote a part of
+        history, _ = self._renderer.split_opened(text)
         return prompt.text_hash is not None and TextHash(history.encode()).digest() == prompt.text_hash.digest()
 
     # ---------------------------------------------------------------------------------------------- one turn

@@ -5,7 +5,7 @@ with an unguessable text in the middle, which is taken out again where the rende
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -26,6 +26,12 @@ def control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozense
     )
 
 
+def any_of(texts: Iterable[str]) -> str:
+    """A pattern that finds any of some texts, the longest where several stand."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first)) or r"(?!)"
+
+
 class Breaker:
     """Breaks up some control texts wherever they stand in JSON data.
 
@@ -34,8 +40,7 @@ class Breaker:
     """
 
     def __init__(self, texts: set[str] | frozenset[str], *, with_text: str) -> None:
-        longest_first = sorted(texts, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._pattern = re.compile(any_of(texts))
         self._first_characters = tuple({text[0] for text in texts})
         self._with_text = with_text
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.control import ANSWER_MARKUP, Breaker, control_texts
+from areal_agent.tokens.control import ANSWER_MARKUP, Breaker, any_of, control_texts
 from areal_agent.tokens.detokenizer import Detokenizer
 from areal_agent.tokens.keep_thinking import STAND_INS, HistoryThinking, keep_template
 from areal_agent.tokens.template import ChatTemplate
@@ -92,7 +92,7 @@ class Renderer:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
         self.opens_thinking = is_open(opened)
         """Whether the template begins an answer for the model inside its thinking."""
-        self._end_pattern = re.compile("|".join(map(re.escape, self.end_texts)))
+        self._end_pattern = re.compile(any_of(self.end_texts))
         self.end_token_id = self._id_of(self.end_texts[0])
         self.thinking_end_id: int | None = self._backend.token_to_id("</think>")
         self.vocab_size = len(tokenizer)
@@ -208,29 +208,29 @@ class Renderer:
     # ------------------------------------------------------------------------------------- what the template does
 
     def _find_end_texts(self) -> tuple[str, ...]:
-        """The special tokens with which the template ends an answer: a plain one first, then one that calls a tool."""
+        """The control tokens with which the template ends an answer: a plain one first, then one that calls a tool."""
         answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}
-        plain = self._end_after(answer, [question, {"role": "assistant", "content": answer}])
-        if plain is None:
+        plain = self._tokens_after(answer, [question, {"role": "assistant", "content": answer}])
+        if not plain:
             raise ConfigError(
                 "the chat template writes no special token of the tokenizer after an answer; "
                 "use a template that ends each answer with one, as '<|im_end|>' in ChatML"
             )
         function: dict[str, Any] = {"name": "f", "arguments": {"x": answer}}
         call = {"id": "abcdefghi", "type": "function", "function": function}
-        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
         tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
         try:
-            after_call = self._end_after(answer, [question, calling], [tool])
+            calling = self._tokens_after(
+                answer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], [tool]
+            )
         except RequestError:
-            after_call = None  # the model knows no tools
-        return (plain,) if after_call in (None, plain) else (plain, after_call)
+            calling = []  # the model knows no tools
+        return (plain[0],) if not calling or plain[0] in calling else (plain[0], calling[-1])
 
-    def _end_after(self, answer: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> str | None:
-        """The special token that follows `answer`: the last that is written, as an answer may hold tokens itself."""
-        after = self._template.render(messages, tools, add_generation_prompt=False).rpartition(answer)[2]
-        found: list[str] = [text for text in self._turn_texts if text in after]
-        return max(found, key=lambda text: (after.rindex(text), len(text)), default=None)
+    def _tokens_after(self, answer: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> list[str]:
+        """The control tokens that follow `answer` in the text, in their order."""
+        text = self._template.render(messages, tools, add_generation_prompt=False)
+        return re.findall(any_of(self._turn_texts), text.rpartition(answer)[2]) if answer in text else []
 
     def _find_answer_header(self) -> tuple[str, str]:
         """What the template writes before every answer, and the thinking that it opens. Either may be nothing."""

@@ -174,7 +174,10 @@ class Forest:
                 if not self._is_audit_due(prompt) or self._audit(prompt, normalise):
                     return prompt
             request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
-        extension = continuation.root([normalise(message, index) for index, message in enumerate(messages)])
+        is_all_new = parent is None
+        extension = continuation.root(
+            request.new if is_all_new else [normalise(message, index) for index, message in enumerate(messages)]
+        )
         return self._prompt(request, None, extension, messages, num_repeats, opening)
 
     def _prompt(

@@ -4,6 +4,7 @@
 - what is trained is what was sampled: each sampled token is in the loss of exactly one record, with its own
   log-probability, and prompt tokens are in none
 - where every answer is what the template would render, the prompt ids are the template's own
+- a request that is recognised as it was sent goes where its data says, with the same tokens and reason
 - text from tools and users never becomes a special token
 """
 
@@ -21,7 +22,7 @@ from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.answers.parsed import ToolCall
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.tree import Forest, Reply
+from areal_agent.tokens.tree import Forest, Prompt, Reply
 from areal_agent.types import (
     Completion,
     Distribution,
@@ -50,24 +51,35 @@ texts = st.text(max_size=12) | st.sampled_from(
 sampled_ids = st.lists(st.integers(0, 300), min_size=1, max_size=6)  # partial UTF-8 and special tokens among them
 
 
+def parent_of(prompt: Prompt) -> str | None:
+    return prompt.parent.completion_id if prompt.parent else None
+
+
 @dataclass(kw_only=True)
 class Agent:
     """Talks with a forest and keeps what the ledger would keep. A conversation is its messages so far."""
 
     renderer: Renderer
     forest: Forest = field(init=False)
+    by_data: Forest = field(init=False)  # hears the same, and recognises nothing as it was sent
     conversations: list[list[dict[str, Any]]] = field(default_factory=lambda: [[]])
     turns: list[Turn] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.forest = Forest(self.renderer)
+        self.by_data = Forest(self.renderer, max_lines=0)
 
     def turn(self, history: list[dict[str, Any]], text: str, samples: list[list[int]], *, is_ended: bool) -> None:
         messages = [*history, {"role": "tool" if history else "user", "content": text}]
         prompt = self.forest.plan(messages, (), normalise=as_it_is)
+        same = self.by_data.plan(messages, (), normalise=as_it_is)
         replies = [self._reply(ids, is_ended=is_ended) for ids in samples]
         fork_reason = self.forest.record(prompt, replies)
+        assert self.by_data.record(same, replies) is fork_reason
+        assert (parent_of(same), same.fork_at, same.new_ids) == (parent_of(prompt), prompt.fork_at, prompt.new_ids)
+        assert same.identity == prompt.identity
+        assert same.new_messages == prompt.new_messages
         parent = prompt.parent
         if parent:
             kept = parent.prompt.token_ids() + parent.token_ids
