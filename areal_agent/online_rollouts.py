@@ -15,10 +15,10 @@ from areal_agent.config import Config
 from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, GatewayError
 from areal_agent.gateway.admin_key import find_admin_key
-from areal_agent.gateway.online.wire import State
+from areal_agent.gateway.online.wire import GatewayStatus, State
 from areal_agent.gateway.stats import add_up
 from areal_agent.rollout.executor import RolloutStats
-from areal_agent.rollout.online import GatewayStatus, OnlineGateway
+from areal_agent.rollout.online import OnlineGateway
 from areal_agent.serving import EvalReport
 from areal_agent.source import SourceCounts
 from areal_agent.types import RolloutBatch, Task

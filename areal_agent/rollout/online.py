@@ -7,15 +7,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import aiohttp
 import orjson
 
 from areal_agent.errors import GatewayError
-from areal_agent.gateway.online.wire import LeaseReply, State, decode_lease, decode_state
-from areal_agent.gateway.stats import GatewayStats
+from areal_agent.gateway.online.wire import GatewayStatus, LeaseReply, State, decode_lease, decode_state, decode_status
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, JsonObject, RolloutBatch
 
@@ -25,14 +23,6 @@ RETRY_S = 0.5
 PATIENCE_S = 300.0
 ANSWER_S = 60.0
 """How long an answer may take beyond the waiting that was asked for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GatewayStatus:
-    """Where the gateway stands with its groups, and what it has counted since it started."""
-
-    state: State
-    stats: GatewayStats
 
 
 class OnlineGateway:
@@ -101,11 +91,7 @@ class OnlineGateway:
         return await self._state("/rl/drop", {"session_ids": list(session_ids), "reason": reason.value})
 
     async def status(self) -> GatewayStatus:
-        body = await self._post("/rl/status", {})
-        try:
-            return GatewayStatus(state=decode_state(body["state"]), stats=GatewayStats(**body["stats"]))
-        except (KeyError, TypeError) as error:
-            raise GatewayError(f"the gateway's status cannot be read: {error!r}; is it of the same release?") from error
+        return decode_status(await self._post("/rl/status", {}))
 
     async def check(self) -> None:
         """Ask once. Raises GatewayError when it is not there, or takes neither the key nor a trainer's calls."""
@@ -130,6 +116,7 @@ class OnlineGateway:
     async def _post(self, path: str, body: JsonObject, *, wait_s: float = 0.0) -> JsonObject:
         """Ask until there is an answer. Raises GatewayError for a refusal, and when it is gone for too long."""
         give_up_s = time.monotonic() + self._patience_s
+        is_gone = False
         while True:
             try:
                 return await self._post_once(path, body, wait_s)
@@ -140,7 +127,9 @@ class OnlineGateway:
                         f"the gateway at {self.url} has not answered for {self._patience_s:g} s: {cause}; start it "
                         "again on its ledger, and resume"
                     ) from error
-                logger.warning("the gateway at %s does not answer (%s); asking again", self.url, cause)
+                if not is_gone:
+                    logger.warning("the gateway at %s does not answer (%s); asking until it does", self.url, cause)
+                is_gone = True
             await asyncio.sleep(RETRY_S)
 
     async def _post_once(self, path: str, body: JsonObject, wait_s: float) -> JsonObject:

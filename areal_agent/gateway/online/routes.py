@@ -13,7 +13,7 @@ from areal_agent.gateway.online.bodies import (
     ReturnRequest,
 )
 from areal_agent.gateway.online.consumer import Consumer
-from areal_agent.gateway.online.wire import encode_lease
+from areal_agent.gateway.online.wire import GatewayStatus, encode_lease, encode_status
 from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.stats import GatewayStats
 from areal_agent.types import JsonObject
@@ -62,7 +62,8 @@ class TrainerCalls:
 
     async def _status(self, body: JsonObject) -> web.Response:
         refuse_unknown(body, ())
-        return json_reply({"state": self._consumer.state(), "stats": self._stats()})
+        status = GatewayStatus(state=self._consumer.state(), stats=self._stats())
+        return web.Response(body=encode_status(status), content_type="application/json")
 
     def _state(self) -> web.Response:
         return json_reply({"state": self._consumer.state()})

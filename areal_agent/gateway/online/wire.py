@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from areal_agent.errors import GatewayError
+from areal_agent.gateway.stats import GatewayStats
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
     Completion,
@@ -49,6 +50,14 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayStatus:
+    """The answer of `/rl/status`: where a gateway stands with its groups, and what it has counted since it started."""
+
+    state: State
+    stats: GatewayStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseReply:
     """The answer of `/rl/lease`. No groups: there were not enough of them in time, and nothing is leased."""
 
@@ -81,6 +90,21 @@ def decode_lease(body: JsonObject) -> LeaseReply:
         )
     except DAMAGE as error:
         raise GatewayError(f"the gateway's lease cannot be read: {error!r}; is it of the same release?") from error
+
+
+def encode_status(status: GatewayStatus) -> bytes:
+    return orjson.dumps(status, option=orjson.OPT_NON_STR_KEYS)
+
+
+def decode_status(body: JsonObject) -> GatewayStatus:
+    """Raises GatewayError for what is no answer of `/rl/status`."""
+    try:
+        fields = dict(body["stats"])
+        fields["forks"] = {ForkReason(reason): number for reason, number in fields["forks"].items()}
+        fields["errors"] = {int(status): number for status, number in fields["errors"].items()}
+        return GatewayStatus(state=decode_state(body["state"]), stats=GatewayStats(**fields))
+    except DAMAGE as error:
+        raise GatewayError(f"the gateway's status cannot be read: {error!r}; is it of the same release?") from error
 
 
 def decode_state(body: JsonObject) -> State:
