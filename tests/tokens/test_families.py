@@ -5,10 +5,12 @@
 - a turn adds what is new, and no more
 - a template that moves its tools to the last question starts a new root there
 - thinking that is stripped costs a fork at the first stripped answer; in a tool loop it stays; kept, it never forks
+- however its thinking is stripped, each sampled token is in the loss once
 - an answer that was forced to begin in some way is a block with its beginning
 - the prompt says whether the template opened the thinking
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +20,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent.tokens.keep_thinking import HistoryThinking
+from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.tree import Forest, Prompt, Reply
-from areal_agent.types import ForkReason, JsonObject
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    FinishReason,
+    ForkReason,
+    JsonObject,
+    Rewards,
+    SamplingParams,
+    Status,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
 
 NAMES = ("qwen25", "qwen3", "llama3", "mistral", "deepseek", "deepseek_r1")
 THINKING = ("qwen3", "deepseek_r1")
@@ -89,9 +105,51 @@ class Chat:
     def _history_without_tools() -> list[JsonObject]:
         return [user("a question")]
 
+    def trajectory(self) -> Trajectory:
+        starts = itertools.accumulate((len(ids) for ids in self.answers), initial=0)
+        turns = [
+            turn_of(number, prompt, ids, start)
+            for number, (prompt, ids, start) in enumerate(zip(self.prompts, self.answers, starts, strict=False), 1)
+        ]
+        return Trajectory(
+            session_id="s",
+            group_id="g",
+            task_id="t",
+            turns=tuple(turns),
+            rewards=Rewards(final=1.0),
+            status=Status.COMPLETED,
+            error=None,
+            logged={},
+            started_s=0.0,
+            ended_s=0.0,
+        )
+
     def rendered_ids(self) -> list[int]:
         """The ids of the template's own rendering of all that was said."""
         return self.renderer.ids_of(self.renderer.render(self.full, self.tools))
+
+
+def turn_of(number: int, prompt: Prompt, token_ids: tuple[int, ...], first_logprob: int) -> Turn:
+    """A turn whose log-probabilities count down, so that each token has its own."""
+    completion = Completion(
+        id=f"c{number}",
+        token_ids=token_ids,
+        logprobs=tuple(float(-first_logprob - n) for n in range(len(token_ids))),
+        versions=(VersionSpan(version=WeightVersion(), start=0, end=len(token_ids)),),
+        finish_reason=FinishReason.STOP,
+        distribution=Distribution.EXACT,
+    )
+    return Turn(
+        id=f"t{number}",
+        parent=prompt.parent.completion_id if prompt.parent else None,
+        fork_at=prompt.fork_at,
+        new_prompt_ids=prompt.new_ids,
+        completions=(completion,),
+        request_delta=(),
+        sampling=SamplingParams(),
+        started_s=0.0,
+        ended_s=0.0,
+    )
 
 
 def user(text: str) -> JsonObject:
@@ -190,6 +248,27 @@ def test_a_tool_loop_keeps_its_thinking_until_the_next_question(families: dict[s
     assert prompt.parent.completion_id == "c7"
     assert prompt.fork_at == first.num_tokens
     assert "hm" not in chat.renderer.text_of(prompt.token_ids(), has_ended=False)
+
+
+@settings(max_examples=25, deadline=None)
+@given(name=st.sampled_from(THINKING), turns=turns)
+def test_each_sampled_token_is_in_the_loss_once(
+    families: dict[str, Renderer], name: str, turns: list[tuple[str, str, bool, bool]]
+) -> None:
+    chat, is_called = Chat(renderer=families[name], tools=TOOLS), False
+    for text, content, calls, thinks in turns:
+        chat.hear(result(text) if is_called else user(text))
+        chat.say(content, calls=calls, thought="hm" if thinks else "")
+        is_called = calls
+    trained = [
+        (logprob, token_id)
+        for record in token_records(chat.trajectory())
+        for logprob, token_id in zip(
+            record.behavior_logprobs[record.loss_mask], record.token_ids[record.loss_mask], strict=True
+        )
+    ]
+    sampled = [token_id for ids in chat.answers for token_id in ids]
+    assert sorted(trained, reverse=True) == [(-number, token_id) for number, token_id in enumerate(sampled)]
 
 
 @pytest.mark.parametrize("name", THINKING)

@@ -3,6 +3,7 @@
 - a conversation that goes on keeps every token, and adds only what is new
 - a conversation may have hundreds of turns
 - an answer is recognised by what it says, not by its layout: white space, null content, ids, JSON spacing
+- its reasoning may be left out, and stand beside or in its content; a number is not a truth value
 - a prompt that is repeated branches where it left: `repeated`; one whose later messages are edited: `edited`
 - concurrent calls each continue their own answer, whatever their order
 - a first message of another kind is a root: `new_conversation`; so are the same messages under other tools:
@@ -150,6 +151,30 @@ def test_an_edited_history_branches_where_it_left(chat: Chat) -> None:
     edited = chat.say(HELLO, assistant("hi"), {"role": "user", "content": "else"}, assistant("yes"), MORE)
     assert parent_of(edited) == "c1"
     assert chat.answer(edited, assistant("so"), (9,)) is ForkReason.EDITED
+
+
+def test_a_number_is_no_truth_value(chat: Chat) -> None:
+    said = assistant("", call("c", x=1))
+    chat.answer(chat.say(HELLO), said, (9,))
+    chat.answer(chat.say(HELLO, said, MORE), assistant("one"), (9,))
+    prompt = chat.say(HELLO, assistant("", call("c", x=True)), MORE, assistant("one"), MORE)  # Python: 1 == True
+    assert parent_of(prompt) is None
+
+
+@pytest.mark.parametrize(
+    ("echo", "is_same"),
+    [
+        ({"content": "yes"}, True),
+        ({"content": "yes", "reasoning_content": "hm"}, True),
+        ({"content": "<think>hm</think>yes"}, True),
+        ({"content": "yes", "reasoning_content": "so"}, False),
+    ],
+    ids=["left out", "beside", "inside", "other"],
+)
+def test_reasoning_may_be_left_out_but_not_changed(chat: Chat, echo: JsonObject, *, is_same: bool) -> None:
+    chat.answer(chat.say(HELLO), {**assistant("yes"), "reasoning_content": "hm"}, (9,))
+    prompt = chat.say(HELLO, {"role": "assistant", **echo}, MORE)
+    assert (parent_of(prompt) == "c1") is is_same
 
 
 def test_an_edited_answer_is_plain_text(chat: Chat) -> None:
