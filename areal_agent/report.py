@@ -12,6 +12,9 @@ from areal_agent.observe.metrics import read_metrics
 from areal_agent.observe.rows import living_rows, total
 from areal_agent.run_folder import RunFolder
 
+WORTH_TELLING = 0.01
+"""The share of a run's time from which blocked event loops have a line of their own at its end."""
+
 
 class RunStatus(StrEnum):
     """How a run ended."""
@@ -53,6 +56,7 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
         "interrupted_completions": totals.interrupted_completions,
         "max_staleness_seen": totals.max_staleness_seen,
         "idle_fraction": {side: round(share, 4) for side, share in totals.idle_fraction.items()},
+        "loop_blocked_s": round(totals.loop_blocked_s, 2),
         "checkpoint": None if facts.checkpoint is None else str(facts.checkpoint),
     }
     if facts.error is not None:
@@ -77,6 +81,11 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
         f"staleness at most {summary['max_staleness_seen']}"
     )
     lines.append(f"idle: engine {idle['engine']:.0%}, trainer {idle['trainer']:.0%}")
+    if summary["loop_blocked_s"] > WORTH_TELLING * summary["wall_s"]:
+        lines.append(
+            f"workflows blocked the event loop that they share for {summary['loop_blocked_s']:.0f} s; "
+            f"the warnings in {folder.logs} name the lines"
+        )
     lines.append(f"in {folder.path}: summary.json, curve.png, metrics.jsonl, checkpoint {summary['checkpoint']}")
     if summary["status"] != RunStatus.COMPLETED:
         lines.append(f"go on with: python -m areal_agent.train --resume {folder.path}")

@@ -31,6 +31,8 @@ def write(tmp_path: Path, **values: object) -> Path:
         ("steps=-1", r"steps is -1; input should be greater than or equal to 1"),
         ("steps=2.5", r"steps is 2.5"),
         ("steps=true", r"steps is True; give a number"),
+        ("rollout.workers=65", r"rollout: workers is 65 and max_concurrent 64; each needs a rollout to run"),
+        ("rollout={gateway_port: 65535, workers: 2}", r"gateway_port is 65535; with 2 workers it leaves too few ports"),
         ("rollout.temperature=off", r"rollout.temperature is False; give a number"),
         ("trainer.learning_rate=-1e-3", r"trainer.learning_rate is .*-1e-3|trainer.learning_rate is -0.001"),
         ("trainer.learning_rate=.nan", r"trainer.learning_rate is nan"),

@@ -10,7 +10,8 @@ end it all.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,7 +41,8 @@ class WorkerPool:
     def __init__(self, settings: Sequence[WorkerSettings], ledger: Ledger, logs: Path) -> None:
         self._ledger = ledger
         self._engine_busy = SpanUnion()
-        self.seats = tuple(Seat(one, logs, self._engine_busy, _hand_on(one.number)) for one in settings)
+        hand_on = _WarningsOnce()
+        self.seats = tuple(Seat(one, logs, self._engine_busy, partial(hand_on, one.number)) for one in settings)
         self._slots = asyncio.Semaphore(sum(one.local.max_concurrent for one in settings))
         self._rolling = BusyClock()
         self._has_changed = asyncio.Event()
@@ -168,9 +170,16 @@ async def open_workers(settings: Sequence[WorkerSettings], ledger: Ledger, logs:
         await pool.aclose()
 
 
-def _hand_on(number: int) -> Callable[[str], None]:
-    """A worker's warnings are warnings of the run."""
-    return partial(logger.warning, "worker %d: %s", number)
+class _WarningsOnce:
+    """A worker's warnings are warnings of the run; what one of them has said, others need not repeat."""
+
+    def __init__(self) -> None:
+        self._told: deque[str] = deque(maxlen=100)
+
+    def __call__(self, number: int, text: str) -> None:
+        if text not in self._told:
+            self._told.append(text)
+            logger.warning("worker %d: %s", number, text)
 
 
 async def _start_again(seat: Seat) -> ProcessDied | None:

@@ -88,6 +88,7 @@ class Totals:
     interrupted_completions: int
     max_staleness_seen: int
     idle_fraction: Mapping[str, float]
+    loop_blocked_s: float  # in which workflows blocked the event loop that they share
 
 
 def living_rows(rows: Iterable[Row]) -> list[Row]:
@@ -119,4 +120,5 @@ def total(rows: Iterable[Row]) -> Totals:
             "engine": 1.0 - min(1.0, add("seconds/engine/generating") / wall_s) if wall_s else 0.0,
             "trainer": min(1.0, add("seconds/trainer/waiting_for_rollouts") / wall_s) if wall_s else 0.0,
         },
+        loop_blocked_s=add("rollouts/loop_blocked_s"),
     )

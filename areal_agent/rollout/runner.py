@@ -31,8 +31,12 @@ logger = logging.getLogger(__name__)
 
 MAX_ERROR_CHARS = 2000
 MAX_LOGGED_BYTES = 1_000_000  # of one logged value
+MAX_ALL_LOGGED_BYTES = 8_000_000  # a gateway takes no body of any size
 
 NO_KEY = "replaced-by-session"
+
+SESSION_IS_OVER = (401, 409)
+"""How the gateway answers a call for a session that has ended: it may have forgotten its key."""
 
 CANCEL_GRACE_S = 5.0
 """How long a cancelled workflow may take to clean up before it is left behind."""
@@ -180,6 +184,8 @@ class RolloutRunner:
         try:
             return Status((await self._post("/rl/end_session", rollout.api_key, body))["status"])
         except _Refused as refused:
+            if refused.status not in SESSION_IS_OVER:
+                raise
             logger.warning("a workflow ended its own session: %s", refused)  # its status is then the gateway's
             return Status.COMPLETED
 
@@ -192,7 +198,7 @@ class RolloutRunner:
         ) as response:
             answer = orjson.loads(await response.read())
             if response.status != 200:
-                raise _Refused(f"the gateway answered {path} with {response.status}: {answer}")
+                raise _Refused(f"the gateway answered {path} with {response.status}: {answer}", response.status)
             return cast(dict[str, Any], answer)
 
 
@@ -203,6 +209,10 @@ def task_name(session_id: str) -> str:
 
 class _Refused(ArealAgentError):
     """The gateway refused a control call."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class _TooLong(Exception):
@@ -285,10 +295,13 @@ def sendable(logged: Mapping[str, Any]) -> dict[str, Any]:
     {'n': '1180591620717411303424', 'ok': [1, None]}
     """
     result: dict[str, Any] = {}
+    room = MAX_ALL_LOGGED_BYTES
     for name, value in logged.items():
         try:
             text = orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS)
-            result[_short(name)] = orjson.loads(text) if len(text) <= MAX_LOGGED_BYTES else _short(repr(value))
+            fits = len(text) <= min(MAX_LOGGED_BYTES, room)
+            result[_short(name)] = orjson.loads(text) if fits else _short(repr(value))
+            room -= len(text) if fits else 0
         except (TypeError, ValueError, RecursionError):  # integers beyond 64 bits, lone surrogates, deep nesting
             result[_short(name)] = _short(repr(value))
     return result

@@ -1,7 +1,8 @@
 """Whatever a workflow does ends as a status, over a real gateway and a scripted engine.
 
 1. what it raises, exits with or returns; 2. what it logs, of any kind and size; 3. a session that it ends itself;
-4. a plain function runs in a thread, with a client of its own kind; when its time is up its next call is refused.
+4. an agent of AReaL's kind runs unmodified;
+5. a plain function runs in a thread, with a client of its own kind; when its time is up its next call is refused.
 """
 
 import asyncio
@@ -137,6 +138,37 @@ async def test_what_it_logs(make_runner, value: object) -> None:
     make, ledger = make_runner
     assert await make(logging_it).run(SPEC) is Status.COMPLETED
     assert "value" in (await ledger.trajectory("s-1")).logged
+
+
+async def test_much_that_it_logs(make_runner) -> None:
+    async def logging_it(task, rollout):
+        await ask(rollout)
+        rollout.log(**{f"value_{number}": "x" * 900_000 for number in range(60)})
+        return 1.0
+
+    make, ledger = make_runner
+    assert await make(logging_it).run(SPEC) is Status.COMPLETED
+    assert len((await ledger.trajectory("s-1")).logged) == 60
+
+
+class AgentOfArealsKind:
+    """As AReaL's examples write it: its own client, made from what it is given."""
+
+    async def run(self, data, **extra_kwargs):
+        client = openai.AsyncOpenAI(
+            base_url=extra_kwargs.get("base_url"),
+            api_key=extra_kwargs.get("api_key"),
+            http_client=extra_kwargs.get("http_client"),
+            max_retries=0,
+        )
+        reply = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": "hi"}])
+        return {reply.id: 0.5}
+
+
+async def test_an_agent_of_areals_kind(make_runner) -> None:
+    make, ledger = make_runner
+    assert await make(load_workflow(AgentOfArealsKind())).run(SPEC) is Status.COMPLETED
+    assert (await ledger.trajectory("s-1")).rewards.total == 0.5
 
 
 async def test_a_session_that_it_ends_itself(make_runner) -> None:

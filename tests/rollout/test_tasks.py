@@ -1,5 +1,5 @@
 """Tasks: 1. from a function, 2. from JSONL, 3. faults are named; 4. each epoch uses every task once, in an order that
-depends on the seed alone."""
+depends on the seed alone; 5. what JSON does not keep is refused for workers."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import pytest
 
 from areal_agent import ConfigError, Task
 from areal_agent.rollout.config import TasksConfig
-from areal_agent.rollout.tasks import TaskStream, load_tasks
+from areal_agent.rollout.tasks import TaskStream, load_tasks, require_json
 
 
 def test_from_a_function(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -61,3 +61,13 @@ def test_the_order_depends_on_the_seed_alone() -> None:
     stream = TaskStream(tasks, seed=1)
     assert [stream.at(n).id for n in reversed(range(40))] == forward[::-1]
     assert [TaskStream(tasks, seed=2).at(n).id for n in range(40)] != forward
+
+
+def test_json_may_travel() -> None:
+    require_json([Task(id="1", data={"messages": [{"role": "user", "content": "é"}], "n": 1.5, "none": None})])
+
+
+@pytest.mark.parametrize("value", [(1, 2), float("nan"), object(), {1: "x"}, 2**70, "\ud800"], ids=range(6))
+def test_what_json_does_not_keep_may_not(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"task 'odd' holds what JSON does not keep"):
+        require_json([Task(id="odd", data={"value": value})])

@@ -1,0 +1,122 @@
+"""What a run and its workers say to each other: 1. every message comes back as it was sent; 2. an unknown field, an
+unknown kind and a wrong type are errors."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from areal_agent import Status, Task
+from areal_agent.gateway.stats import Counters
+from areal_agent.rollout.config import RolloutConfig, SandboxConfig
+from areal_agent.rollout.local import LocalSettings
+from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.rollout.worker.messages import (
+    CancelCall,
+    Counted,
+    Ended,
+    Failed,
+    Ready,
+    Refused,
+    RunCall,
+    StatsCall,
+    Warned,
+    WorkerSettings,
+    decode_answer,
+    decode_call,
+    decode_settings,
+    encode,
+)
+from areal_agent.types import ForkReason, SessionPurpose
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(data=st.dictionaries(st.text(), JSON, max_size=4), seed=st.integers(0, 2**63 - 1))
+def test_a_rollout_comes_as_it_was_sent(data: dict, seed: int) -> None:
+    spec = RolloutSpec(
+        session_id="s", group_id="g", task=Task(id="t", data=data), seed=seed, purpose=SessionPurpose.EVAL
+    )
+    call = RunCall(number=1, spec=spec)
+    assert decode_call(encode(call)) == call
+
+
+@pytest.mark.parametrize("call", [CancelCall(number=1), StatsCall(number=2)], ids=lambda one: one.kind)
+def test_calls(call: CancelCall | StatsCall) -> None:
+    assert decode_call(encode(call)) == call
+
+
+def counted() -> Counted:
+    counters = Counters()
+    counters.turns = 3
+    counters.forks[ForkReason.EDITED] = 2
+    counters.errors[409] = 1
+    return Counted(
+        number=3,
+        gateway=counters.snapshot(num_open_sessions=1),
+        loop_blocked_s=0.5,
+        engine_spans=((1.0, 2.5), (3.0, 4.0)),
+        until_s=5.0,
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Ready(),
+        Refused(message="no"),
+        Ended(number=1, status=Status.TIMEOUT),
+        Failed(number=2, message="m"),
+        Warned(message="w"),
+        counted(),
+    ],
+    ids=lambda one: one.kind,
+)
+def test_answers(answer: Ready) -> None:
+    assert decode_answer(encode(answer)) == answer
+
+
+def test_settings() -> None:
+    local = LocalSettings(
+        model_name="m",
+        tokenizer=Path("tokenizer"),
+        port=0,
+        max_concurrent=4,
+        rollout=RolloutConfig(workers=2),
+        sandbox=SandboxConfig(),
+    )
+    settings = WorkerSettings(
+        number=1,
+        workflow="package.module:name",
+        sys_path=("", "lib"),
+        engine_url="http://127.0.0.1:1",
+        shard="ledger-w1.sqlite",
+        local=local,
+    )
+    assert decode_settings(encode(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'{"kind": "cancel", "number": 1, "force": true}',
+        b'{"kind": "pause", "number": 1}',
+        b'{"kind": "cancel", "number": "one"}',
+        b'{"kind": "cancel"}',
+        b"[]",
+        b"",
+    ],
+)
+def test_everything_else_is_an_error(payload: bytes) -> None:
+    with pytest.raises(ValidationError):
+        decode_call(payload)
