@@ -24,12 +24,14 @@ class About:
         traffic: Traffic,
         stats: Callable[[], GatewayStats],
         metrics: Metrics,
+        is_leased_from: bool,
     ) -> None:
         self._model_name = model_name
         self._callers = callers
         self._traffic = traffic
         self._stats = stats
         self._metrics = metrics
+        self._is_leased_from = is_leased_from
 
     async def models(self, request: web.Request) -> web.Response:
         """The one model, for whoever has a key."""
@@ -56,5 +58,5 @@ class About:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": Metrics.CONTENT_TYPE})
 
     async def openapi(self, request: web.Request) -> web.Response:
-        """For anybody: it is the same for every gateway."""
-        return json_reply(openapi_document())
+        """For anybody: it tells nothing of this gateway but what it may be asked."""
+        return json_reply(openapi_document(is_leased_from=self._is_leased_from))

@@ -15,13 +15,13 @@ from areal_agent.errors import ConfigError, RequestError
 from areal_agent.gateway.about import About
 from areal_agent.gateway.bodies import BodyReader
 from areal_agent.gateway.callers import Callers
-from areal_agent.gateway.chat import ChatRequest
-from areal_agent.gateway.chat_body import ChatBody
 from areal_agent.gateway.closing import Closing
-from areal_agent.gateway.completions import CompletionsRequest
-from areal_agent.gateway.completions_body import CompletionsBody
 from areal_agent.gateway.control import StartRequest
 from areal_agent.gateway.delivery import deliver
+from areal_agent.gateway.endpoints.chat import ChatRequest
+from areal_agent.gateway.endpoints.chat_body import ChatBody
+from areal_agent.gateway.endpoints.completions import CompletionsRequest
+from areal_agent.gateway.endpoints.completions_body import CompletionsBody
 from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.metrics import Metrics
 from areal_agent.gateway.online.consumer import Consumer
@@ -100,6 +100,7 @@ class Gateway:
             traffic=self._traffic,
             stats=self.stats,
             metrics=self._metrics,
+            is_leased_from=consumer is not None,
         )
         self._rollouts = RolloutCalls(
             sessions=self._sessions,

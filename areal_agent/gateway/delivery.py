@@ -14,12 +14,12 @@ from typing import Protocol
 import orjson
 from aiohttp import web
 
-from areal_agent.gateway.answer import Answer
-from areal_agent.gateway.exchange import Exchange
-from areal_agent.gateway.outlet import Outlet, Piece
 from areal_agent.gateway.replies import as_request_error, error_object, json_reply
 from areal_agent.gateway.session import Session
 from areal_agent.gateway.stats import Counters
+from areal_agent.gateway.turns.answer import Answer
+from areal_agent.gateway.turns.exchange import Exchange
+from areal_agent.gateway.turns.outlet import Outlet, Piece
 from areal_agent.types import JsonObject
 
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}

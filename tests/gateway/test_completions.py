@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.completions import CompletionsRequest
+from areal_agent.gateway.endpoints.completions import CompletionsRequest
 
 from .conftest import Agent, OpenWorld
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.gateway.draft import Draft, Gain
-from areal_agent.gateway.reading import ChatReading, PlainReading, Reading
+from areal_agent.gateway.turns.draft import Draft, Gain
+from areal_agent.gateway.turns.reading import ChatReading, PlainReading, Reading
 from areal_agent.tokens.answers.answer_format import AnswerFormat
 from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.renderer import Renderer

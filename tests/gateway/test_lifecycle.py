@@ -25,8 +25,8 @@ from areal_agent.errors import (
     RequestError,
 )
 from areal_agent.gateway.app import Gateway
-from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.control import EndRequest
+from areal_agent.gateway.endpoints.chat import ChatRequest
 from areal_agent.gateway.services import Services
 from areal_agent.gateway.session import Session, SessionOptions
 from areal_agent.gateway.stats import Counters

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from areal_agent.gateway.order import Order
-from areal_agent.gateway.reading import Reading
+from areal_agent.gateway.turns.order import Order
+from areal_agent.gateway.turns.reading import Reading
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.tree import Forest, Prompt
 

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from areal_agent.gateway.answer import Answer, TurnAnswer
-from areal_agent.gateway.order import Order
-from areal_agent.gateway.outlet import Outlet
+from areal_agent.gateway.turns.answer import Answer, TurnAnswer
+from areal_agent.gateway.turns.order import Order
+from areal_agent.gateway.turns.outlet import Outlet
 
 
 class RunnableTurn(Protocol):

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from areal_agent.gateway.answer import Answer
-from areal_agent.gateway.choice import Choice
-from areal_agent.gateway.draft import TokenRow
-from areal_agent.gateway.exchange import Exchange
-from areal_agent.gateway.logprobs import completion_logprobs
-from areal_agent.gateway.outlet import Piece
+from areal_agent.gateway.endpoints.logprobs import completion_logprobs
+from areal_agent.gateway.turns.answer import Answer
+from areal_agent.gateway.turns.choice import Choice
+from areal_agent.gateway.turns.draft import TokenRow
+from areal_agent.gateway.turns.exchange import Exchange
+from areal_agent.gateway.turns.outlet import Piece
 from areal_agent.tokens.detokenizer import Detokenizer
 from areal_agent.types import JsonObject
 

@@ -8,9 +8,9 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from areal_agent.gateway.choice import Choice
-from areal_agent.gateway.question import Question
 from areal_agent.gateway.services import Services
+from areal_agent.gateway.turns.choice import Choice
+from areal_agent.gateway.turns.question import Question
 from areal_agent.tokens.tree import Forest, Prompt
 from areal_agent.types import Completion, Distribution, SamplingParams, Turn
 

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from areal_agent.gateway.reading import Reader
-from areal_agent.gateway.stop import StopFinder
+from areal_agent.gateway.turns.reading import Reader
+from areal_agent.gateway.turns.stop import StopFinder
 from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer
 from areal_agent.tokens.detokenizer import Detokenizer
 from areal_agent.types import FinishReason, GenerateResult, TokenChunk, TopLogprobs

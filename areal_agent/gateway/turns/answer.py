@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_agent.gateway.choice import Choice
+from areal_agent.gateway.turns.choice import Choice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from areal_agent.gateway.draft import Gain
+from areal_agent.gateway.turns.draft import Gain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from areal_agent.gateway.draft import TokenRow
+from areal_agent.gateway.turns.draft import TokenRow
 from areal_agent.tokens.detokenizer import Detokenizer
 
 

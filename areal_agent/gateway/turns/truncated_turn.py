@@ -4,9 +4,9 @@ The agent gets an empty answer with finish reason `length`, as if the model had 
 at `length` stops here. Nothing was sampled, so no turn is recorded, and there is no completion to reward.
 """
 
-from areal_agent.gateway.answer import TurnAnswer
-from areal_agent.gateway.choice import Choice
-from areal_agent.gateway.outlet import Outlet
+from areal_agent.gateway.turns.answer import TurnAnswer
+from areal_agent.gateway.turns.choice import Choice
+from areal_agent.gateway.turns.outlet import Outlet
 from areal_agent.tokens.answers.parsed import ParsedAnswer
 from areal_agent.types import Completion, Distribution, FinishReason
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
-from areal_agent.gateway.draft import TokenRow
+from areal_agent.gateway.turns.draft import TokenRow
 from areal_agent.tokens.answers.parsed import ParsedAnswer
 from areal_agent.tokens.tree import Reply
 from areal_agent.types import Completion, JsonObject

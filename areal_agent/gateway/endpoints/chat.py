@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.conversation import read_message, read_tools
+from areal_agent.gateway.endpoints.conversation import read_message, read_tools
+from areal_agent.gateway.endpoints.response_format import read_response_format
+from areal_agent.gateway.endpoints.tool_choice import ToolChoice, ToolUse
 from areal_agent.gateway.fields import as_flag, as_integer, as_list, as_text, refuse
-from areal_agent.gateway.order import HARMLESS_FIELDS, MAX_TOP_LOGPROBS, ORDER_FIELDS, Order, refuse_unsupported
-from areal_agent.gateway.question import Question
-from areal_agent.gateway.reading import ChatReading
-from areal_agent.gateway.response_format import read_response_format
-from areal_agent.gateway.tool_choice import ToolChoice, ToolUse
+from areal_agent.gateway.turns.order import HARMLESS_FIELDS, MAX_TOP_LOGPROBS, ORDER_FIELDS, Order, refuse_unsupported
+from areal_agent.gateway.turns.question import Question
+from areal_agent.gateway.turns.reading import ChatReading
 from areal_agent.tokens.answers.reader import THINK_END
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.tree import Forest, Prompt

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from areal_agent.errors import EngineUnreachable
-from areal_agent.gateway.answer import TurnAnswer
-from areal_agent.gateway.calls import EngineCalls, Watch, requests_for
-from areal_agent.gateway.choice import Choice
-from areal_agent.gateway.deliveries import Deliveries
-from areal_agent.gateway.draft import Draft
-from areal_agent.gateway.order import Order
-from areal_agent.gateway.outlet import Outlet, Piece
-from areal_agent.gateway.reading import PlainReader, Reading
 from areal_agent.gateway.services import Services
-from areal_agent.gateway.turn_log import TurnLog
+from areal_agent.gateway.turns.answer import TurnAnswer
+from areal_agent.gateway.turns.calls import EngineCalls, Watch, requests_for
+from areal_agent.gateway.turns.choice import Choice
+from areal_agent.gateway.turns.deliveries import Deliveries
+from areal_agent.gateway.turns.draft import Draft
+from areal_agent.gateway.turns.order import Order
+from areal_agent.gateway.turns.outlet import Outlet, Piece
+from areal_agent.gateway.turns.reading import PlainReader, Reading
+from areal_agent.gateway.turns.turn_log import TurnLog
 from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer
 from areal_agent.tokens.answers.reader import THINK_END
 from areal_agent.tokens.tree import Prompt

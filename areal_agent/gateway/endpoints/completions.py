@@ -9,7 +9,7 @@ from typing import Self, cast
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.fields import as_flag, as_integer, as_list, as_text, refuse
-from areal_agent.gateway.order import (
+from areal_agent.gateway.turns.order import (
     HARMLESS_FIELDS,
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
@@ -17,8 +17,8 @@ from areal_agent.gateway.order import (
     Order,
     refuse_unsupported,
 )
-from areal_agent.gateway.question import Question
-from areal_agent.gateway.reading import PlainReading
+from areal_agent.gateway.turns.question import Question
+from areal_agent.gateway.turns.reading import PlainReading
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.tree import Forest, Prompt
 from areal_agent.types import JsonObject
