@@ -18,7 +18,7 @@ from areal_agent.gateway.openapi.parts import (
 from areal_agent.gateway.openapi.sampling import IGNORED, REFUSED, SAMPLING
 
 _FINISH = one_of("stop", "length", "tool_calls")
-_IDS = list_of(integer(low=0))
+_IDS = list_of(integer(low=0), minItems=1)
 
 _CHAT = closed_object(
     {"model": text(), "messages": list_of(ref("Message"), minItems=1)}
@@ -40,11 +40,17 @@ _CHAT = closed_object(
 _COMPLETION = closed_object(
     {
         "model": text(),
-        "prompt": {"anyOf": [text(), list_of(text(), minItems=1), _IDS, list_of(_IDS, minItems=1)]},
+        "prompt": {"anyOf": [text(1), list_of(text(1), minItems=1), _IDS, list_of(_IDS, minItems=1)]},
     }
-    | optional(echo={"type": "boolean"}, logprobs=integer(0, 20), suffix={"const": ""}, best_of=integer(1, 128))
+    | optional(
+        echo={"type": "boolean"},
+        logprobs=integer(0, 20),
+        suffix={"const": ""},
+        best_of={"const": 1},
+        store={"const": False},
+    )
     | SAMPLING
-    | {"user": IGNORED["user"]},
+    | IGNORED,
     ["model", "prompt"],
 )
 

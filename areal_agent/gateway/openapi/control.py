@@ -17,18 +17,12 @@ from areal_agent.gateway.openapi.parts import (
     ref,
     text,
 )
+from areal_agent.gateway.openapi.sampling import WISHES
 from areal_agent.types import SessionPurpose, Status
 
 _STATUS = one_of(*(status.value for status in Status))
 
-_WISHES = closed_object(
-    optional(
-        temperature=number(0, 2),
-        top_p={"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        top_k=integer(-1, 2**31 - 1),
-        max_tokens=integer(1, 2**31 - 1),
-    )
-)
+_WISHES = closed_object(WISHES)
 
 SCHEMAS: dict[str, JsonSchema] = {
     "StartSession": closed_object(
@@ -39,8 +33,8 @@ SCHEMAS: dict[str, JsonSchema] = {
             purpose=one_of(*(purpose.value for purpose in SessionPurpose)),
             seed=integer(0, 2**63 - 1),
             sampling=_WISHES,
-            group_size=integer(1, MAX_GROUP_SIZE),
-            truncate={"type": "boolean"},
+            group_size=integer(1, MAX_GROUP_SIZE) | {"description": "Only where a trainer leases from this gateway."},
+            truncate={"type": "boolean", "description": "A full context is an empty answer, not an error."},
         ),
         ["task_id"],
     ),
@@ -86,17 +80,17 @@ PATHS: dict[str, Any] = {
             body=ref("SetReward"),
             answer=ref("RewardedSession"),
             key="sessionKey",
-            errors=[409, 429],
+            errors=[404, 409, 429],
         )
     },
     "/rl/end_session": {
         "post": operation(
             "endSession",
-            "End it: calls in flight are aborted, and what was sampled is kept.",
+            "End it: calls in flight are aborted, and what was sampled is kept. Ended again, it is the end that was.",
             body=ref("EndSession"),
             answer=ref("EndedSession"),
             key="sessionKey",
-            errors=[409, 429],
+            errors=[404, 409, 429],
         )
     },
     "/export_trajectories": {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from areal_agent.gateway.openapi import about, agents, control
+from areal_agent.gateway.openapi import about, agents, control, trainer
 from areal_agent.gateway.openapi.parts import ERRORS, answer_object, nullable, ref, text
 
 _ERROR = answer_object(
@@ -25,8 +25,12 @@ _KEYS = {
 }
 
 
-def openapi_document() -> dict[str, Any]:
-    """OpenAPI 3.1. What is under `/v1` is also served without it, for clients that leave it out."""
+def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
+    """OpenAPI 3.1, with a trainer's calls where the gateway has them.
+
+    What is under `/v1` is also served without it, for clients that leave it out.
+    """
+    of_trainers: dict[str, Any] = trainer.PATHS if is_leased_from else {}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -36,9 +40,9 @@ def openapi_document() -> dict[str, Any]:
             "and end its sessions. A key may also come in the header `api-key` or `x-api-key`. Every error is "
             "OpenAI's error object.",
         },
-        "paths": with_short_paths(agents.PATHS | about.PATHS) | control.PATHS,
+        "paths": with_short_paths(agents.PATHS | about.PATHS) | control.PATHS | of_trainers,
         "components": {
-            "schemas": {"Error": _ERROR} | agents.SCHEMAS | control.SCHEMAS | about.SCHEMAS,
+            "schemas": {"Error": _ERROR} | agents.SCHEMAS | control.SCHEMAS | trainer.SCHEMAS | about.SCHEMAS,
             "responses": {str(status): _error_response(status, why) for status, why in ERRORS.items()},
             "securitySchemes": {
                 name: {"type": "http", "scheme": "bearer", "description": text} for name, text in _KEYS.items()

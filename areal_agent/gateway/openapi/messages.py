@@ -50,28 +50,26 @@ MESSAGE_SCHEMAS: dict[str, JsonSchema] = {
         "properties": {
             "type": {"const": "function"},
             "function": closed_object(
-                {"name": NAME} | optional(description={}, parameters={"type": "object"}, strict={"type": "boolean"}),
+                {"name": NAME} | optional(description={}, parameters={"type": "object"}, strict={"const": False}),
                 ["name"],
             ),
         },
         "required": ["type", "function"],
     },
-    "NamedTool": {
-        "type": "object",
-        "properties": {"type": {"const": "function"}, "function": closed_object({"name": NAME}, ["name"])},
-        "required": ["type", "function"],
-    },
+    "NamedTool": closed_object(
+        {"type": {"const": "function"}, "function": closed_object({"name": NAME}, ["name"])}, ["type", "function"]
+    ),
     "ResponseFormat": {
         "oneOf": [
             closed_object({"type": one_of("text", "json_object")}, ["type"]),
             closed_object(
                 {
                     "type": {"const": "json_schema"},
-                    "json_schema": {
-                        "type": "object",
-                        "properties": {"name": text(), "schema": {"type": "object"}},
-                        "required": ["schema"],
-                    },
+                    "json_schema": closed_object(
+                        {"name": NAME, "schema": {"type": "object"}}
+                        | optional(description={}, strict={"type": "boolean"}),
+                        ["name", "schema"],
+                    ),
                 },
                 ["type", "json_schema"],
             ),

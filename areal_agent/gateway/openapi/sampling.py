@@ -1,13 +1,19 @@
 """How an agent's call may ask to be sampled, and what it may say without being heard or without getting it."""
 
-from areal_agent.gateway.openapi.parts import JsonSchema, integer, list_of, nullable, number, one_of, optional, text
+from areal_agent.gateway.openapi.parts import (
+    NAME,
+    JsonSchema,
+    closed_object,
+    integer,
+    list_of,
+    number,
+    one_of,
+    optional,
+)
 
 _MAX_INT = 2**31 - 1
 
-SAMPLING: dict[str, JsonSchema] = optional(
-    n=integer(1, 128),
-    stop={"anyOf": [text(1), list_of(text(1), maxItems=16)]},
-    seed=integer(-(2**63), 2**63 - 1),
+WISHES: dict[str, JsonSchema] = optional(
     temperature=number(0, 2),
     top_p={"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     top_k=integer(-1, _MAX_INT),
@@ -19,13 +25,21 @@ SAMPLING: dict[str, JsonSchema] = optional(
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": number(-100, 100),
+        "maxProperties": 1024,
     },
-    max_tokens=integer(1, _MAX_INT),
+    max_tokens=integer(1, _MAX_INT) | {"description": "Cut to the room that the context has left."},
+)
+"""What a session may say for all its turns, and each turn over that."""
+
+SAMPLING: dict[str, JsonSchema] = WISHES | optional(
+    n=integer(1, 128),
+    stop={"anyOf": [NAME, list_of(NAME, maxItems=16)]},
+    seed=integer(-(2**63), 2**63 - 1),
     stream={"type": "boolean"},
-    stream_options={"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
+    stream_options=closed_object(optional(include_usage={"type": "boolean"}, include_obfuscation={"const": False})),
     return_token_ids={"type": "boolean"},
 )
-"""What both kinds of turn understand; what is left out is as the session said, or the model's own."""
+"""What both kinds of turn understand."""
 
 IGNORED: dict[str, JsonSchema] = {
     name: {"description": "Says nothing about the answer: taken and not used."}
@@ -40,7 +54,7 @@ IGNORED: dict[str, JsonSchema] = {
 }
 
 REFUSED: dict[str, JsonSchema] = {
-    name: nullable(one_of(*values)) | {"description": "Not supported: any other value is refused."}
+    name: one_of(None, *values) | {"description": "Not supported: any other value is refused."}
     for name, values in {
         "audio": (),
         "function_call": ("none", "auto"),

@@ -1,0 +1,127 @@
+"""The description of the gateway's HTTP agrees with the gateway:
+
+- it names every route with its method, and no other; with a trainer's calls where the gateway has them
+- it is valid OpenAPI 3.1, and every reference in it leads somewhere
+- every parameter that it names is one that the gateway knows; of OpenAI's, the gateway knows no other
+- it is what `/openapi.json` serves, without a key
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast, get_type_hints
+
+import pytest
+import schemathesis
+from aiohttp import web
+from openai.types import chat, completion_create_params
+
+from areal_agent.gateway.openapi.document import openapi_document
+
+from .conftest import ADMIN_KEY, Agent, OpenWorld, World
+
+DOCUMENT = openapi_document(is_leased_from=False)
+METHODS = ("get", "post")
+
+
+def described(document: dict[str, Any]) -> set[tuple[str, str]]:
+    return {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+
+
+def served(app: web.Application) -> set[tuple[str, str]]:
+    return {
+        (route.method, route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+
+
+def values(tree: object, key: str) -> Iterator[Any]:
+    """Everything that stands under `key` anywhere in a document."""
+    if isinstance(tree, dict):
+        for name, value in cast("dict[str, Any]", tree).items():
+            if name == key:
+                yield value
+            yield from values(value, key)
+    elif isinstance(tree, list):
+        for value in cast("list[Any]", tree):
+            yield from values(value, key)
+
+
+async def test_it_names_every_route(open_world: OpenWorld) -> None:
+    world = await open_world()
+    assert described(DOCUMENT) == served(world.gateway.app())
+
+
+async def test_it_names_the_routes_of_a_trainer(open_world: OpenWorld) -> None:
+    class Trainers:
+        """Stands where a consumer stands: the routes depend on its being there alone."""
+
+    world = await open_world(consumer=Trainers())
+    assert described(openapi_document(is_leased_from=True)) == served(world.gateway.app())
+
+
+@pytest.mark.parametrize("is_leased_from", [False, True])
+def test_it_is_valid(is_leased_from: bool) -> None:
+    schemathesis.openapi.from_dict(openapi_document(is_leased_from=is_leased_from)).validate()
+
+
+def test_every_reference_leads_somewhere() -> None:
+    document = openapi_document(is_leased_from=True)
+    references = set(values(document, "$ref"))
+    assert references
+    for reference in references:
+        place: Any = document
+        for step in reference.removeprefix("#/").split("/"):
+            place = place[step]
+
+
+def test_operations_have_names_of_their_own() -> None:
+    names = list(values(openapi_document(is_leased_from=True)["paths"], "operationId"))
+    assert len(names) == len(set(names)) == len(described(openapi_document(is_leased_from=True)))
+
+
+async def is_known(world: World, agent: Agent, path: str, name: str) -> bool:
+    """Whether the gateway knows a parameter: it may dislike its value, but not the name."""
+    key = ADMIN_KEY if DOCUMENT["paths"][path]["post"]["security"] == [{"adminKey": []}] else agent.key
+    _, answer = await world.call(path, {name: False}, key=key)
+    return answer.get("error", {}).get("code") != "unknown_parameter"
+
+
+def posted() -> list[tuple[str, list[str]]]:
+    """Every path that takes a body, and the parameters that it is described with."""
+    found: list[tuple[str, list[str]]] = []
+    for path, item in DOCUMENT["paths"].items():
+        if "post" in item:
+            name = item["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+            found.append((path, list(DOCUMENT["components"]["schemas"][name]["properties"])))
+    return found
+
+
+@pytest.mark.parametrize(("path", "names"), posted(), ids=lambda value: value if isinstance(value, str) else "")
+async def test_it_names_what_the_gateway_knows(open_world: OpenWorld, path: str, names: list[str]) -> None:
+    world = await open_world()
+    agent = await world.start()
+    for name in names:
+        assert await is_known(world, agent, path, name), name
+    assert not await is_known(world, agent, path, "no_such_parameter")
+
+
+@pytest.mark.parametrize(
+    ("path", "params"),
+    [
+        ("/v1/chat/completions", chat.completion_create_params.CompletionCreateParamsBase),
+        ("/v1/completions", completion_create_params.CompletionCreateParamsBase),
+    ],
+)
+async def test_of_openais_it_names_those_that_are_known(open_world: OpenWorld, path: str, params: type) -> None:
+    world = await open_world()
+    agent = await world.start()
+    names = dict(posted())[path]
+    for name in get_type_hints(params):
+        assert await is_known(world, agent, path, name) == (name in names), name
+
+
+async def test_it_is_served(open_world: OpenWorld) -> None:
+    world = await open_world()
+    async with world.http.get(f"{world.url}/openapi.json") as response:
+        assert response.status == 200
+        assert await response.json() == DOCUMENT

@@ -1,0 +1,150 @@
+"""Whatever a client sends, by the description of the HTTP and against it:
+
+- no answer is a 5xx and none is missing; each is as the description says, and each failure is OpenAI's error object
+- no answer has anything of another session in it, nor any key
+- a body that is no JSON object, or any JSON at all, is answered too
+
+A few hundred requests in every run, thousands in the slow ones.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from areal_agent.gateway.app import Gateway
+from areal_agent.gateway.openapi.document import openapi_document
+from areal_agent.tokens.renderer import Renderer
+
+from .conftest import ADMIN_KEY, MemoryJournal
+from .live import live_gateway
+from .raw import is_error_object
+
+SCHEMA = schemathesis.openapi.from_dict(openapi_document(is_leased_from=False))
+QUICK_SCHEMA = SCHEMA.exclude(operation_id_regex="Short$")  # the same handlers under shorter paths
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+SECRET = "what the other session said"
+TIMEOUT_S = 20.0
+ADMIN_PATHS = ("/rl/start_session", "/export_trajectories")
+
+QUICK = settings(
+    max_examples=12,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+LONG = settings(QUICK, max_examples=600, derandomize=False, phases=list(Phase))
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@dataclass
+class Live:
+    """A gateway, and two sessions: that of the caller, and that of another who has said something."""
+
+    url: str
+    gateway: Gateway
+    key: str = ""
+    other_key: str = ""
+
+    def start(self) -> str:
+        answer = self.post("/rl/start_session", {"task_id": "t"}, ADMIN_KEY)
+        return answer.json()["api_key"]
+
+    def post(self, path: str, body: Any, key: str) -> requests.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        content = {"data": body} if isinstance(body, bytes) else {"json": body}
+        return requests.post(self.url + path, headers=headers, timeout=TIMEOUT_S, **content)
+
+    def key_for(self, path: str) -> str:
+        """The caller's key, of a session that is open; for an admin's call the admin's."""
+        if path in ADMIN_PATHS:
+            return ADMIN_KEY
+        if self.post("/rl/set_reward", {"reward": 1}, self.key).status_code != 200:
+            self.key = self.start()
+        return self.key
+
+
+@pytest.fixture(scope="module")
+def live(renderer: Renderer) -> Iterator[Live]:
+    with live_gateway(renderer, MemoryJournal()) as (url, gateway):
+        live = Live(url=url, gateway=gateway)
+        live.other_key = live.start()
+        messages = [{"role": "user", "content": SECRET}]
+        assert live.post("/v1/chat/completions", {"model": "model", "messages": messages}, live.other_key).ok
+        live.key = live.start()
+        yield live
+
+
+def check_answer(live: Live, answer: Any) -> None:
+    """What holds of every answer."""
+    assert answer.status_code < 500
+    assert SECRET not in answer.text
+    assert live.other_key not in answer.text
+    if answer.status_code >= 400:
+        assert is_error_object(answer.json()), answer.text
+        assert live.key not in answer.text
+    assert not [status for status in live.gateway.stats().errors if status >= 500]
+
+
+def check_case(live: Live, case: Case) -> None:
+    headers = {"Authorization": f"Bearer {live.key_for(case.path)}"}
+    answer = case.call(base_url=live.url, headers=headers, timeout=TIMEOUT_S)
+    check_answer(live, answer)
+    case.validate_response(answer, checks=CHECKS, headers=headers)
+
+
+@QUICK_SCHEMA.parametrize()
+@QUICK
+def test_calls_by_the_description(live: Live, case: Case) -> None:
+    check_case(live, case)
+
+
+@pytest.mark.slow
+@SCHEMA.parametrize()
+@LONG
+def test_many_calls_by_the_description(live: Live, case: Case) -> None:
+    check_case(live, case)
+
+
+POSTED = sorted(path for path, item in openapi_document(is_leased_from=False)["paths"].items() if "post" in item)
+
+
+@given(path=st.sampled_from(POSTED), body=st.binary(max_size=64) | JSON)
+@settings(QUICK, max_examples=100)
+def test_any_body(live: Live, path: str, body: Any) -> None:
+    check_answer(live, live.post(path, body, live.key_for(path)))
+
+
+@given(
+    field=st.sampled_from(["messages", "tools", "tool_choice", "stop", "logit_bias", "response_format", "n", "seed"]),
+    value=JSON,
+)
+@settings(QUICK, max_examples=100)
+def test_any_value_of_a_parameter(live: Live, field: str, value: Any) -> None:
+    body = {"model": "model", "messages": [{"role": "user", "content": "x"}], field: value}
+    check_answer(live, live.post("/v1/chat/completions", body, live.key_for("/v1/chat/completions")))
