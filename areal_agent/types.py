@@ -60,7 +60,7 @@ class VersionSpan:
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
-    STOP = "stop"  # an end token was sampled; it is the last id of the completion
+    STOP = "stop"  # an end token was sampled, or a stop text completed: by the last id of the completion
     LENGTH = "length"  # max_tokens was reached
     ABORT = "abort"  # aborted; what was sampled until then is kept
 

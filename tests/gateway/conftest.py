@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -141,8 +140,7 @@ class Agent:
 
 
 @pytest.fixture(scope="session")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
+def backend() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -154,10 +152,24 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(["user assistant tool system name arguments python hello world"] * 8, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE).save_pretrained(
-        folder
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def renderer(backend: Tokenizer) -> Renderer:
+    return new_renderer(backend, TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def thinking_renderer(backend: Tokenizer) -> Renderer:
+    """Its template begins every answer inside the reasoning."""
+    return new_renderer(
+        backend, TEMPLATE.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}")
     )
-    return Renderer.load(folder)
+
+
+def new_renderer(backend: Tokenizer, template: str) -> Renderer:
+    return Renderer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template))
 
 
 OpenWorld = Callable[..., Awaitable[World]]

@@ -1,0 +1,61 @@
+"""A chat template that begins every answer inside the reasoning:
+
+- what comes before the closing tag is reasoning, the rest content, at once and streamed alike
+- an answer that never closes it is all reasoning, and can be continued
+- a forced call ends the reasoning first
+"""
+
+from typing import Any
+
+import pytest
+
+from areal_agent.tokens.renderer import Renderer
+
+from .conftest import OpenWorld
+
+PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_reasoning_ends_at_its_tag(open_world: OpenWorld, thinking_renderer: Renderer, is_streamed: bool) -> None:
+    world = await open_world("well, so\n</think>\n\nhello<|im_end|>", model=thinking_renderer)
+    reply = await (await world.start()).ask(stream=is_streamed)
+    messages = [chunk.choices[0].delta async for chunk in reply] if is_streamed else [reply.choices[0].message]
+    assert "".join(getattr(message, "reasoning_content", "") for message in messages) == "well, so"
+    assert "".join(message.content or "" for message in messages) == "hello"
+
+
+async def test_reasoning_that_never_ends_is_all(open_world: OpenWorld, thinking_renderer: Renderer) -> None:
+    world = await open_world("well, so", "ok</think>yes<|im_end|>", model=thinking_renderer)
+    agent = await world.start()
+    question: list[Any] = [{"role": "user", "content": "x"}]
+    reply = await agent.ask(question, max_tokens=len(world.ids("well, so")))
+    message = reply.choices[0].message
+    assert (message.reasoning_content, message.content, reply.choices[0].finish_reason) == ("well, so", "", "stop")
+    assert reply.usage.completion_tokens_details.reasoning_tokens == len(world.ids("well, so"))
+    await agent.ask([*question, message, {"role": "user", "content": "y"}])
+    assert agent.turns[1].parent == reply.id
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_forced_call_ends_the_reasoning(
+    open_world: OpenWorld, thinking_renderer: Renderer, is_streamed: bool
+) -> None:
+    world = await open_world(' {"code": "1"}}</tool_call><|im_end|>', "</think>so<|im_end|>", model=thinking_renderer)
+    agent = await world.start()
+    question: list[Any] = [{"role": "user", "content": "x"}]
+    choice = {"type": "function", "function": {"name": "python"}}
+    reply = await agent.ask(question, tools=[PYTHON], tool_choice=choice, stream=is_streamed)
+    messages = [chunk.choices[0].delta async for chunk in reply] if is_streamed else [reply.choices[0].message]
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    assert calls[0].function.name == "python"
+    assert "".join(call.function.arguments for call in calls) == '{"code": "1"}'
+    assert all(not getattr(message, "reasoning_content", "") and not message.content for message in messages)
+    call = {
+        "id": calls[0].id,
+        "type": "function",
+        "function": {"name": "python", "arguments": '{"code": "1"}'},
+    }
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    await agent.ask([*question, answer, {"role": "tool", "tool_call_id": call["id"], "content": "1"}], tools=[PYTHON])
+    assert agent.turns[1].parent == agent.turns[0].completions[0].id
