@@ -33,8 +33,7 @@ class _Found:
     """What the newest search came to: its request is nearly always the next to be recorded."""
 
     messages: Sequence[JsonObject]
-    line: Line
-    tip: Prompt
+    tip: Prompt  # of the line that was found
 
 
 class Lines:
@@ -49,7 +48,7 @@ class Lines:
         """The conversation that a request repeats, or continues by one answer and messages that are none."""
         for line in self._lines:
             if line.tip.key.tools == tools and line.begins(messages) and _is_next(line, messages):
-                self._found = _Found(messages=messages, line=line, tip=line.tip)
+                self._found = _Found(messages=messages, tip=line.tip)
                 return line
         return None
 
@@ -70,14 +69,14 @@ class Lines:
         del self._lines[self._max_lines :]
 
     def _line_of(self, prompt: Prompt, messages: Sequence[JsonObject]) -> Line | None:
+        """The line that a request repeats or continues; not the one that it leaves."""
         found, self._found = self._found, None
-        if found and found.messages is messages and found.line.tip is found.tip and found.line in self._lines:
-            return found.line
-        parent = prompt.parent and prompt.parent.prompt
+        keys = {prompt.key, prompt.parent.prompt.key} if prompt.parent else {prompt.key}
         for line in self._lines:
-            is_near = line.tip.key == prompt.key or (parent is not None and line.tip.key == parent.key)
-            if is_near and line.begins(messages):
-                return line
+            if line.tip.key in keys:
+                is_found = found is not None and found.messages is messages and found.tip is line.tip
+                if is_found or line.begins(messages):
+                    return line
         return None
 
 
