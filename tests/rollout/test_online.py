@@ -1,0 +1,161 @@
+"""The trainer's client of a gateway that stands alone.
+
+1. a batch is exactly what the gateway's ledger has; 2. a lease of too few is none; 3. publish, lease, return,
+acknowledge and drop do what they say; 4. a gateway that is gone for a while costs time and nothing else; 5. one that
+stays away, or refuses, is an error that says so; 6. status reads back.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+from areal_agent.engine.fake import FakeEngine
+from areal_agent.errors import GatewayError
+from areal_agent.gateway.app import Gateway
+from areal_agent.gateway.online.consumer import Consumer
+from areal_agent.gateway.serve import ServedGateway
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.rollout.online import OnlineGateway
+from areal_agent.tokens.records import token_records
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import Drop, Fate, TokenRecord
+
+KEY = "sk-admin"
+
+
+@dataclass(kw_only=True)
+class World:
+    gateway: Gateway
+    served: ServedGateway
+    ledger: Ledger
+    client: OnlineGateway
+
+    async def play(self, group_id: str) -> str:
+        """One rewarded rollout; its session."""
+        async with aiohttp.ClientSession(self.served.base_url) as http:
+
+            async def post(path: str, key: str, **body: object) -> dict[str, str]:
+                async with http.post(path, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
+                    assert answer.status == 200, await answer.text()
+                    return await answer.json()
+
+            session = await post("/rl/start_session", KEY, task_id="t", group_id=group_id)
+            key = session["api_key"]
+            question = {"role": "user", "content": "What is 1 + 1?"}
+            await post("/v1/chat/completions", key, model="default", messages=[question], stop="7", n=2)
+            await post("/rl/set_reward", key, reward=0.1)
+            await post("/rl/end_session", key, logged={"n": 1})
+            return session["session_id"]
+
+
+@pytest.fixture
+async def world(small_model: Path, tmp_path: Path) -> AsyncIterator[World]:
+    renderer = Renderer.load(small_model)
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(None)
+    consumer = await Consumer.open(ledger)
+    gateway = Gateway(
+        sampler=FakeEngine(lambda request: renderer.ids_of("The answer is 2.<|im_end|>")),
+        renderer=renderer,
+        journal=consumer,
+        model_name="model",
+        admin_key=KEY,
+        max_context_tokens=1000,
+        vocab_size=renderer.vocab_size,
+        archive=ledger,
+        consumer=consumer,
+    )
+    served = await gateway.serve()
+    client = OnlineGateway(served.base_url, KEY)
+    yield World(gateway=gateway, served=served, ledger=ledger, client=client)
+    await client.aclose()
+    await served.aclose()
+    await ledger.aclose()
+
+
+async def test_a_batch_is_exactly_what_the_ledger_has(world: World) -> None:
+    ids = sorted([await world.play("a"), await world.play("b")])
+    batch, state = await world.client.lease(1, num_groups=2)
+    assert batch is not None
+    assert (batch.step, state.leased) == (1, 1)
+    kept = [await world.ledger.trajectory(session_id) for session_id in ids]
+    assert sorted((one for group in batch.groups for one in group.trajectories), key=lambda one: one.session_id) == kept
+    by_session = {one.session_id: token_records(one) for one in kept}
+    records = [record for group in batch.groups for one in group.trajectories for record in by_session[one.session_id]]
+    assert len(batch.records) == len(records) > 0
+    for received, expected in zip(batch.records, records, strict=True):
+        for field in fields(TokenRecord):
+            ours, theirs = getattr(received, field.name), getattr(expected, field.name)
+            assert np.array_equal(ours, theirs) and getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
+    assert {one.dtype for one in (batch.records[0].token_ids, batch.records[0].behavior_logprobs)} == {
+        np.dtype(np.int32),
+        np.dtype(np.float32),
+    }
+
+
+async def test_a_lease_of_too_few_is_none(world: World) -> None:
+    await world.play("a")
+    batch, state = await world.client.lease(1, num_groups=2)
+    assert (batch, state.num_finished) == (None, 1)
+    assert (await world.client.lease(1, num_trajectories=1))[0] is not None
+
+
+async def test_the_whole_life_of_a_lease(world: World) -> None:
+    first, second = await world.play("a"), await world.play("b")
+    state = await world.client.publish(0, batch_answers=4, max_staleness=1)
+    assert state.capacity == 6
+    await world.client.drop([first], Drop.FILTERED)
+    await world.client.lease(1, num_groups=1)
+    assert await world.client.give_back(0) == 1
+    await world.client.lease(1, num_groups=1)
+    await world.client.publish(1)
+    await world.client.acknowledge(1, "checkpoints/step_000001")
+    fates = [(await world.ledger.trajectory(one)).fate for one in (first, second)]
+    assert fates == [Fate(dropped=Drop.FILTERED), Fate(trained_step=1)]
+
+
+async def test_a_gateway_that_is_gone_for_a_while_costs_time_alone(world: World) -> None:
+    await world.play("a")
+    port = int(world.served.base_url.rpartition(":")[2])
+    await world.served.aclose()
+    leasing = asyncio.create_task(world.client.lease(1, num_groups=1))
+    await asyncio.wait({leasing}, timeout=0.05)
+    assert not leasing.done()
+    again = await world.gateway.serve("127.0.0.1", port)
+    batch, _ = await leasing
+    assert batch is not None
+    await again.aclose()
+
+
+async def test_a_gateway_that_stays_away_is_an_error(world: World) -> None:
+    await world.served.aclose()
+    impatient = OnlineGateway(world.served.base_url, KEY, patience_s=0.0)
+    with pytest.raises(GatewayError, match=r"has not answered for 0 s: .*; start it again on its ledger"):
+        await impatient.publish(1)
+    with pytest.raises(GatewayError, match=r"no gateway answers at .*; start one by python -m areal_agent\.gateway"):
+        await impatient.check()
+    await impatient.aclose()
+
+
+async def test_a_refusal_is_an_error_with_its_reason(world: World) -> None:
+    with pytest.raises(GatewayError, match="answered with 409: step 5 cannot be leased for; the next is 1"):
+        await world.client.lease(5, num_groups=1)
+    stranger = OnlineGateway(world.served.base_url, "sk-wrong")
+    with pytest.raises(GatewayError, match="answered with 401"):
+        await stranger.check()
+    await stranger.aclose()
+
+
+async def test_status_reads_back(world: World) -> None:
+    await world.play("a")
+    with pytest.raises(GatewayError):
+        await world.client.lease(9, num_groups=1)
+    status = await world.client.status()
+    assert (status.stats.turns, status.stats.errors) == (1, {409: 1})
+    assert status.stats.generated_tokens == world.gateway.stats().generated_tokens
+    assert (status.state.num_finished, status.state.statuses) == (1, {"completed": 1})
