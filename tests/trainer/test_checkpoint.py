@@ -1,6 +1,7 @@
 """Checkpoints.
 
 - A saved folder loads with AutoModelForCausalLM and AutoTokenizer and holds exactly the trained weights.
+- Its chat template is the one that the rollouts were made with.
 - Going on from one makes the very next steps bit for bit, with several minibatches a step.
 - A writer that fails or is killed leaves no checkpoint; what it left is removed by the next.
 - The newest intact one is found: damaged ones are passed over with a warning.
@@ -32,8 +33,15 @@ ALGORITHM = AlgorithmConfig(minibatches=3)
 def load_trainer(tmp_path):
     trainers = []
 
-    def load(folder: Path) -> Trainer:
-        trainer = Trainer.load(folder, config=CONFIG, algorithm=ALGORITHM, seed=0, shared_memory=tmp_path)
+    def load(folder: Path, chat_template: str | None = None) -> Trainer:
+        trainer = Trainer.load(
+            folder,
+            config=CONFIG,
+            algorithm=ALGORITHM,
+            seed=0,
+            shared_memory=tmp_path,
+            chat_template=chat_template,
+        )
         trainers.append(trainer)
         return trainer
 
@@ -58,6 +66,11 @@ def names(directory: Path) -> list[str]:
 
 def weights_of(trainer: Trainer) -> bytes:
     return Path(trainer.publish().path).read_bytes()
+
+
+def test_a_checkpoint_has_the_chat_template_of_its_rollouts(load_trainer, model_folder, tmp_path):
+    saved = load_trainer(model_folder, "{{ 'kept' }}").save(tmp_path / "checkpoints", step=0, incarnation=0)
+    assert AutoTokenizer.from_pretrained(saved.path).chat_template == "{{ 'kept' }}"
 
 
 def test_a_checkpoint_is_a_hugging_face_folder_with_the_trained_weights(
