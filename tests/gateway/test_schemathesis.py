@@ -32,7 +32,16 @@ from .conftest import ADMIN_KEY, MemoryJournal
 from .live import live_gateway
 from .raw import is_error_object
 
-SCHEMA = schemathesis.openapi.from_dict(openapi_document(is_leased_from=False))
+
+def narrowed_document() -> dict[str, Any]:
+    """The description, of this gateway's model alone: to find out what it is called would take most of the calls."""
+    document = openapi_document(is_leased_from=False)
+    for name in ("ChatRequest", "CompletionRequest"):
+        document["components"]["schemas"][name]["properties"]["model"] = {"const": "model"}
+    return document
+
+
+SCHEMA = schemathesis.openapi.from_dict(narrowed_document())
 QUICK_SCHEMA = SCHEMA.exclude(operation_id_regex="Short$")  # the same handlers under shorter paths
 CHECKS = [
     schemathesis.checks.not_a_server_error,
@@ -46,14 +55,14 @@ TIMEOUT_S = 20.0
 ADMIN_PATHS = ("/rl/start_session", "/export_trajectories")
 
 QUICK = settings(
-    max_examples=12,
+    max_examples=5,
     deadline=None,
     database=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-LONG = settings(QUICK, max_examples=600, derandomize=False, phases=list(Phase))
+LONG = settings(QUICK, max_examples=150, derandomize=False, phases=list(Phase))
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

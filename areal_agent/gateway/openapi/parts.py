@@ -5,6 +5,13 @@ from typing import Any
 
 JsonSchema = dict[str, Any]
 
+EVENT: JsonSchema = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk as JSON, an error object, or [DONE]."}},
+    "required": ["data"],
+}
+"""One server-sent event."""
+
 ERRORS: Mapping[int, str] = {
     400: "The request is wrong: `param` names where. Also: not HTTP, not JSON, more than the context holds.",
     401: "No API key, or one that nobody has.",
@@ -97,7 +104,7 @@ def operation(
         statuses.update(OF_EVERY_BODY)
     content: dict[str, Any] = {"text/plain" if is_text else "application/json": {"schema": answer}}
     if is_streamed:
-        content["text/event-stream"] = {"schema": text()}
+        content["text/event-stream"] = {"schema": EVENT}
     described: dict[str, Any] = {
         "operationId": name,
         "summary": summary,
