@@ -22,6 +22,7 @@ from areal_agent.gateway.online.bound import Bound
 from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S
 from areal_agent.gateway.standalone import Place, Standalone, open_standalone
 from areal_agent.process import exit_with_parent
+from areal_agent.tokens.keep_thinking import HistoryThinking
 
 DEFAULT_LEDGER = Path("runs/gateway")
 LEDGER_FILE = "ledger.sqlite"
@@ -57,6 +58,12 @@ def _parser() -> Parser:
 
     add("--engine", "an engine on SGLang's wire, for example http://127.0.0.1:30000", metavar="URL", required=True)
     add("--tokenizer", "a folder with the model's tokenizer", type=Path, metavar="PATH", required=True)
+    add(
+        "--history-thinking",
+        "thinking of earlier answers, where the chat template would strip it (default %(default)s)",
+        choices=[one.value for one in HistoryThinking],
+        default=HistoryThinking.TEMPLATE.value,
+    )
     add("--port", "where agents call; 0 picks a free one", type=int, required=True)
     add("--host", "address to bind (default %(default)s); another one needs a key of your choice", default="127.0.0.1")
     add("--allowed-host", "a further name that it may be called by; repeatable", action="append", metavar="NAME")
@@ -126,6 +133,7 @@ def _place(options: Namespace, ledger: Path, admin_key: AdminKey) -> Place:
     return Place(
         engine_url=options.engine,
         tokenizer=options.tokenizer,
+        history_thinking=HistoryThinking(options.history_thinking),
         ledger=ledger,
         host=options.host,
         port=options.port,

@@ -8,12 +8,13 @@ from areal_agent.types import Rewards
 
 
 class RewardBook:
-    """The rewards of one session while it is open."""
+    """The rewards of one session; those that it has already, when they come late."""
 
-    def __init__(self) -> None:
-        self._final: float | None = None
-        self._by_completion: dict[str, float] = {}
-        self._parts: dict[str, float] = {}
+    def __init__(self, rewards: Rewards | None = None) -> None:
+        rewards = rewards or Rewards()
+        self._final = rewards.final
+        self._by_completion = dict(rewards.by_completion)
+        self._parts = dict(rewards.parts)
 
     def take(self, request: RewardRequest, completion_ids: Collection[str]) -> None:
         """Take a reward; said twice, the later one counts. `completion_ids`: those that can be rewarded."""

@@ -21,6 +21,7 @@ from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.online.bound import Bound
 from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.tokens.keep_thinking import HistoryThinking
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import EngineInfo
 
@@ -31,6 +32,7 @@ class Place:
 
     engine_url: str
     tokenizer: Path
+    history_thinking: HistoryThinking
     ledger: Path  # the file
     host: str
     port: int
@@ -57,7 +59,7 @@ class Standalone:
 async def open_standalone(place: Place) -> AsyncGenerator[Standalone]:
     """Connect, open the ledger, listen; closed on leaving. Raises ConfigError for whatever stands in the way."""
     async with AsyncExitStack() as stack:
-        renderer = await asyncio.to_thread(Renderer.load, place.tokenizer)
+        renderer = await asyncio.to_thread(Renderer.load, place.tokenizer, history_thinking=place.history_thinking)
         engine = HttpEngine(place.engine_url)
         stack.push_async_callback(engine.aclose)
         info = await _info(engine)

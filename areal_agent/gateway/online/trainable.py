@@ -1,11 +1,11 @@
 """What a closed trajectory is to a trainer: whether it can be trained, how old it is, what a lease says of it. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from areal_agent.errors import RequestError
 from areal_agent.gateway.control import RewardRequest
 from areal_agent.gateway.online.group import Waiting
+from areal_agent.gateway.rewards import RewardBook
 from areal_agent.ledger.digest import token_digest
 from areal_agent.ledger.fates import FATE_OF_STATUS
 from areal_agent.staleness import oldest_step
@@ -62,25 +62,7 @@ def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]
 
 
 def with_reward(trajectory: Trajectory, request: RewardRequest) -> Rewards:
-    """What it has earned with a late reward. Said twice, the later one counts. Raises RequestError."""
-    rewards = trajectory.rewards
-    if request.name is not None:
-        return Rewards(
-            final=rewards.final,
-            by_completion=rewards.by_completion,
-            parts=_with(rewards.parts, request.name, request.reward),
-        )
-    if request.completion_id is None:
-        return Rewards(final=request.reward, by_completion=rewards.by_completion, parts=rewards.parts)
-    if not any(one.id == request.completion_id for turn in trajectory.turns for one in turn.completions):
-        raise RequestError(
-            f"this session has no completion {request.completion_id!r}; use the id of a chat completion of it",
-            param="interaction_id",
-            code="interaction_not_found",
-        )
-    by_completion = _with(rewards.by_completion, request.completion_id, request.reward)
-    return Rewards(final=rewards.final, by_completion=by_completion, parts=rewards.parts)
-
-
-def _with(rewards: Mapping[str, float], key: str, reward: float) -> dict[str, float]:
-    return {**rewards, key: reward}
+    """What it has earned with a late reward. Raises RequestError for a completion that it has not."""
+    book = RewardBook(trajectory.rewards)
+    book.take(request, {one.id for turn in trajectory.turns for one in turn.completions})
+    return book.rewards()
