@@ -97,6 +97,11 @@ class ManagedProcess:
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-num_lines:]) or "    (nothing was logged)"
 
+    def kill(self) -> None:
+        """SIGKILL, for a process that answers nothing. `died` tells when it is gone."""
+        if self.is_running:
+            self._process.kill()
+
     async def aclose(self, grace_s: float = 5.0) -> None:
         """End it: SIGTERM, after `grace_s` SIGKILL. Harmless when it has ended already."""
         if self.is_running:

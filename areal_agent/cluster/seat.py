@@ -7,6 +7,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -26,6 +27,13 @@ from areal_agent.types import Status
 
 STATS_WAIT_S = 1.0
 """How long a worker is waited for that is asked what it counted: a blocked one tells when it can."""
+
+PULSE_S = 5.0
+"""How often a worker has to answer; one that is silent for longer than a rollout may take, and a grace, is killed."""
+
+SILENCE_GRACE_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class Orphaned(Exception):
@@ -66,6 +74,7 @@ class Seat:
         self._on_warning = on_warning
         self._stack = AsyncExitStack()
         self._life: Life | None = None
+        self._answered_s = 0.0  # when it was last known to be alive; monotonic
         self._asking: asyncio.Task[None] | None = None
         self._earlier = Counters().snapshot(num_open_sessions=0)  # what its dead processes had counted
         self._earlier_blocked_s = 0.0
@@ -85,6 +94,7 @@ class Seat:
             start_worker(self.settings, self._logs, self._on_warning)
         )
         self._life = Life(process, client)
+        self._answered_s = time.monotonic()
         self.deaths.begin()
         self._engine_busy.join(self._life, time.monotonic())
 
@@ -101,9 +111,24 @@ class Seat:
             self.load -= 1
 
     async def death(self) -> ProcessDied:
-        """Wait until its process has ended by itself; from then on it has no room."""
+        """Wait until its process has ended, by itself or because it did not answer any more.
+
+        A workflow that blocks the event loop for ever keeps every time-out from working; only its process can be ended.
+        """
         assert self._life is not None, "it was started"
-        return await self._life.process.died()
+        timeout_s = self.settings.local.rollout.timeout_s
+        dying = asyncio.ensure_future(self._life.process.died())
+        try:
+            while not dying.done():
+                await asyncio.wait({dying}, timeout=min(PULSE_S, timeout_s))
+                await self.refresh()
+                if time.monotonic() - self._answered_s > timeout_s + SILENCE_GRACE_S:
+                    logger.warning("%s has not answered for rollout.timeout_s = %g: it is killed", self.name, timeout_s)
+                    self._life.process.kill()
+                    await asyncio.wait({dying})
+            return dying.result()
+        finally:
+            dying.cancel()
 
     async def bury(self, orphans: tuple[str, ...]) -> None:
         """Let go of the dead process; `orphans` are the sessions that it had left open, and that have ended now."""
@@ -152,6 +177,7 @@ class Seat:
             self._take(life, await life.client.stats())
 
     def _take(self, life: Life, counted: Counted) -> None:
+        self._answered_s = time.monotonic()
         life.gateway = counted.gateway
         life.loop_blocked_s = counted.loop_blocked_s
         self._engine_busy.add(life, counted.engine_spans, counted.until_s)

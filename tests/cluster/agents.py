@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 from areal_agent import Rollout
@@ -26,3 +27,17 @@ async def block(task: dict[str, Any], rollout: Rollout) -> float:
     """Hold up the event loop."""
     threading.Event().wait(0.5)
     return await solve(task, rollout)
+
+
+async def hang_once(task: dict[str, Any], rollout: Rollout) -> float:
+    """Hold up the event loop for ever, at the first attempt."""
+    if is_first_attempt(Path(task["marker"])):
+        threading.Event().wait()
+    return await solve(task, rollout)
+
+
+def is_first_attempt(marker: Path) -> bool:
+    """Attempts are in different processes: a file is what they share."""
+    is_first = not marker.exists()
+    marker.touch()
+    return is_first

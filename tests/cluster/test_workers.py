@@ -3,7 +3,8 @@
 1. rollouts spread over them, and their trajectories are in one ledger; 2. counts are those of all, and survive one;
 3. one killed in mid-answer is started again, and so are its rollouts, in new sessions: the old ones are orphans;
 4. three deaths in a row end it with an error; 5. a cancelled rollout ends its session; 6. what is open at the end is an
-orphan; 7. a workflow that is not there is an error at the start; 8. one that blocks is named here too, and counted.
+orphan; 7. a workflow that is not there is an error at the start; 8. one that blocks is named here too, and counted;
+9. one that blocks for ever costs its worker, not the run.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.types import Drop, Fate, PauseMode, SessionPurpose
 
 
-def spec_of(number: int) -> RolloutSpec:
+def spec_of(number: int, **data: str) -> RolloutSpec:
     return RolloutSpec(
         session_id=f"s-{number}",
         group_id="g000000",
-        task=Task(id=str(number), data={"question": f"What is {number}?"}),
+        task=Task(id=str(number), data={"question": f"What is {number}?", **data}),
         seed=number,
         purpose=SessionPurpose.TRAIN,
     )
@@ -146,3 +147,11 @@ async def test_a_workflow_that_blocks_is_named_and_counted(make_crew, caplog: py
     warnings = [record.getMessage() for record in caplog.records]
     assert any("worker 0: rollout s-0 blocks the event loop for" in text for text in warnings), warnings
     assert any("agents.py:" in text and "in block: threading.Event().wait(0.5)" in text for text in warnings), warnings
+
+
+@pytest.mark.slow  # it has to be silent for longer than the grace
+async def test_a_workflow_that_blocks_for_ever_costs_its_worker(make_crew, caplog: pytest.LogCaptureFixture) -> None:
+    crew = await make_crew("hang_once", workers=1, timeout_s=10.0)
+    ended = await crew.pool.run(spec_of(0, marker=str(crew.logs / "marker")))
+    assert (ended.session_id, ended.status, ended.lost) == ("s-0.2", Status.COMPLETED, ("s-0",))
+    assert any("has not answered for rollout.timeout_s" in record.getMessage() for record in caplog.records)
