@@ -5,11 +5,13 @@
 - a body over the limit is refused without being read, whether its length was said or not
 - a compressed body is refused; what Content-Type says does not matter
 - a key that comes twice: refused where rollouts are controlled, the last one counts in an agent's call
+- what is nested too deeply for the journal is refused
 - a body that breaks off, and chunks that are none, are errors of the client
 - what has no path or method is an error object too, with `Allow` where a method would do
 """
 
 import gzip
+import json
 import logging
 
 import pytest
@@ -117,6 +119,24 @@ async def test_values_that_are_not_json(open_world: OpenWorld, path: str, number
     world = await open_world()
     agent = await world.start()
     status, answer = await world.call(path, f'{{"reward": {number}}}'.encode(), key=agent.key)
+    assert (status, is_error_object(answer)) == (400, True)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "x", "extra": ...}]},
+        {"role": "assistant", "tool_calls": [{"extra": ..., "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": ...}}}]},
+    ],
+    ids=["part", "call", "arguments"],
+)
+async def test_messages_that_no_journal_could_write(open_world: OpenWorld, message: dict[str, object]) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start()
+    nested = json.dumps({"model": "model", "messages": [message]}, default=lambda _: None)
+    body = nested.replace("null", "[" * 300 + "]" * 300)
+    status, answer = await world.call("/v1/chat/completions", body.encode(), key=agent.key)
     assert (status, is_error_object(answer)) == (400, True)
 
 

@@ -75,7 +75,7 @@ def _content(value: object, param: str, *, is_optional: bool) -> str:
 
 
 def _text_part(value: object, param: str) -> str:
-    part = as_object(value, param)
+    part = as_shallow_object(value, param)  # it is kept as it came
     if part.get("type") != "text":
         raise RequestError(
             f"{param} has type {part.get('type')!r:.80}: this gateway takes text only, no images, audio or files; "
@@ -87,7 +87,7 @@ def _text_part(value: object, param: str) -> str:
 
 
 def _tool_call(value: object, param: str) -> JsonObject:
-    call = as_object(value, param)
+    call = as_shallow_object(value, param)  # it is kept as it came
     if call.get("type", "function") != "function":
         refuse(f"{param}.type", call["type"], "'function'")
     function = as_object(call.get("function"), f"{param}.function")
