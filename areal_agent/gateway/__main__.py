@@ -21,7 +21,7 @@ from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.online.bound import Bound
 from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S
 from areal_agent.gateway.standalone import Place, Standalone, open_standalone
-from areal_agent.process import exit_with_parent
+from areal_agent.process import collect_garbage_rarely, exit_with_parent
 from areal_agent.tokens.keep_thinking import HistoryThinking
 
 DEFAULT_LEDGER = Path("runs/gateway")
@@ -157,6 +157,7 @@ async def _serve(place: Place, admin_key: AdminKey, drain_timeout_s: float) -> N
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     async with open_standalone(place) as standalone:
+        collect_garbage_rarely()
         print(_welcome(standalone, place, admin_key), flush=True)
         await stopped.wait()
         print("closing: calls in flight may finish; Ctrl-C again ends at once", file=sys.stderr, flush=True)

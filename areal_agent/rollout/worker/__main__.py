@@ -14,7 +14,7 @@ from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.observe.logging import log_to_output
-from areal_agent.process import exit_with_parent
+from areal_agent.process import collect_garbage_rarely, exit_with_parent
 from areal_agent.rollout.local import open_local
 from areal_agent.rollout.worker.channel import Channel
 from areal_agent.rollout.worker.messages import Ready, Refused, Warned, WorkerSettings, decode_settings, encode
@@ -51,6 +51,7 @@ async def _work(sock: socket.socket) -> None:
             except ArealAgentError as error:
                 channel.send(encode(Refused(message=str(error))))
                 return
+            collect_garbage_rarely()
             channel.send(encode(Ready()))
             await server.serve()
     finally:
