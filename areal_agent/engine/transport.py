@@ -5,7 +5,7 @@ the refusal that the caller names.
 """
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,8 @@ from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 120.0  # everything but /generate, which takes as long as it takes
+
+_HEADERS = {"Content-Type": "application/json"}
 
 
 class Transport:
@@ -43,7 +45,7 @@ class Transport:
 
     def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """The bytes of an answer as they arrive, without a time limit. Close it when leaving early."""
-        return self._pieces("POST", path, body, EngineRejected, None)
+        return self._pieces("POST", path, body)
 
     async def aclose(self) -> None:
         """Close the connections. Harmless when done before."""
@@ -59,29 +61,35 @@ class Transport:
     async def _read(
         self, method: str, path: str, body: dict[str, Any] | None, refusal: type[EngineError], timeout_s: float | None
     ) -> object:
-        async with aclosing(self._pieces(method, path, body, refusal, timeout_s)) as pieces:
-            payload = b"".join([piece async for piece in pieces])
+        async with self._answer(method, path, body, refusal, timeout_s) as answer:
+            payload = await answer.read()
         try:
             return _json(payload)
         except WireError as error:
             raise self.unreadable(path, error) from error
 
-    async def _pieces(
+    async def _pieces(self, method: str, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        async with self._answer(method, path, body, EngineRejected, None) as answer:
+            async for piece in answer.content.iter_any():
+                yield piece
+
+    @asynccontextmanager
+    async def _answer(
         self, method: str, path: str, body: dict[str, Any] | None, refusal: type[EngineError], timeout_s: float | None
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """An answer with status 200, its body still to be read. What fails there is an `EngineUnreachable`, too."""
         where = f"{method} {self.base_url}{path}"
         try:
             async with self._open().request(
                 method,
                 self.base_url + path,
                 data=None if body is None else orjson.dumps(body),
-                headers={"Content-Type": "application/json"},
+                headers=_HEADERS,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S),
                 allow_redirects=False,
             ) as response:
                 if response.status == 200:
-                    async for piece in response.content.iter_any():
-                        yield piece
+                    yield response
                     return
                 failure = _failure(await response.read(), response.status)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -92,7 +100,12 @@ class Transport:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+                trust_env=False,
+            )
         return self._session
 
 
