@@ -1,6 +1,7 @@
 """JSON objects inside text: the arguments of tool calls. Strict, and exact: integers keep all their digits."""
 
 import json
+import math
 from typing import Any, NoReturn
 
 from areal_agent.types import JsonObject
@@ -17,7 +18,7 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
     """
     try:
         value = _DECODER.decode(text)
-        format_json(value).encode()
+        (format_json(value) if "\\u" in text else text).encode()  # an escape may be half a character
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and not is_deeper(value) else None
@@ -41,19 +42,27 @@ def format_json(value: JsonObject) -> str:
     return _ENCODER.encode(value)
 
 
-def is_deeper(value: object, depth: int = MAX_DEPTH) -> bool:
+def is_deeper(value: Any, depth: int = MAX_DEPTH) -> bool:
     """Whether lists and objects nest more than `depth` levels deep.
 
     >>> is_deeper([[]], 2), is_deeper([[[]]], 2)
     (False, True)
     """
-    if isinstance(value, dict):
-        children = value.values()
-    elif isinstance(value, list):
-        children = value
-    else:
+    if not isinstance(value, (dict, list)):
         return False
-    return depth == 0 or any(is_deeper(child, depth - 1) for child in children)
+    if depth == 0:
+        return True
+    for child in value.values() if isinstance(value, dict) else value:
+        if isinstance(child, (dict, list)) and is_deeper(child, depth - 1):  # asked here, too: a call costs more
+            return True
+    return False
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is beyond every float")
+    return number
 
 
 def _refuse_constant(constant: str) -> NoReturn:
@@ -61,5 +70,5 @@ def _refuse_constant(constant: str) -> NoReturn:
 
 
 # Made once: to make one costs more than to use it.
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
-import secrets
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 from areal_agent.errors import EngineError
 from areal_agent.gateway.sampling import MAX_SEED
@@ -97,18 +97,23 @@ class EngineCalls:
 
 
 def requests_for(
-    input_ids: tuple[int, ...], sampling: SamplingParams, num_choices: int, num_top_logprobs: int
+    input_ids: tuple[int, ...], sampling: SamplingParams, completion_ids: Sequence[str], num_top_logprobs: int
 ) -> list[GenerateRequest]:
     """One request an answer to the same prompt, each with a seed of its own."""
     return [
         GenerateRequest(
-            request_id=secrets.token_hex(16),
+            request_id=_request_id(completion_id),
             input_ids=input_ids,
             sampling=_for_choice(sampling, index),
             num_top_logprobs=num_top_logprobs,
         )
-        for index in range(num_choices)
+        for index, completion_id in enumerate(completion_ids)
     ]
+
+
+def _request_id(completion_id: str) -> str:
+    """All of one length: no engine may take one for the beginning of another."""
+    return blake2b(completion_id.encode(), digest_size=16).hexdigest()
 
 
 def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:

@@ -1,6 +1,5 @@
 """One answer, whole: its tokens, and what they say."""
 
-from base64 import b32encode
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -64,10 +63,9 @@ def call_id(completion_id: str, index: int) -> str:
     """The id of a call in a completion: the same in a stream and in its record.
 
     >>> call_id("chatcmpl-7", 0), call_id("chatcmpl-7", 1)
-    ('opueifgmd', 'zjg5fggvz')
+    ('3dac58382', 'bbc14577e')
     """
-    digest = blake2b(f"{completion_id}/{index}".encode(), digest_size=10).digest()
-    return b32encode(digest).decode().lower()[:CALL_ID_LENGTH]
+    return blake2b(f"{completion_id}/{index}".encode(), digest_size=CALL_ID_LENGTH).hexdigest()[:CALL_ID_LENGTH]
 
 
 def completion_ids(answer_id: str, num_choices: int) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ class PendingTurn:
         self._streamed: dict[int, ParsedAnswer] = {}  # by choice: what a finished draft says
         self.prompt_ids = plan.prompt.token_ids()
         self._requests = requests_for(
-            self.prompt_ids, plan.sampling, len(plan.completion_ids), plan.order.num_top_logprobs or 0
+            self.prompt_ids, plan.sampling, plan.completion_ids, plan.order.num_top_logprobs or 0
         )
 
     async def run(self, outlet: Outlet | None) -> TurnAnswer:

@@ -4,7 +4,6 @@ Placing and recording are serialised; what lies between, the sampling, is not.
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
 
@@ -76,7 +75,7 @@ class TurnLog:
         async with self._lock:
             fork_reason = self._forest.record(prompt, [choice.reply() for choice in choices])
         turn = Turn(
-            id=f"turn-{secrets.token_hex(12)}",
+            id=_turn_id(completions[0].id),
             parent=prompt.parent.completion_id if prompt.parent else None,
             fork_at=prompt.fork_at,
             new_prompt_ids=prompt.new_ids,
@@ -99,3 +98,12 @@ class TurnLog:
         counters.altered_completions += sum(one.distribution is Distribution.ALTERED for one in turn.completions)
         if turn.fork_reason:
             counters.forks[turn.fork_reason] += 1
+
+
+def _turn_id(completion_id: str) -> str:
+    """A turn is known by its first completion: another random number would cost a system call.
+
+    >>> _turn_id("chatcmpl-7f"), _turn_id("chatcmpl-7f-2")
+    ('turn-7f', 'turn-7f-2')
+    """
+    return f"turn-{completion_id.partition('-')[2]}"
