@@ -50,7 +50,7 @@ MESSAGE_SCHEMAS: dict[str, JsonSchema] = {
         "properties": {
             "type": {"const": "function"},
             "function": closed_object(
-                {"name": NAME} | optional(description={}, parameters={"type": "object"}, strict={"const": False}),
+                {"name": NAME} | optional(description={}, parameters={"type": "object"}, strict={"type": "boolean"}),
                 ["name"],
             ),
         },
