@@ -202,7 +202,7 @@ def test_faults_in_messages_name_their_place(messages: Any, param: str) -> None:
         ({"type": "custom"}, "tools[0].type"),
         ({"type": "function"}, "tools[0].function"),
         ({"type": "function", "function": {"name": ""}}, "tools[0].function.name"),
-        ({"type": "function", "function": {"name": "f", "strict": True}}, "tools[0].function.strict"),
+        ({"type": "function", "function": {"name": "f", "strict": "yes"}}, "tools[0].function.strict"),
         ({"type": "function", "function": {"name": "f", "parameters": []}}, "tools[0].function.parameters"),
         ({"type": "function", "function": {"name": "f", "description": nested(65)}}, "tools[0]"),
         ({"type": "function", "function": {"name": "f", "extra": 1}}, "tools[0].function.extra"),

@@ -11,6 +11,7 @@ from typing import Self
 from areal_agent.errors import RequestError
 from areal_agent.gateway.endpoints.conversation import read_message, read_tools
 from areal_agent.gateway.endpoints.response_format import read_response_format
+from areal_agent.gateway.endpoints.strict_tools import Accepts, strict_tools
 from areal_agent.gateway.endpoints.tool_choice import ToolChoice, ToolUse
 from areal_agent.gateway.fields import as_flag, as_integer, as_list, as_text, refuse
 from areal_agent.gateway.turns.order import HARMLESS_FIELDS, MAX_TOP_LOGPROBS, ORDER_FIELDS, Order, refuse_unsupported
@@ -55,6 +56,7 @@ class ChatRequest:
     messages: Sequence[JsonObject]
     tools: Sequence[JsonObject]
     tool_choice: ToolChoice
+    accepts: Accepts | None  # what a call must be, where a tool is strict
     json_schema: str | None
     order: Order
 
@@ -79,6 +81,7 @@ class ChatRequest:
             messages=_read_messages(body.get("messages")),
             tools=tools,
             tool_choice=tool_choice,
+            accepts=strict_tools(tools),
             json_schema=json_schema,
             order=Order.read(body, num_top_logprobs=_read_logprobs(body)),
         )
@@ -100,6 +103,7 @@ class ChatRequest:
             may_call_tools=self.tool_choice.may_call,
             is_thinking=prompt.is_thinking or THINK_END in opening,
             opening=opening,
+            accepts=self.accepts,
         )
 
     def _opening(self, renderer: Renderer) -> str:

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.fields import as_list, as_name, as_object, as_shallow_object, as_text, refuse, refuse_unknown
+from areal_agent.gateway.fields import (
+    as_flag,
+    as_list,
+    as_name,
+    as_object,
+    as_shallow_object,
+    as_text,
+    refuse,
+    refuse_unknown,
+)
 from areal_agent.tokens.json_text import parse_json_object
 from areal_agent.types import JsonObject
 
@@ -112,12 +121,6 @@ def _check_tool(value: object, param: str) -> None:
     function = as_object(tool.get("function"), f"{param}.function")
     refuse_unknown(function, {"name", "description", "parameters", "strict"}, f"{param}.function.")
     as_name(function.get("name"), f"{param}.function.name")
+    as_flag(function.get("strict"), f"{param}.function.strict")
     if function.get("parameters") is not None:
         as_object(function["parameters"], f"{param}.function.parameters")
-    if function.get("strict"):
-        raise RequestError(
-            f"{param}.function.strict asks for a grammar inside tool calls, which this gateway does not have; "
-            "leave it out, and check the arguments",
-            param=f"{param}.function.strict",
-            code="unsupported_parameter",
-        )

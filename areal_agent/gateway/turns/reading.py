@@ -3,11 +3,12 @@
 It knows no tokens: what is read is text, whole or as it comes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer
+from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer, ToolCall
 from areal_agent.tokens.answers.reader import AnswerReader
 
 
@@ -48,14 +49,20 @@ class ChatReading:
     may_call_tools: bool
     is_thinking: bool  # the prompt has opened the reasoning
     opening: str = ""
+    accepts: Callable[[ToolCall], bool] | None = None  # a call that it refuses is malformed
 
     def parse(self, text: str) -> ParsedAnswer:
         return self.answer_format.parse(
-            self.opening + text, may_call_tools=self.may_call_tools, is_thinking=self.is_thinking
+            self.opening + text,
+            may_call_tools=self.may_call_tools,
+            is_thinking=self.is_thinking,
+            accepts=self.accepts,
         )
 
     def reader(self) -> "ChatReader":
-        reader = self.answer_format.reader(may_call_tools=self.may_call_tools, is_thinking=self.is_thinking)
+        reader = self.answer_format.reader(
+            may_call_tools=self.may_call_tools, is_thinking=self.is_thinking, accepts=self.accepts
+        )
         return ChatReader(reader, self.opening)
 
 

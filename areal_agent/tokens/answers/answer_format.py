@@ -3,7 +3,7 @@
 Everything outside this package begins here. The forms themselves stand in files of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,18 +42,41 @@ class AnswerFormat:
             tool_format=detect_tool_format(chat_template), reasoning_format=detect_reasoning_format(chat_template)
         )
 
-    def parse(self, text: str, *, may_call_tools: bool = True, is_thinking: bool = False) -> ParsedAnswer:
-        """Read a whole answer; a malformed call stays in its content.
+    def parse(
+        self,
+        text: str,
+        *,
+        may_call_tools: bool = True,
+        is_thinking: bool = False,
+        accepts: Callable[[ToolCall], bool] | None = None,
+    ) -> ParsedAnswer:
+        """Read a whole answer; a malformed call, and one that `accepts` refuses, stays in its content.
 
         `is_thinking`: the prompt ends inside the reasoning. White space between reasoning and content, and at the ends
         of the content on the side of a call, belongs to neither.
         """
-        reader = self._reader(may_call_tools=may_call_tools, is_thinking=is_thinking, are_calls_whole=True)
+        reader = self._reader(
+            may_call_tools=may_call_tools, is_thinking=is_thinking, are_calls_whole=True, accepts=accepts
+        )
         return reader.finish(text)[1]
 
-    def reader(self, *, may_call_tools: bool = True, is_thinking: bool = False) -> AnswerReader:
-        """Read an answer that is still coming; calls leave as they come, a malformed one perhaps in part."""
-        return self._reader(may_call_tools=may_call_tools, is_thinking=is_thinking, are_calls_whole=False)
+    def reader(
+        self,
+        *,
+        may_call_tools: bool = True,
+        is_thinking: bool = False,
+        accepts: Callable[[ToolCall], bool] | None = None,
+    ) -> AnswerReader:
+        """Read an answer that is still coming; calls leave as they come, a malformed one perhaps in part.
+
+        With `accepts` a call leaves when it is whole and accepted; one that is refused stays in the content.
+        """
+        return self._reader(
+            may_call_tools=may_call_tools,
+            is_thinking=is_thinking,
+            are_calls_whole=accepts is not None,
+            accepts=accepts,
+        )
 
     def opening(self, tool_name: str | None, *, is_thinking: bool = False) -> str:
         """The text that begins a forced call: of this tool, or of any (None). It first ends reasoning that is open.
@@ -89,12 +112,20 @@ class AnswerFormat:
             raise ValueError("reasoning_format 'none' writes no reasoning; choose 'think' or give none")
         return f"{THINK_BEGIN}\n{reasoning}\n{THINK_END}\n\n{text}"
 
-    def _reader(self, *, may_call_tools: bool, is_thinking: bool, are_calls_whole: bool) -> AnswerReader:
+    def _reader(
+        self,
+        *,
+        may_call_tools: bool,
+        is_thinking: bool,
+        are_calls_whole: bool,
+        accepts: Callable[[ToolCall], bool] | None,
+    ) -> AnswerReader:
         return AnswerReader(
             dialect=self._dialect() if may_call_tools else None,
             has_thinking=self.reasoning_format is ReasoningFormat.THINK,
             is_thinking=is_thinking,
             are_calls_whole=are_calls_whole,
+            accepts=accepts or _all,
         )
 
     def _dialect(self) -> Dialect | None:
@@ -115,3 +146,8 @@ class AnswerFormat:
                 return DeepSeek(is_fenced=False)
             case ToolFormat.NONE:
                 return None
+
+
+def _all(call: ToolCall) -> bool:
+    del call
+    return True

@@ -5,6 +5,8 @@ the agent sees what the model wrote. Once its beginning has left it remains a ca
 was, up to its closing tag. Either is counted.
 """
 
+from collections.abc import Callable
+
 from areal_agent.tokens.answers.call import OpenCall
 from areal_agent.tokens.answers.dialect import Dialect, Marks
 from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer, ToolCall
@@ -18,16 +20,24 @@ class AnswerReader:
     """One answer. `feed` it the text in any pieces, then `finish`; the deltas of both together are what it says.
 
     `has_thinking`: whether tags of reasoning have their meaning. `are_calls_whole`: a call leaves when it is complete,
-    and a malformed one is always content. `dialect` None: nothing is a call.
+    and a malformed one is always content. `dialect` None: nothing is a call. `accepts` judges whole calls: one that it
+    refuses is malformed.
     """
 
     def __init__(
-        self, *, dialect: Dialect | None, has_thinking: bool, is_thinking: bool, are_calls_whole: bool
+        self,
+        *,
+        dialect: Dialect | None,
+        has_thinking: bool,
+        is_thinking: bool,
+        are_calls_whole: bool,
+        accepts: Callable[[ToolCall], bool],
     ) -> None:
         self._dialect = dialect
         self._has_thinking = has_thinking
         self._is_thinking = is_thinking
         self._are_calls_whole = are_calls_whole
+        self._accepts = accepts
         self._tape = Tape()
         self._reasoning: Prose | None = None
         self._content = Prose(keeps_edges=True)
@@ -120,7 +130,8 @@ class AnswerReader:
     def _end_call(self, call: OpenCall, *, is_complete: bool, is_marked: bool) -> bool:
         """Take the call, or its text as content; returns whether it was taken."""
         tool_call = call.tool_call()
-        is_good = is_complete and tool_call is not None and not tool_call.is_broken
+        is_whole = is_complete and tool_call is not None and not tool_call.is_broken
+        is_good = is_whole and tool_call is not None and self._accepts(tool_call)
         if not is_good and (is_marked or call.has_begun):
             self._num_malformed += 1
         is_taken = False
