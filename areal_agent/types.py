@@ -9,7 +9,7 @@ How they nest::
                            └─▶ TokenRecord (what the trainer eats: one a branch)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
@@ -116,7 +116,7 @@ class GenerateRequest:
     """One call of an engine, tokens in. `request_id`s of one run have equal length (SGLang aborts by prefix)."""
 
     request_id: str
-    input_ids: tuple[int, ...]
+    input_ids: Sequence[int]  # a tuple; or `array("i")` where the prompt is long, which is a quarter of the work
     sampling: SamplingParams
     num_top_logprobs: int = 0  # how many of the likeliest tokens to report at each position
 
@@ -347,6 +347,10 @@ class TokenRecord:
     temperatures: NDArray[np.float32]  # [T]
     versions: NDArray[np.int32]  # [T], WeightVersion.step
     turn_rewards: NDArray[np.float32]  # [K], the final reward stands on the last turn
+    final_reward: float = 0.0  # what of the last turn's reward is the final one
+    fork_turn: int | None = None  # the turn of the parent branch that this one leaves
+    own_turn: int = 0  # the first turn with a token that no earlier branch has
+    sample_of: int | None = None  # the branch whose call this one's own first turn is a parallel sample of
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)

@@ -24,6 +24,7 @@ calls `step`, so a weight swap can fall between any two tokens. A streamed reque
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 
 from areal_agent.engine.fake_row import FakeRow, fake_logprob, fake_top_logprobs
@@ -96,7 +97,7 @@ class FakeEngine:
         if request.request_id in self._running:
             raise EngineRejected(f"request_id {request.request_id!r} is in flight already; make ids unique")
         running = FakeRow(request=request, reply=self._next_reply(request), on_chunk=on_chunk)
-        self.requests.append(request)
+        self.requests.append(replace(request, input_ids=tuple(request.input_ids)))
         self._running[request.request_id] = running
         try:
             await self._announce()

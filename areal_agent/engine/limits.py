@@ -5,6 +5,7 @@ The client checks before it sends (an id outside the vocabulary kills a real SGL
 
 import math
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,8 +22,8 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     _check_grammar(request.sampling.json_schema, has_grammar=info.has_grammar)
 
 
-def _check_ids(input_ids: tuple[int, ...], vocab_size: int) -> None:
-    if not input_ids:
+def _check_ids(input_ids: Sequence[int], vocab_size: int) -> None:
+    if not len(input_ids):
         raise EngineRejected("input_ids is empty; a request needs at least one token to continue")
     if _largest_id(input_ids) < vocab_size:
         return
@@ -33,12 +34,13 @@ def _check_ids(input_ids: tuple[int, ...], vocab_size: int) -> None:
     )
 
 
-def _largest_id(input_ids: tuple[int, ...]) -> float:
-    """Infinity when one is negative or beyond any vocabulary. An array takes a third of the time of `min` and `max`."""
+def _largest_id(input_ids: Sequence[int]) -> float:
+    """More than any vocabulary has when one is negative. An array takes a third of the time of `min` and `max`."""
     try:
-        return int(np.frombuffer(array("I", input_ids), dtype=np.uintc).max())
+        packed = input_ids if isinstance(input_ids, array) else array("i", input_ids)
     except OverflowError:
         return math.inf
+    return int(np.frombuffer(packed, dtype=np.uintc).max())
 
 
 def _check_length(num_prompt_tokens: int, max_tokens: int, max_context_tokens: int) -> None:

@@ -83,7 +83,7 @@ class Transport:
             async with self._open().request(
                 method,
                 self.base_url + path,
-                data=None if body is None else orjson.dumps(body),
+                data=None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
                 headers=_HEADERS,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S),
                 allow_redirects=False,

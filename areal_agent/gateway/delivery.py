@@ -8,7 +8,7 @@ Who hangs up stops the engine. What fails in the middle of a stream becomes its 
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import orjson
@@ -31,7 +31,7 @@ class AnswerBody(Protocol):
 
     def whole(self, answer: Answer) -> JsonObject: ...
 
-    def first(self, prompt_ids: tuple[int, ...]) -> Iterator[JsonObject]: ...
+    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]: ...
 
     def piece(self, piece: Piece) -> Iterator[JsonObject]: ...
 

@@ -108,6 +108,7 @@ class Prompt:
     stand_in: StandIn | None = field(repr=False)  # until all its answers were continued
     text_hash: TextHash | None = field(repr=False)  # of the text up to the answer's block; as long as it may be needed
     num_waiting: int = 0  # answers that nothing continues yet
+    known_path: "array[int] | None" = field(default=None, repr=False)  # as long as the forest lets it be known
     sent: Sequence[JsonObject] | str | None = field(default=None, repr=False)  # the whole request, until it is recorded
 
     @property
@@ -141,18 +142,27 @@ class Prompt:
 
     def token_ids(self) -> tuple[int, ...]:
         """The full prompt, from the root."""
+        return tuple(self.path())
+
+    def path(self) -> "array[int]":
+        """As `token_ids`, packed, and not to be changed: it is made once."""
+        if self.known_path is None:
+            self.known_path = self._path()
+        return self.known_path
+
+    def _path(self) -> "array[int]":
         slices, kept = [self.new], self.fork_at
         for answer in self.parent.lineage() if self.parent else ():
             prompt = answer.prompt
+            if prompt.known_path is not None:
+                slices += [answer.sampled[: max(0, kept - prompt.num_tokens)], prompt.known_path[:kept]]
+                break
             if kept > prompt.num_tokens:
                 slices.append(answer.sampled[: kept - prompt.num_tokens])
             if kept > prompt.fork_at:
                 slices.append(prompt.new[: kept - prompt.fork_at])
             kept = min(kept, prompt.fork_at)
-        path = array("i")
-        for part in reversed(slices):
-            path.extend(part)
-        return tuple(path)
+        return array("i", b"".join(reversed(slices)))
 
     def lineage(self) -> list["Prompt"]:
         """The prompts from the root to this one."""

@@ -62,6 +62,7 @@ class Forest:
         self._completions = Completions()
         self._continuations: dict[bytes, Continuation] = {}  # by the key of their tools
         self._leaves: set[Prompt] = set()  # conversations that nothing continues
+        self._newest: Prompt | None = None  # the only recorded one whose path is kept in one piece
         self._normalise: Normalise = _as_it_is  # of the newest request
         self._num_answers = 0
         self.num_mismatches = 0
@@ -216,6 +217,9 @@ class Forest:
         reason = self._fork_reason(prompt)
         self._requests.record(prompt.key)
         sent, prompt.sent = prompt.sent, None
+        if self._newest:
+            self._newest.known_path = None
+        self._newest = prompt
         if prompt.parent:
             prompt.parent.continued()
             self._leaves.discard(prompt.parent.prompt)

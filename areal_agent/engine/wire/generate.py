@@ -1,7 +1,10 @@
 """`/generate`: one request, and its answer in one piece (stream.py: in events)."""
 
+from array import array
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from areal_agent.engine.fields import WireError, as_ids, as_integer, as_member, as_object, get, refuse_unknown
 from areal_agent.engine.wire.sampling import decode_sampling, encode_sampling
@@ -23,15 +26,16 @@ class GenerateCall:
 
 
 def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> dict[str, Any]:
-    """The body of `/generate`. The ids go as the tuple they are: orjson writes it, a copy of a long prompt is not free.
+    """The body of `/generate`, for orjson with NumPy: a long prompt is never a list of Python's integers.
 
     >>> from areal_agent.types import SamplingParams
     >>> encode_request(GenerateRequest(request_id="r1", input_ids=(5,), sampling=SamplingParams()))["rid"]
     'r1'
     """
+    ids = request.input_ids
     body: dict[str, Any] = {
         "rid": request.request_id,
-        "input_ids": request.input_ids,
+        "input_ids": np.asarray(ids) if isinstance(ids, array) else ids,
         "sampling_params": encode_sampling(request.sampling),
         "return_logprob": True,
         "stream": is_streamed,

@@ -1,6 +1,6 @@
 """The answer to a chat as JSON: a `chat.completion` object, or the chunks of a stream."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from areal_agent.gateway.endpoints.logprobs import chat_logprobs
@@ -33,7 +33,7 @@ class ChatBody:
             "usage": answer.usage(),
         }
         if self._order.has_token_ids:
-            body["prompt_token_ids"] = answer.turns[0].prompt_ids
+            body["prompt_token_ids"] = list(answer.turns[0].prompt_ids)
         return body
 
     def _choice(self, choice: Choice) -> JsonObject:
@@ -49,12 +49,12 @@ class ChatBody:
 
     # --------------------------------------------------------------------------------------- in chunks
 
-    def first(self, prompt_ids: tuple[int, ...]) -> Iterator[JsonObject]:
+    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]:
         """Before any text: who speaks."""
         for index in range(len(self._completion_ids)):
             chunk = self._chunk(index, {"role": "assistant", "content": ""})
             if self._order.has_token_ids and index == 0:
-                chunk["prompt_token_ids"] = prompt_ids
+                chunk["prompt_token_ids"] = list(prompt_ids)
             yield chunk
 
     def piece(self, piece: Piece) -> Iterator[JsonObject]:

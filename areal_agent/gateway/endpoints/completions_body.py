@@ -34,17 +34,17 @@ class CompletionsBody:
         choices = [self._choice(choice, prompt_ids) for choice, prompt_ids in _with_prompts(answer)]
         return {**self._head, "choices": choices, "usage": answer.usage()}
 
-    def _choice(self, choice: Choice, prompt_ids: tuple[int, ...]) -> JsonObject:
+    def _choice(self, choice: Choice, prompt_ids: Sequence[int]) -> JsonObject:
         echo = self._echo(choice.index)
         body = self._choice_body(choice.index, echo + choice.text, choice.rows)
         body["finish_reason"] = choice.completion.finish_reason.value
         if self._order.has_token_ids:
-            body |= {"prompt_token_ids": prompt_ids, "token_ids": choice.completion.token_ids}
+            body |= {"prompt_token_ids": list(prompt_ids), "token_ids": choice.completion.token_ids}
         return body
 
     # --------------------------------------------------------------------------------------- in chunks
 
-    def first(self, prompt_ids: tuple[int, ...]) -> Iterator[JsonObject]:
+    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]:
         """Before anything is sampled: the echo."""
         for index in range(self._num_choices):
             if self._echo(index):
@@ -64,7 +64,7 @@ class CompletionsBody:
             body = self._choice_body(choice.index, "", ())
             body["finish_reason"] = choice.completion.finish_reason.value
             if self._order.has_token_ids:
-                body["prompt_token_ids"] = prompt_ids
+                body["prompt_token_ids"] = list(prompt_ids)
             yield self._chunk(body)
         if self._order.has_usage_chunk:
             yield {**self._head, "choices": [], "usage": answer.usage()}
@@ -86,7 +86,7 @@ class CompletionsBody:
         return self._echoes[index // self._order.num_choices]
 
 
-def _with_prompts(answer: Answer) -> Iterator[tuple[Choice, tuple[int, ...]]]:
+def _with_prompts(answer: Answer) -> Iterator[tuple[Choice, Sequence[int]]]:
     for turn in answer.turns:
         for choice in turn.choices:
             yield choice, turn.prompt_ids

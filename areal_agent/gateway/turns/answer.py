@@ -11,7 +11,7 @@ from areal_agent.gateway.turns.choice import Choice
 class TurnAnswer:
     """The answers to one prompt."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     choices: tuple[Choice, ...]
     num_cached_tokens: int
 

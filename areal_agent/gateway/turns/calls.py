@@ -97,7 +97,7 @@ class EngineCalls:
 
 
 def requests_for(
-    input_ids: tuple[int, ...], sampling: SamplingParams, completion_ids: Sequence[str], num_top_logprobs: int
+    input_ids: Sequence[int], sampling: SamplingParams, completion_ids: Sequence[str], num_top_logprobs: int
 ) -> list[GenerateRequest]:
     """One request an answer to the same prompt, each with a seed of its own."""
     return [

@@ -13,7 +13,7 @@ class RunnableTurn(Protocol):
     """A turn that has its place."""
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]: ...
+    def prompt_ids(self) -> Sequence[int]: ...
 
     async def run(self, outlet: Outlet | None) -> TurnAnswer: ...
 
@@ -37,7 +37,7 @@ class Exchange:
         return len(self._turns) * self.order.num_choices
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]:
+    def prompt_ids(self) -> Sequence[int]:
         """The tokens of the first prompt."""
         return self._turns[0].prompt_ids
 

@@ -53,7 +53,7 @@ class PendingTurn:
         self._is_hung_up = False
         self._drafts: list[Draft] = []
         self._streamed: dict[int, ParsedAnswer] = {}  # by choice: what a finished draft says
-        self.prompt_ids = plan.prompt.token_ids()
+        self.prompt_ids = plan.prompt.path()
         self._requests = requests_for(
             self.prompt_ids, plan.sampling, plan.completion_ids, plan.order.num_top_logprobs or 0
         )

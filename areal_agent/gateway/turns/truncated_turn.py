@@ -4,6 +4,8 @@ The agent gets an empty answer with finish reason `length`, as if the model had 
 at `length` stops here. Nothing was sampled, so no turn is recorded, and there is no completion to reward.
 """
 
+from collections.abc import Sequence
+
 from areal_agent.gateway.turns.answer import TurnAnswer
 from areal_agent.gateway.turns.choice import Choice
 from areal_agent.gateway.turns.outlet import Outlet
@@ -14,7 +16,7 @@ from areal_agent.types import Completion, Distribution, FinishReason
 class TruncatedTurn:
     """Answers at once."""
 
-    def __init__(self, *, prompt_ids: tuple[int, ...], completion_ids: tuple[str, ...], first_index: int) -> None:
+    def __init__(self, *, prompt_ids: Sequence[int], completion_ids: tuple[str, ...], first_index: int) -> None:
         self.prompt_ids = prompt_ids
         self._completion_ids = completion_ids
         self._first_index = first_index
