@@ -22,6 +22,7 @@ from areal_agent.gateway.online.bound import Bound
 from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S
 from areal_agent.gateway.standalone import Place, Standalone, open_standalone
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
+from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.keep_thinking import HistoryThinking
 
 DEFAULT_LEDGER = Path("runs/gateway")
@@ -63,6 +64,16 @@ def _parser() -> Parser:
         "thinking of earlier answers, where the chat template would strip it (default %(default)s)",
         choices=[one.value for one in HistoryThinking],
         default=HistoryThinking.TEMPLATE.value,
+    )
+    add(
+        "--tool-format",
+        "how the model writes tool calls (default: as its chat template does)",
+        choices=[one.value for one in ToolFormat],
+    )
+    add(
+        "--reasoning-format",
+        "how the model marks its reasoning (default: as its chat template does)",
+        choices=[one.value for one in ReasoningFormat],
     )
     add("--port", "where agents call; 0 picks a free one", type=int, required=True)
     add("--host", "address to bind (default %(default)s); another one needs a key of your choice", default="127.0.0.1")
@@ -134,6 +145,8 @@ def _place(options: Namespace, ledger: Path, admin_key: AdminKey) -> Place:
         engine_url=options.engine,
         tokenizer=options.tokenizer,
         history_thinking=HistoryThinking(options.history_thinking),
+        tool_format=options.tool_format and ToolFormat(options.tool_format),
+        reasoning_format=options.reasoning_format and ReasoningFormat(options.reasoning_format),
         ledger=ledger,
         host=options.host,
         port=options.port,

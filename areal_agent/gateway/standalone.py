@@ -21,6 +21,7 @@ from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.online.bound import Bound
 from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.keep_thinking import HistoryThinking
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import EngineInfo
@@ -33,6 +34,8 @@ class Place:
     engine_url: str
     tokenizer: Path
     history_thinking: HistoryThinking
+    tool_format: ToolFormat | None  # None: as the chat template writes them
+    reasoning_format: ReasoningFormat | None
     ledger: Path  # the file
     host: str
     port: int
@@ -59,7 +62,13 @@ class Standalone:
 async def open_standalone(place: Place) -> AsyncGenerator[Standalone]:
     """Connect, open the ledger, listen; closed on leaving. Raises ConfigError for whatever stands in the way."""
     async with AsyncExitStack() as stack:
-        renderer = await asyncio.to_thread(Renderer.load, place.tokenizer, history_thinking=place.history_thinking)
+        renderer = await asyncio.to_thread(
+            Renderer.load,
+            place.tokenizer,
+            history_thinking=place.history_thinking,
+            tool_format=place.tool_format,
+            reasoning_format=place.reasoning_format,
+        )
         engine = HttpEngine(place.engine_url)
         stack.push_async_callback(engine.aclose)
         info = await _info(engine)

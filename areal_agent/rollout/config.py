@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from areal_agent.section import Section
+from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.keep_thinking import HistoryThinking
 
 
@@ -31,6 +32,10 @@ class RolloutConfig(Section):
     history_thinking: HistoryThinking = HistoryThinking.TEMPLATE
     """The thinking of earlier answers, where the chat template would strip it: `template` lets it, at the price of a
     branch a turn; `keep` leaves it in the prompt, and exports a chat template that does so with every checkpoint."""
+    tool_format: ToolFormat | None = None
+    """How the model writes tool calls; by default as its chat template does."""
+    reasoning_format: ReasoningFormat | None = None
+    """How the model marks its reasoning; by default as its chat template does."""
     gateway_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the gateway on 127.0.0.1; 0 picks a free one. With workers, that of the first; the others follow."""
     gateway_url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None

@@ -71,7 +71,11 @@ async def open_local(
         gateway = Gateway(
             sampler=engine,
             renderer=await asyncio.to_thread(
-                Renderer.load, settings.tokenizer, history_thinking=config.history_thinking
+                Renderer.load,
+                settings.tokenizer,
+                history_thinking=config.history_thinking,
+                tool_format=config.tool_format,
+                reasoning_format=config.reasoning_format,
             ),
             journal=journal,
             model_name=settings.model_name,

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.tokens.answers.answer_format import AnswerFormat
+from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.control import ANSWER_MARKUP, Breaker, any_of, control_texts
 from areal_agent.tokens.detokenizer import Detokenizer
 from areal_agent.tokens.keep_thinking import STAND_INS, HistoryThinking, keep_template
@@ -65,7 +66,8 @@ class Renderer:
         tokenizer: PreTrainedTokenizerFast,
         *,
         history_thinking: HistoryThinking = HistoryThinking.TEMPLATE,
-        answer_format: AnswerFormat | None = None,
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
     ) -> None:
         if not isinstance(tokenizer.chat_template, str):
             raise ConfigError(
@@ -73,7 +75,7 @@ class Renderer:
                 "put a chat_template.jinja beside its tokenizer.json"
             )
         source = tokenizer.chat_template
-        self.answer_format = answer_format or AnswerFormat.detect(source)
+        self.answer_format = AnswerFormat.detect(source, tool_format=tool_format, reasoning_format=reasoning_format)
         is_kept = history_thinking is HistoryThinking.KEEP
         self.chat_template = keep_template(source) if is_kept else source
         """The template in use: the one to export with a model that is trained on these prompts."""
@@ -108,11 +110,12 @@ class Renderer:
         path: Path,
         *,
         history_thinking: HistoryThinking = HistoryThinking.TEMPLATE,
-        answer_format: AnswerFormat | None = None,
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
     ) -> Self:
         """Read tokenizer and template from a model's folder; raises ConfigError when they are missing or unusable.
 
-        `answer_format` None: the one that the template itself writes.
+        A format that is None: the one that the template itself writes.
         """
         if not (path / "tokenizer.json").is_file():
             raise ConfigError(f"{path} has no tokenizer.json; name a folder with a Hugging Face tokenizer")
@@ -120,7 +123,12 @@ class Renderer:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
-        return cls(tokenizer, history_thinking=history_thinking, answer_format=answer_format)
+        return cls(
+            tokenizer,
+            history_thinking=history_thinking,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
+        )
 
     # ------------------------------------------------------------------------------------------ data to text
 

@@ -7,6 +7,7 @@
 - an answer's text leaves out the token that ended it, and keeps special tokens inside
 - a folder without tokenizer or template, and a template that does not end answers, are refused at load
 - a template's own refusal is the request's error
+- the form of answers is the template's, but for what is given; it leaves the rest alone
 """
 
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
+from areal_agent.tokens.answers.answer_format import AnswerFormat
+from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.renderer import Renderer
 
 QUESTION = [{"role": "user", "content": "the quick fox?"}]
@@ -106,3 +109,13 @@ def test_a_refusal_of_the_template_is_the_requests_error(tokenizer: PreTrainedTo
     with pytest.raises(RequestError, match="no tool may begin") as caught:
         Renderer.load(tmp_path).render([{"role": "tool", "content": "x"}])
     assert caught.value.param == "messages"
+
+
+def test_a_given_form_of_answers_stands_for_the_templates(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    own = Renderer.load(tmp_path).answer_format
+    assert own == AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
+    given = Renderer.load(tmp_path, tool_format=ToolFormat.MISTRAL).answer_format
+    assert given == AnswerFormat(tool_format=ToolFormat.MISTRAL, reasoning_format=own.reasoning_format)
+    thinking = Renderer.load(tmp_path, reasoning_format=ReasoningFormat.THINK).answer_format
+    assert thinking.parse("<think>hm</think>so").reasoning == "hm"

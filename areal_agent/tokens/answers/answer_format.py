@@ -36,10 +36,17 @@ class AnswerFormat:
     reasoning_format: ReasoningFormat
 
     @classmethod
-    def detect(cls, chat_template: str) -> Self:
-        """The form that the template itself writes; the rules are in `detection`."""
+    def detect(
+        cls,
+        chat_template: str,
+        *,
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
+    ) -> Self:
+        """The form that the template itself writes (the rules are in `detection`), but for what is given."""
         return cls(
-            tool_format=detect_tool_format(chat_template), reasoning_format=detect_reasoning_format(chat_template)
+            tool_format=tool_format or detect_tool_format(chat_template),
+            reasoning_format=reasoning_format or detect_reasoning_format(chat_template),
         )
 
     def parse(
