@@ -1,20 +1,17 @@
-"""Advantages: how much better a token's return was than what its group earned. Pure functions.
+"""Baselines, returns and their normalisation: what an advantage is made of. Pure functions.
 
-A *rollout* is one answer of a group (a session); it may have several records (branches), and counts once in every
-group statistic. Groups are found by id, never by stride; a failed sibling is simply not there.
-Shapes: R rollouts, K turns and T tokens of one record.
+scoring.py puts them together. Groups are found by id, never by stride; a failed sibling is simply not there. Time
+counts in actions: observations between them, however long, take no time.
+Shapes: R rollouts (or whatever is compared), M loss tokens of one record, N loss tokens of all records.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.types import TokenRecord
-
 STD_EPSILON = 1e-4
-"""Added to a group's standard deviation: rewards that differ by noise alone are not blown up."""
+"""Added to a standard deviation: what differs by noise alone is not blown up."""
 
 
 def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -57,51 +54,39 @@ def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
     return values.new_zeros(len(distinct)).index_add(0, position, values)[position]
 
 
-def returns_to_go(turn_rewards: Tensor, discount: float) -> Tensor:
-    """What each turn earns from itself on: G_k = r_k + discount * G_{k+1}.
+def gae(rewards: Sequence[float], values: Sequence[float], discounts: Sequence[float], gae_lambda: float) -> Tensor:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the loss tokens of one record.
 
-    Time counts in turns: tokens within a turn share its return, and the observations between turns, however long,
-    take no time. Shapes: turn_rewards [K] -> [K].
+    d_m = r_m + g_m V_{m+1} - V_m,  A_m = d_m + g_m lambda A_{m+1}, where m + 1 is the next *loss* token, however many
+    observations lie between. The last one is terminal: nothing is bootstrapped, V_M = A_M = 0. g_m is the discount from
+    token m to the next: 1 within a turn. A_m + V_m is the return that a critic learns. Not normalised.
+    Shapes: rewards [M], values [M], discounts [M] (the last is not used) -> [M] float64.
     """
-    assert turn_rewards.ndim == 1, turn_rewards.shape
-    returns = turn_rewards.clone()
-    for turn in range(len(returns) - 2, -1, -1):
-        returns[turn] += discount * returns[turn + 1]
-    return returns
+    assert len(rewards) == len(values) == len(discounts), (len(rewards), len(values), len(discounts))
+    advantages = [0.0] * len(rewards)
+    next_value = next_advantage = 0.0
+    for m in reversed(range(len(rewards))):
+        delta = rewards[m] + discounts[m] * next_value - values[m]
+        advantages[m] = delta + discounts[m] * gae_lambda * next_advantage
+        next_value, next_advantage = values[m], advantages[m]
+    return torch.tensor(advantages, dtype=torch.float64)
 
 
-def token_advantages(
-    records: Sequence[TokenRecord], rewards: Mapping[str, float], config: AlgorithmConfig
-) -> list[Tensor]:
-    """The advantage of every token: the return-to-go of its turn minus a baseline, over the spread of the group.
+def returns_by_token(rewards: Sequence[float], discounts: Sequence[float]) -> Tensor:
+    """What each loss token earns from itself on: G_m = r_m + g_m G_{m+1}, which is `gae` without a critic at lambda 1.
 
-    A_t = (G_turn(t) - b_rollout) / s_group, where b is `group_mean` (grpo) or `leave_one_out` (rloo) of the rollouts'
-    *total* rewards and s is `group_std` + STD_EPSILON, or 1 without normalisation. 0 where `loss_mask` is False and
-    in groups of one rollout. Observations do not enter it: neither their values nor their lengths.
-
-    `rewards` holds the total reward of each rollout that has a record, by session id.
-    Shapes: one [T] float32 tensor a record, in order.
+    Shapes: rewards [M], discounts [M] -> [M] float64.
     """
-    group_of = {record.session_id: record.group_id for record in records}  # one entry a rollout
-    numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(group_of.values()))}
-    groups = torch.tensor([numbers[group_id] for group_id in group_of.values()])  # [R]
-    # in float32 first, as records hold rewards: equal rewards then cancel exactly
-    totals = torch.tensor([rewards[session_id] for session_id in group_of], dtype=torch.float32).double()  # [R]
-
-    baselines = leave_one_out(totals, groups) if config.preset == "rloo" else group_mean(totals, groups)
-    spreads = group_std(totals, groups) + STD_EPSILON if config.divides_by_std else torch.ones_like(totals)
-    scales = torch.where(group_size(groups) > 1, 1.0 / spreads, 0.0)
-
-    rollout_of = {session_id: number for number, session_id in enumerate(group_of)}
-    chosen = [rollout_of[record.session_id] for record in records]
-    return [
-        _of_record(record, baselines[rollout], scales[rollout], config.discount)
-        for record, rollout in zip(records, chosen, strict=True)
-    ]
+    return gae(rewards, [0.0] * len(rewards), discounts, 1.0)
 
 
-def _of_record(record: TokenRecord, baseline: Tensor, scale: Tensor, discount: float) -> Tensor:
-    returns = returns_to_go(torch.from_numpy(record.turn_rewards).double(), discount)  # [K]
-    by_turn = (returns - baseline) * scale
-    by_token = by_turn[torch.from_numpy(record.turn_index).long()]  # [T]
-    return torch.where(torch.from_numpy(record.loss_mask), by_token, 0.0).float()
+def whitened(values: Tensor) -> Tensor:
+    """Minus the mean, over the standard deviation (over n) + STD_EPSILON, of all values at once.
+
+    REINFORCE++ (arXiv 2501.03262) normalises so over the global batch; its variant with a group's baseline is not this.
+    Shapes: [N] -> [N].
+    """
+    assert values.ndim == 1, values.shape
+    if len(values) == 0:
+        return values
+    return (values - values.mean()) / (values.std(correction=0) + STD_EPSILON)

@@ -1,37 +1,195 @@
 """The config section of the algorithm: a preset and what may be overridden in it. Imports no torch."""
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from areal_agent.section import Section
 
-Preset = Literal["grpo", "rloo"]
+Preset = Literal["grpo", "rloo", "ppo", "gspo", "cispo", "dapo"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"]
+Loss = Literal["ppo_clip", "gspo", "cispo"]
+
+PRESETS: Mapping[str, Mapping[str, object]] = {
+    "grpo": {},
+    "rloo": {"advantage": "rloo"},
+    "ppo": {"advantage": "gae", "critic": True},
+    "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"loss": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
+    "dapo": {"clip_high": 0.28},
+}
+"""What each preset chooses in place of the defaults of AlgorithmConfig. Keys that are set win over it."""
+
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+DIVIDING_ADVANTAGES = ("grpo", "reinforce_pp", "gae")
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class AlgorithmConfig(Section):
-    """How rewards become gradients. In YAML a bare preset name is `{preset: NAME}`.
+    """How rewards become gradients. In YAML a bare preset name is `{preset: NAME}`; every other key overrides it.
 
     >>> AlgorithmConfig(preset="rloo").divides_by_std
     False
+    >>> AlgorithmConfig(preset="dapo", clip_low=0.1).clip_high
+    0.28
     """
 
     preset: Preset = "grpo"
-    """`grpo`: the group's mean reward is the baseline. `rloo`: the mean reward of the other rollouts of the group."""
+    """A table of choices for the keys below. `grpo`: the defaults. `rloo`: advantage rloo. `ppo`: advantage gae with a
+    critic. `gspo`: loss gspo, sequence_mean, clips 0.0003 and 0.0004. `cispo`: loss cispo, proximal behavior, clips 1
+    (none below) and 4. `dapo`: clip_high 0.28."""
+    advantage: str = "grpo"
+    """`grpo`: return minus the group's mean. `dr_grpo`: the same, never divided. `rloo`: minus the mean of the others.
+    `reinforce_pp`: return, normalised over the batch. `gae`: of a critic. Or a function, `package.module:function`."""
     normalize_by_std: bool | None = None
-    """Divide advantages by the group's standard deviation. By default as the preset's paper: grpo yes, rloo no."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio to the proximal policy is clipped below 1 - clip_low."""
+    """Divide advantages by a standard deviation: grpo, dr_grpo and rloo that of the group's rewards; reinforce_pp and
+    gae that of the batch, whose mean they subtract. By default as the paper: grpo, reinforce_pp and gae yes."""
+    step_group_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a second advantage (GiGPO), of turns against turns of the group that saw the same observation."""
+    loss: str = "ppo_clip"
+    """`ppo_clip`, `gspo` (one ratio a sequence) or `cispo` (clipped weights, no clipped gradients). Or a function,
+    `package.module:function`."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The ratio to the proximal policy is clipped below 1 - clip_low; 1 clips nothing."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
     """The ratio to the proximal policy is clipped above 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """A token of negative advantage is clipped above this ratio as well (ppo_clip alone)."""
+    proximal: Literal["recompute", "approximate", "behavior"] = "recompute"
+    """What the ratio is taken to: the trainer's policy at the start of the step, recomputed; the same approximated
+    from the token's age, without a forward pass; or the policy that sampled the token, as PPO without decoupling."""
     behavior_weight_cap: Annotated[float, Field(ge=1)] = 5.0
-    """The importance weight (proximal over behaviour probability) of a token is truncated here."""
+    """The importance weight (proximal over behaviour probability) is truncated here."""
+    behavior_weight_level: Literal["token", "sequence"] = "token"
+    """Whether that weight is of each token, or one product for all tokens of a sequence."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """What one token counts, over a whole optimiser update: `token_mean` all alike; `sequence_mean` every rollout
+    alike; `constant` 1 / (rollouts * aggregation_tokens)."""
+    aggregation_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The divisor of `aggregation: constant`, for example the most tokens that a rollout may have."""
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimiser updates a train step, each on its own share of the rollouts."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount of rewards from turn to turn; tokens within a turn, and observations, are not discounted."""
+    reward_parts: dict[str, float] = Field(default_factory=dict[str, float])
+    """Named parts of the reward and their weights: weight times part is added to a rollout's final reward."""
+    critic: bool = False
+    """Train a critic: the policy's architecture with one output, for advantage gae."""
+    critic_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Of the critic's own optimiser; by default `trainer.learning_rate`. Its other settings are the trainer's."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of gae, from loss token to loss token."""
+    value_clip: Annotated[float, Field(gt=0)] = 0.2
+    """How far a value may move from that at the start of the step before the critic's loss is clipped."""
+    reference: Literal["none", "initial"] = "none"
+    """`initial`: keep a frozen copy of the weights that the run began with, and measure the divergence from it."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where that is paid: in the loss, or subtracted from the rewards, token by token."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1: -log x, k2: (log x)^2 / 2, k3: x - 1 - log x, with x the reference's probability over the policy's."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
 
     @property
     def divides_by_std(self) -> bool:
-        """`normalize_by_std`, or the preset's own choice."""
-        return self.preset == "grpo" if self.normalize_by_std is None else self.normalize_by_std
+        """`normalize_by_std`, or the advantage's own choice."""
+        return self.advantage in DIVIDING_ADVANTAGES if self.normalize_by_std is None else self.normalize_by_std
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        given = cast(Mapping[str, object], values)
+        return {**PRESETS.get(str(given.get("preset", "grpo")), {}), **given}
+
+    @field_validator("advantage", "loss", mode="after")
+    @classmethod
+    def _is_known_or_imported(cls, value: str, info: Any) -> str:
+        names: tuple[str, ...] = get_args(Advantage if info.field_name == "advantage" else Loss)
+        if value not in names and not is_import_path(value):
+            raise ValueError(f"is {value!r}; give one of {', '.join(names)}, or 'package.module:function'")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for is_wrong, reason in (*self._advantage_faults(), *self._loss_faults(), *self._reference_faults()):
+            if is_wrong:
+                raise ValueError(reason)
+        return self
+
+    def _advantage_faults(self) -> tuple[tuple[bool, str], ...]:
+        is_gae = self.advantage == "gae"
+        return (
+            (is_gae and not self.critic, "advantage gae needs values: set critic to true, or preset to ppo"),
+            (
+                self.critic and not is_gae,
+                f"critic is true, but advantage {self.advantage!r} reads no values: set critic to false",
+            ),
+            (not is_gae and self.gae_lambda != 1.0, f"gae_lambda has no effect on advantage {self.advantage!r}"),
+            (
+                not self.critic and (self.value_clip != 0.2 or self.critic_learning_rate is not None),
+                "value_clip and critic_learning_rate have no effect without a critic",
+            ),
+            (
+                self.advantage == "dr_grpo" and self.normalize_by_std is True,
+                "advantage dr_grpo is never divided by a deviation: with normalize_by_std that is advantage grpo",
+            ),
+            (
+                self.step_group_weight > 0 and self.advantage not in GROUP_ADVANTAGES,
+                f"step_group_weight has no effect on advantage {self.advantage!r}; it is for "
+                f"{', '.join(GROUP_ADVANTAGES)}",
+            ),
+        )
+
+    def _loss_faults(self) -> tuple[tuple[bool, str], ...]:
+        is_constant = self.aggregation == "constant"
+        return (
+            (
+                self.dual_clip is not None and self.loss != "ppo_clip",
+                f"dual_clip has no effect on loss {self.loss!r}; it is for ppo_clip",
+            ),
+            (
+                self.proximal == "approximate" and self.minibatches == 1,
+                "proximal approximate is for minibatches > 1: with one, recompute costs nothing and is exact",
+            ),
+            (
+                self.proximal == "behavior" and self.behavior_weight_level == "sequence",
+                "behavior_weight_level sequence has no effect with proximal behavior: that weight is 1",
+            ),
+            (is_constant and self.aggregation_tokens is None, "aggregation constant needs aggregation_tokens"),
+            (
+                self.aggregation_tokens is not None and not is_constant,
+                f"aggregation_tokens has no effect on aggregation {self.aggregation!r}; it is for constant",
+            ),
+        )
+
+    def _reference_faults(self) -> tuple[tuple[bool, str], ...]:
+        is_penalised = self.kl_coefficient > 0
+        return (
+            (
+                is_penalised and self.reference == "none",
+                "kl_coefficient needs a reference to diverge from: set reference to initial",
+            ),
+            (
+                not is_penalised and (self.kl_in != "loss" or self.kl_estimator != "k3"),
+                "kl_in and kl_estimator have no effect without kl_coefficient",
+            ),
+            (
+                is_penalised and self.kl_in == "loss" and self.kl_estimator == "k1",
+                "kl_estimator k1 in the loss has a gradient of expectation zero: use k2 or k3, or kl_in reward",
+            ),
+            (
+                is_penalised and self.kl_in == "reward" and is_import_path(self.advantage),
+                f"kl_in reward does not reach the advantage function {self.advantage!r}: use kl_in loss",
+            ),
+        )
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a choice is a function of the user's: `package.module:function`."""
+    return IMPORT_PATH.fullmatch(name) is not None

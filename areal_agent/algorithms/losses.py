@@ -1,124 +1,116 @@
-"""The policy loss and what is worth knowing about it. Pure functions over the loss tokens of one micro-batch.
+"""Policy losses. Pure functions over the loss tokens of one micro-batch.
 
-Losses are *sums over tokens divided by the number of loss tokens of the whole optimiser step*, which the caller counts
-before it splits the step: the losses of micro-batches add up to the loss of the step, however it was split.
+    L = -sum_t w_t r_t J_t  +  kl_coefficient sum_t w_t KL_t  -  entropy_coefficient sum_t w_t H_t
+
+J_t is an *objective*: `ppo_clip`, `gspo`, `cispo` or a user's own. w_t is fixed for the whole optimiser update
+(aggregation.py), so the losses of micro-batches add up to the loss of the update, however it was split. r_t is the
+truncated importance weight of the proximal over the behaviour policy, so with `ppo_clip` the first term is decoupled
+PPO (AReaL, arXiv 2505.24298, eq. 5). The divergence and the entropy are not weighted so.
 """
 
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.divergence import MAX_LOG_RATIO, divergence
+from areal_agent.algorithms.loss_stats import LossStats
+from areal_agent.algorithms.loss_tokens import LossTokens
+from areal_agent.algorithms.plugins import load_function
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to it: e**20 is far outside every clip, and e**89 would be infinite in float32."""
+Objective = Callable[[LossTokens, AlgorithmConfig], Tensor]
+"""What is maximised, a token: [M], differentiable in `logprobs`. Not weighted, not aggregated."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossStats:
-    """Sums and maxima over loss tokens, which add up over micro-batches exactly; means are taken at the end."""
+def choose_objective(config: AlgorithmConfig) -> Objective:
+    """The objective that `config.loss` names. Raises ConfigError for a function that cannot be imported."""
+    match config.loss:
+        case "ppo_clip":
+            return ppo_clip
+        case "gspo":
+            return gspo
+        case "cispo":
+            return cispo
+        case path:
+            return cast(Objective, load_function(path, "algorithm.loss"))
 
-    num_tokens: int = 0
-    ratio_sum: float = 0.0  # pi_theta / pi_prox
-    ratio_max: float = 0.0
-    clipped_low: float = 0.0  # tokens whose gradient the lower clip cut off
-    clipped_high: float = 0.0
-    kl_sum: float = 0.0  # of theta to the proximal policy, estimator k3
-    weight_sum: float = 0.0  # pi_prox / pi_behav, capped
-    weight_square_sum: float = 0.0
-    weight_max: float = 0.0  # before the cap
-    capped: float = 0.0
 
-    def merge(self, other: Self) -> Self:
-        """The statistics of both together."""
-        return type(self)(
-            num_tokens=self.num_tokens + other.num_tokens,
-            ratio_sum=self.ratio_sum + other.ratio_sum,
-            ratio_max=max(self.ratio_max, other.ratio_max),
-            clipped_low=self.clipped_low + other.clipped_low,
-            clipped_high=self.clipped_high + other.clipped_high,
-            kl_sum=self.kl_sum + other.kl_sum,
-            weight_sum=self.weight_sum + other.weight_sum,
-            weight_square_sum=self.weight_square_sum + other.weight_square_sum,
-            weight_max=max(self.weight_max, other.weight_max),
-            capped=self.capped + other.capped,
+def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objective) -> tuple[Tensor, LossStats]:
+    """The loss above, to be minimised, and its statistics. Shapes: LossTokens of M -> scalar."""
+    uncapped = importance_weights(tokens, config)
+    values = objective(tokens, config)
+    if values.shape != tokens.logprobs.shape:
+        raise ValueError(
+            f"loss {config.loss!r} returned a tensor of shape {tuple(values.shape)} for {len(tokens)} loss tokens; "
+            "return the objective of each token"
         )
-
-    def metrics(self) -> dict[str, float]:
-        """Means a token. The effective sample size is (sum w)^2 / sum w^2 over the number of tokens: 1 is ideal."""
-        count = max(self.num_tokens, 1)
-        return {
-            "ratio_mean": self.ratio_sum / count,
-            "ratio_max": self.ratio_max,
-            "clip_fraction_low": self.clipped_low / count,
-            "clip_fraction_high": self.clipped_high / count,
-            "approx_kl": self.kl_sum / count,
-            "behavior_weight_mean": self.weight_sum / count,
-            "behavior_weight_max": self.weight_max,
-            "behavior_weight_capped_fraction": self.capped / count,
-            "effective_sample_size": self.weight_sum**2 / max(self.weight_square_sum, 1e-30) / count,
-        }
+    loss = -(tokens.weights * uncapped.clamp_max(config.behavior_weight_cap) * values).sum()
+    if config.kl_coefficient > 0 and config.kl_in == "loss":
+        assert tokens.reference is not None, "a divergence needs a reference"
+        kl = divergence(tokens.logprobs, tokens.reference, config.kl_estimator)
+        loss = loss + config.kl_coefficient * (tokens.weights * kl).sum()
+    if config.entropy_coefficient > 0:
+        loss = loss - config.entropy_coefficient * (tokens.weights * tokens.entropy).sum()
+    ratio = sequence_ratio(tokens) if config.loss == "gspo" else tokens.log_ratio.exp()
+    return loss, LossStats.of(tokens, ratio.detach(), uncapped, config)
 
 
-def decoupled_ppo(
-    logprobs: Tensor,
-    proximal: Tensor,
-    behavior: Tensor,
-    advantages: Tensor,
-    config: AlgorithmConfig,
-    *,
-    num_loss_tokens: int,
-) -> tuple[Tensor, LossStats]:
-    """The decoupled PPO objective (AReaL, arXiv 2505.24298, eq. 5), negated to be minimised.
+def ppo_clip(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
+    """PPO's clipped objective (arXiv 1707.06347, eq. 7), with clip-higher (2503.14476) and dual clip (1912.09729).
 
-    L = -1/N sum_t w_t min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t),
-    u_t = pi_theta / pi_prox (the clip is around the trainer's policy at the start of the step),
-    w_t = min(pi_prox / pi_behav, behavior_weight_cap), detached: it corrects for the policy that sampled the token.
-    The gradient flows through `logprobs` alone. N is `num_loss_tokens`, of the whole optimiser step: a token-mean.
-    Shapes: all [M], log-probabilities in nats -> scalar.
+    J_t = min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t),  u_t = pi_theta / pi_prox;
+    with `dual_clip` c, and A_t < 0: max(J_t, c A_t), so that a bad token that grew far has a bounded loss.
+    Shapes: [M] -> [M].
     """
-    assert logprobs.ndim == 1, logprobs.shape
-    assert logprobs.shape == proximal.shape == behavior.shape == advantages.shape, (proximal.shape, behavior.shape)
-    proximal, behavior = proximal.detach(), behavior.detach()
-    uncapped = (proximal - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    weight = uncapped.clamp_max(config.behavior_weight_cap)
-    log_ratio = (logprobs - proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    ratio = tokens.log_ratio.exp()
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    loss = -(weight * torch.minimum(ratio * advantages, clipped * advantages)).sum() / max(num_loss_tokens, 1)
-    return loss, _stats(log_ratio.detach(), advantages, uncapped, weight, config)
+    objective = torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
+    if config.dual_clip is None:
+        return objective
+    floor = torch.maximum(objective, config.dual_clip * tokens.advantages)
+    return torch.where(tokens.advantages < 0, floor, objective)
 
 
-def _stats(
-    log_ratio: Tensor, advantages: Tensor, uncapped: Tensor, weight: Tensor, config: AlgorithmConfig
-) -> LossStats:
-    num_tokens = len(log_ratio)
-    if num_tokens == 0:
-        return LossStats()
-    ratio = log_ratio.exp()
-    values = torch.stack(
-        [
-            ratio.sum(),
-            ratio.max(),
-            ((advantages < 0) & (ratio < 1.0 - config.clip_low)).sum(),
-            ((advantages > 0) & (ratio > 1.0 + config.clip_high)).sum(),
-            k3(log_ratio).sum(),
-            weight.sum(),
-            weight.square().sum(),
-            uncapped.max(),
-            (uncapped > config.behavior_weight_cap).sum(),
-        ]
-    ).tolist()  # one transfer from the device, not nine
-    names = ("ratio_sum", "ratio_max", "clipped_low", "clipped_high", "kl_sum")
-    names += ("weight_sum", "weight_square_sum", "weight_max", "capped")
-    return LossStats(num_tokens=num_tokens, **dict(zip(names, values, strict=True)))
+def gspo(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
+    """GSPO (arXiv 2507.18071), in its token form: one ratio a sequence, clipped for all its tokens alike.
 
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """The k3 estimate of KL(q || p) from samples of q: p/q - 1 - log(p/q), with `log_ratio` = log(p/q). Never negative.
-
-    Schulman, "Approximating KL divergence", 2020. Any shape -> the same shape, one estimate an element.
+    J_t = min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t),  s_t = sg[s] pi_t / sg[pi_t],
+    s = exp(mean_t log pi_theta / pi_prox) over the loss tokens of a sequence: each token has the value s, and the
+    gradient s grad log pi_t. With one advantage a sequence and `sequence_mean` that is the sequence form, value and
+    gradient. A sequence is one branch of a rollout: what branches share is in the loss of one of them, and counts in
+    the ratio of that one.
+    Shapes: [M] -> [M].
     """
-    return log_ratio.expm1() - log_ratio
+    ratio = sequence_ratio(tokens).detach() * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    return torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
+
+
+def sequence_ratio(tokens: LossTokens) -> Tensor:
+    """GSPO's length-normalised ratio of each token's sequence: [M]."""
+    return tokens.sequence_means(tokens.log_ratio).exp()
+
+
+def cispo(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped as a weight, and no token loses its gradient.
+
+    J_t = sg[clip(u_t, 1 - clip_low, 1 + clip_high)] A_t log pi_theta. The gradient flows through log pi_theta alone.
+    Shapes: [M] -> [M].
+    """
+    weight = tokens.log_ratio.exp().clamp(1.0 - config.clip_low, 1.0 + config.clip_high).detach()
+    return weight * tokens.advantages * tokens.logprobs
+
+
+def importance_weights(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
+    """pi_prox / pi_behav before truncation: what corrects for the policy that sampled. Detached.
+
+    Of each token, or of each sequence: the product over its loss tokens, which is the exact weight of the sequence
+    given its observations. `policy_loss` truncates it at `behavior_weight_cap` (truncated importance sampling).
+    Shapes: [M] -> [M].
+    """
+    log_weights = tokens.log_importance
+    if config.behavior_weight_level == "sequence":
+        log_weights = tokens.sequence_sums(log_weights)
+    return log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

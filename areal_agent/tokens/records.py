@@ -99,23 +99,34 @@ class _Claims:
     def __init__(self, trajectory: Trajectory) -> None:
         self._trajectory = trajectory
         self._owners: dict[str, NDArray[np.int32]] = {}  # by completion: the branch that trains each token, or -1
+        self._callers: dict[tuple[object, ...], int] = {}  # by request: the branch with its first answer
         self._undelivered = frozenset(trajectory.undelivered)
         self._unpaid = dict(trajectory.rewards.by_completion)
 
     def record(self, branch: int, path: _Path) -> TokenRecord:
         parent_branch: int | None = None
+        fork_turn: int | None = None
+        own_turn: int | None = None
+        sample_of: int | None = None
         columns: list[_Columns] = []
         turn_rewards = np.zeros(len(path), dtype=np.float32)
         for index, step in enumerate(path):
             owners = self._owners_of(step.completion)[: step.num_sampled]
             is_new = owners < 0
             if not is_new.all():
-                parent_branch = int(owners[~is_new][-1])
+                parent_branch, fork_turn = int(owners[~is_new][-1]), index
+            if is_new.any():
+                call = (step.turn.parent, step.turn.fork_at, step.turn.new_prompt_ids)
+                first = self._callers.setdefault(call, branch)
+                if own_turn is None:
+                    own_turn = index
+                    sample_of = first if first != branch and is_new.all() else None
             if step.num_sampled == len(step.completion.token_ids):
                 turn_rewards[index] += self._unpaid.pop(step.completion.id, 0.0)
             owners[is_new] = branch
             columns.append(_columns(index, step, is_new & self._is_trainable(step.completion)))
-        turn_rewards[-1] += self._trajectory.rewards.final or 0.0
+        final_reward = np.float32(self._trajectory.rewards.final or 0.0)
+        turn_rewards[-1] += final_reward
         return TokenRecord(
             session_id=self._trajectory.session_id,
             group_id=self._trajectory.group_id,
@@ -128,6 +139,10 @@ class _Claims:
             temperatures=np.concatenate([column.temperatures for column in columns]),
             versions=np.concatenate([column.versions for column in columns]),
             turn_rewards=turn_rewards,
+            final_reward=float(final_reward),
+            fork_turn=fork_turn,
+            own_turn=len(path) - 1 if own_turn is None else own_turn,
+            sample_of=sample_of,
         )
 
     def _is_trainable(self, completion: Completion) -> bool:

@@ -69,7 +69,10 @@ class TrainerClient:
         """Train one step on a batch's records; the baselines use the total rewards of its trajectories."""
         rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
         names, arrays = await asyncio.to_thread(encode_records, batch.records)
-        answer = await self._call("train_step", {"step": batch.step, "records": names, "rewards": rewards}, arrays)
+        parts = {trajectory.session_id: dict(trajectory.rewards.parts) for trajectory in batch.trained}
+        answer = await self._call(
+            "train_step", {"step": batch.step, "records": names, "rewards": rewards, "parts": parts}, arrays
+        )
         # JSON has no NaN: what is not finite arrives as null
         metrics = {name: math.nan if value is None else value for name, value in answer["metrics"].items()}
         return StepReport(step=batch.step, metrics=metrics, seconds=answer["seconds"])

@@ -3,9 +3,10 @@
 It knows micro-batches, not losses or optimisers.
 """
 
+import copy
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """On cuda matrices are multiplied in bfloat16; elsewhere nothing changes."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
 class Policy:
     """A causal language model with float32 weights; on cuda its matrices are multiplied in bfloat16."""
 
@@ -36,7 +42,7 @@ class Policy:
         self._check_head()
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device) -> "Policy":
+    def load(cls, folder: Path, device: torch.device) -> Self:
         """Load a Hugging Face folder (safetensors only). Raises ConfigError when it holds no model of ours."""
         what = f"cannot load a causal language model from {str(folder)!r}"
         try:
@@ -57,6 +63,15 @@ class Policy:
             raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
         return cls(model, device)
 
+    def frozen(self) -> Self:
+        """This policy, never to be trained: a reference."""
+        self.model.requires_grad_(False)
+        return self
+
+    def backbone(self) -> nn.Module:
+        """A copy of everything below the output layer, with parameters of its own."""
+        return copy.deepcopy(self._decoder)
+
     @property
     def publish_dtype(self) -> torch.dtype:
         """What an engine on the same kind of device computes in."""
@@ -68,7 +83,7 @@ class Policy:
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the micro-batch's loss tokens, [M] each, at the rollouts' temperatures."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        with mixed_precision(self.device):
             hidden = self._hidden(batch.inputs).flatten(0, 1)[batch.predicting]  # [M, H]
             return logprobs_and_entropy(
                 hidden, batch.targets, batch.temperatures, self._head, vocab_size=self._vocab_size

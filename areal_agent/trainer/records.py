@@ -33,6 +33,10 @@ def encode_records(records: Sequence[TokenRecord]) -> tuple[list[JsonObject], Ar
             "group_id": record.group_id,
             "branch": record.branch,
             "parent_branch": record.parent_branch,
+            "final_reward": record.final_reward,
+            "fork_turn": record.fork_turn,
+            "own_turn": record.own_turn,
+            "sample_of": record.sample_of,
             "num_tokens": len(record.token_ids),
             "num_turns": len(record.turn_rewards),
         }
@@ -57,6 +61,10 @@ def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRe
             group_id=name["group_id"],
             branch=name["branch"],
             parent_branch=name["parent_branch"],
+            final_reward=name["final_reward"],
+            fork_turn=name["fork_turn"],
+            own_turn=name["own_turn"],
+            sample_of=name["sample_of"],
             **_slices(arrays, PER_TOKEN, slice(tokens[index], tokens[index + 1])),
             **_slices(arrays, PER_TURN, slice(turns[index], turns[index + 1])),
         )

@@ -1,51 +1,38 @@
 """One train step: from records to updated weights. It knows no process, no file, and of a weight version the number.
 
-    records ─▶ advantages ─▶ minibatches ─▶ proximal log-probabilities (weights at the start of the step)
+    records ─▶ credit ─▶ forward passes with the weights at the start of the step, as far as the algorithm needs them
+            ─▶ advantages ─▶ minibatches
                                  └─ each: micro-batches ─ forward, loss, backward ─▶ one optimiser update
 
-The loss of an update is divided by its number of loss tokens, counted before it is split into micro-batches: gradients
-do not depend on the split.
+What a token counts in an update is fixed before it is split into micro-batches: gradients do not depend on the split.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.advantages import token_advantages
+from areal_agent.algorithms.aggregation import token_weights
 from areal_agent.algorithms.batching import MicroBatch, Sample, collate, sample_of, schedule
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.losses import decoupled_ppo
+from areal_agent.algorithms.credit import with_causal_credit, with_parts
+from areal_agent.algorithms.divergence import divergence
+from areal_agent.algorithms.loss_tokens import LossTokens
+from areal_agent.algorithms.losses import choose_objective, policy_loss
+from areal_agent.algorithms.proximal import approximate_proximal
+from areal_agent.algorithms.scoring import choose_own_advantage, own_advantages, token_advantages, value_targets
+from areal_agent.trainer.critic import Critic
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.step_metrics import Update, advantage_metrics, critic_metrics, reward_metrics, update_metrics
 from areal_agent.trainer.tally import Mismatch, Tally
-from areal_agent.types import TokenRecord
 
 MAX_PADDING = 0.05
 """Of a sequence in a micro-batch: sequences of like length go together, and short outliers alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepInput:
-    """What one train step is given. `rewards` has the total reward of each rollout that has a record, by session id."""
-
-    step: int  # the version that the step makes; the tokens of version step - 1 are fresh
-    records: Sequence[TokenRecord]
-    rewards: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
-    """One optimiser update: its counts, and the norm of its gradient before clipping."""
-
-    tally: Tally
-    gradient_norm: float
-    learning_rate: float
-    is_skipped: bool  # the norm was not finite
 
 
 class Laps:
@@ -63,7 +50,11 @@ class Laps:
 
 
 class Stepper:
-    """Runs train steps on one policy. What changes: the weights, the optimiser, the generator that splits batches."""
+    """Runs train steps on one policy, and on its critic when there is one.
+
+    What changes: the weights, the optimisers, the generator that splits batches. A reference never does. Raises
+    ConfigError for a function of the user's that cannot be imported.
+    """
 
     def __init__(
         self,
@@ -72,12 +63,19 @@ class Stepper:
         generator: torch.Generator,
         algorithm: AlgorithmConfig,
         tokens_per_micro_batch: int,
+        *,
+        reference: Policy | None = None,
+        critic: Critic | None = None,
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
         self._generator = generator
         self._algorithm = algorithm
         self._token_budget = tokens_per_micro_batch
+        self._reference = reference
+        self._critic = critic
+        self._objective = choose_objective(algorithm)
+        self._own_advantage = choose_own_advantage(algorithm)
 
     def train(self, given: StepInput) -> dict[str, float]:
         """Train one step and return its metrics.
@@ -86,131 +84,169 @@ class Stepper:
         `num_skipped_updates`. Advantages that are all zero make an update, of gradient zero.
         """
         laps = Laps()
-        minibatches = self._minibatches(given)
-        laps.end("advantages")
-        proximal = self._proximal(minibatches)
+        given = self._credited(given)
+        samples = self._measured([sample_of(record) for record in given.records])
         laps.end("proximal")
-        updates = [
-            self._update(samples, logprobs, fresh_version=given.step - 1)
-            for samples, logprobs in zip(minibatches, proximal, strict=True)
-        ]
+        samples = self._scored(given, samples)
+        minibatches = self._minibatches(samples)
+        laps.end("advantages")
+        updates = [self._update(chosen, start_version=given.step - 1) for chosen in minibatches]
         laps.end("update")
         return {
-            **_update_metrics(updates),
-            **_reward_metrics(given),
-            **_advantage_metrics(minibatches),
+            **update_metrics(updates),
+            **reward_metrics(given),
+            **advantage_metrics(samples),
+            **critic_metrics(samples, updates),
             **{f"seconds_{phase}": seconds for phase, seconds in laps.seconds.items()},
         }
 
-    def _minibatches(self, given: StepInput) -> list[list[Sample]]:
-        """The samples of each optimiser update: whole rollouts, dealt at random; without loss tokens there is none."""
-        advantages = token_advantages(given.records, given.rewards, self._algorithm)
-        by_rollout: dict[str, list[Sample]] = {}
-        for record, of_tokens in zip(given.records, advantages, strict=True):
-            sample = sample_of(record, of_tokens)
-            if sample.num_loss_tokens:
-                by_rollout.setdefault(record.session_id, []).append(sample)
-        rollouts = list(by_rollout.values())
-        count = min(self._algorithm.minibatches, len(rollouts))
-        order = torch.randperm(len(rollouts), generator=self._generator) if count > 1 else torch.arange(len(rollouts))
-        shares = order.tensor_split(count) if count else ()
-        return [[sample for index in share.tolist() for sample in rollouts[index]] for share in shares]
+    # ------------------------------------------------------------------ before the updates
 
-    def _proximal(self, minibatches: Sequence[Sequence[Sample]]) -> list[list[Tensor] | None]:
-        """The log-probabilities of each sample's loss tokens under the weights at the start of the step.
+    def _credited(self, given: StepInput) -> StepInput:
+        """Named parts added to the final rewards, and turns paid for the branches that they led to."""
+        records, rewards = with_parts(given.records, given.rewards, given.parts, self._algorithm.reward_parts)
+        return replace(given, records=with_causal_credit(records, self._algorithm.discount), rewards=rewards)
 
-        None for a single minibatch: its own forward pass runs under those weights and gives the same numbers.
+    def _measured(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Samples with what the models say of them at the start of the step, as far as it is needed.
+
+        A single minibatch needs no proximal log-probabilities: its own forward pass runs under those weights.
         """
-        if len(minibatches) <= 1:
-            return [None for _ in minibatches]
-        return [self._logprobs(samples) for samples in minibatches]
+        measured = list(samples)
+        if self._is_penalised or (self._algorithm.proximal == "recompute" and self._num_minibatches(samples) > 1):
+            proximal = self._by_sample(samples, lambda batch: self._policy.logprobs_and_entropy(batch)[0])
+            measured = [replace(one, proximal=part) for one, part in zip(measured, proximal, strict=True)]
+        if (model := self._reference) is not None:
+            reference = self._by_sample(samples, lambda batch: model.logprobs_and_entropy(batch)[0])
+            measured = [replace(one, reference=part) for one, part in zip(measured, reference, strict=True)]
+        if self._critic is not None:
+            values = self._by_sample(samples, self._critic.values)
+            measured = [replace(one, values=part) for one, part in zip(measured, values, strict=True)]
+        return measured
+
+    @property
+    def _is_penalised(self) -> bool:
+        return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient > 0
 
     @torch.no_grad()
-    def _logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        logprobs: list[Tensor] = [torch.empty(0)] * len(samples)
+    def _by_sample(self, samples: Sequence[Sample], measure: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
+        """`measure` of every micro-batch, taken apart: [M] a sample."""
+        measured = [torch.zeros(0) for _ in samples]
         for indices in self._schedule(samples):
             chosen = [samples[index] for index in indices]
-            values, _ = self._policy.logprobs_and_entropy(collate(chosen, self._policy.device))
-            parts = values.split([sample.num_loss_tokens for sample in chosen])
+            parts = measure(collate(chosen, self._policy.device)).split([one.num_loss_tokens for one in chosen])
             for index, part in zip(indices, parts, strict=True):
-                logprobs[index] = part
-        return logprobs
+                measured[index] = part.cpu()
+        return measured
 
-    def _update(self, samples: Sequence[Sample], proximal: Sequence[Tensor] | None, *, fresh_version: int) -> Update:
+    def _scored(self, given: StepInput, samples: Sequence[Sample]) -> list[Sample]:
+        """Samples with advantages and, for a critic, returns."""
+        penalties = [self._penalty(one) for one in samples] if self._is_penalised else None
+        values = [one.values for one in samples if one.values is not None] if self._critic is not None else None
+        if self._own_advantage is None:
+            advantages = token_advantages(
+                given.records, given.rewards, self._algorithm, values=values, penalties=penalties
+            )
+        else:
+            advantages = own_advantages(self._own_advantage, given.records, given.rewards, self._algorithm)
+        scored = [
+            replace(sample, advantages=one[torch.from_numpy(record.loss_mask)])
+            for sample, one, record in zip(samples, advantages, given.records, strict=True)
+        ]
+        if values is None:
+            return scored
+        returns = value_targets(given.records, values, self._algorithm, penalties=penalties)
+        return [replace(sample, returns=one) for sample, one in zip(scored, returns, strict=True)]
+
+    def _penalty(self, sample: Sample) -> Tensor:
+        assert sample.proximal is not None and sample.reference is not None, "a divergence needs a reference"
+        config = self._algorithm
+        return config.kl_coefficient * divergence(sample.proximal, sample.reference, config.kl_estimator)
+
+    def _num_minibatches(self, samples: Sequence[Sample]) -> int:
+        return min(self._algorithm.minibatches, len({one.rollout for one in samples if one.num_loss_tokens}))
+
+    def _minibatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """The samples of each optimiser update: whole rollouts, dealt at random; without loss tokens there is none."""
+        by_rollout: dict[str, list[Sample]] = {}
+        for sample in samples:
+            if sample.num_loss_tokens:
+                by_rollout.setdefault(sample.rollout, []).append(sample)
+        rollouts = list(by_rollout.values())
+        count = self._num_minibatches(samples)
+        order = torch.randperm(len(rollouts), generator=self._generator) if count > 1 else torch.arange(len(rollouts))
+        shares = order.tensor_split(count) if count else ()
+        return [self._weighted([one for i in share.tolist() for one in rollouts[i]]) for share in shares]
+
+    def _weighted(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Samples of one update, with what a token of each counts in it."""
+        weights = token_weights(
+            [one.num_loss_tokens for one in samples], [one.rollout for one in samples], self._algorithm
+        )
+        return [replace(one, weight=weight) for one, weight in zip(samples, weights, strict=True)]
+
+    # ------------------------------------------------------------------ the updates
+
+    def _update(self, samples: Sequence[Sample], *, start_version: int) -> Update:
         """Accumulate the gradient of all samples exactly, and update once."""
-        num_loss_tokens = sum(sample.num_loss_tokens for sample in samples)
         tally = Tally()
         self._optimizer.clear_gradients()  # a step that failed midway may have left some
+        if self._critic is not None:
+            self._critic.clear_gradients()
         for indices in self._schedule(samples):
-            chosen = [samples[index] for index in indices]
-            batch = collate(chosen, self._policy.device)
-            known = torch.cat([proximal[index] for index in indices]) if proximal is not None else None
-            tally = tally.merge(
-                self._backward(batch, known, num_loss_tokens=num_loss_tokens, fresh_version=fresh_version)
-            )
+            batch = collate([samples[index] for index in indices], self._policy.device)
+            tally = tally.merge(self._backward(batch, start_version))
         learning_rate = self._optimizer.learning_rate
         norm = self._optimizer.update()
         return Update(
-            tally=tally, gradient_norm=norm, learning_rate=learning_rate, is_skipped=not bool(np.isfinite(norm))
+            tally=tally,
+            gradient_norm=norm,
+            learning_rate=learning_rate,
+            is_skipped=not bool(np.isfinite(norm)),
+            critic_gradient_norm=self._critic.update() if self._critic is not None else None,
         )
 
-    def _backward(
-        self, batch: MicroBatch, proximal: Tensor | None, *, num_loss_tokens: int, fresh_version: int
-    ) -> Tally:
+    def _backward(self, batch: MicroBatch, start_version: int) -> Tally:
         logprobs, entropy = self._policy.logprobs_and_entropy(batch)
-        known = logprobs.detach() if proximal is None else proximal
-        loss, stats = decoupled_ppo(
-            logprobs, known, batch.behavior, batch.advantages, self._algorithm, num_loss_tokens=num_loss_tokens
+        start = logprobs.detach() if batch.proximal is None else batch.proximal
+        assert batch.advantages is not None, "scored samples have advantages"
+        tokens = LossTokens(
+            logprobs=logprobs,
+            entropy=entropy,
+            proximal=self._proximal(batch, start, logprobs, start_version),
+            behavior=batch.behavior,
+            advantages=batch.advantages,
+            weights=batch.weights,
+            sequences=batch.sequences,
+            reference=batch.reference,
         )
+        loss, stats = policy_loss(tokens, self._algorithm, self._objective)
         loss.backward()
+        value_loss, num_clipped = (0.0, 0) if self._critic is None else self._critic.backward(batch)
         return Tally(
             loss=float(loss.detach()),
             entropy_sum=float(entropy.detach().sum()),
             num_input_tokens=batch.num_input_tokens,
             num_padded_tokens=batch.inputs.numel(),
             num_micro_batches=1,
+            value_loss=value_loss,
+            num_clipped_values=num_clipped,
             losses=stats,
-            mismatch=Mismatch.of(known, batch.behavior, batch.versions == fresh_version),
+            mismatch=Mismatch.of(start, batch.behavior, batch.versions == start_version),
         )
 
+    def _proximal(self, batch: MicroBatch, start: Tensor, logprobs: Tensor, start_version: int) -> Tensor:
+        """The log-probabilities of the policy around which ratios are clipped."""
+        match self._algorithm.proximal:
+            case "recompute":
+                return start
+            case "approximate":
+                return approximate_proximal(logprobs, batch.behavior, batch.versions, start_version)
+            case "behavior":
+                return batch.behavior
+
     def _schedule(self, samples: Sequence[Sample]) -> list[list[int]]:
-        return schedule([sample.num_tokens for sample in samples], self._token_budget, max_padding=MAX_PADDING)
-
-
-def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Token metrics over all updates; loss, gradient norm and learning rate as means over updates."""
-    tally = reduce(Tally.merge, [update.tally for update in updates], Tally())
-    count = max(len(updates), 1)
-    return {
-        **tally.metrics(),
-        "loss": tally.loss / count,
-        "grad_norm": sum(update.gradient_norm for update in updates) / count,
-        "learning_rate": sum(update.learning_rate for update in updates) / count,
-        "num_updates": sum(not update.is_skipped for update in updates),
-        "num_skipped_updates": sum(update.is_skipped for update in updates),
-    }
-
-
-def _reward_metrics(given: StepInput) -> dict[str, float]:
-    """Over the rollouts that are trained; a group whose rewards are all equal has nothing to teach."""
-    by_group: dict[str, dict[str, float]] = {}
-    for record in given.records:
-        by_group.setdefault(record.group_id, {})[record.session_id] = given.rewards[record.session_id]
-    rewards = [reward for group in by_group.values() for reward in group.values()]
-    flat = sum(len(set(group.values())) == 1 for group in by_group.values())
-    return {
-        "reward_mean": float(np.mean(rewards)) if rewards else 0.0,
-        "reward_std": float(np.std(rewards)) if rewards else 0.0,
-        "flat_group_fraction": flat / max(len(by_group), 1),
-        "num_rollouts": len(rewards),
-        "num_records": len(given.records),
-    }
-
-
-def _advantage_metrics(minibatches: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Over loss tokens."""
-    samples = [sample for minibatch in minibatches for sample in minibatch]
-    if not samples:
-        return {"advantage_mean": 0.0, "advantage_std": 0.0}
-    advantages = torch.cat([sample.advantages for sample in samples]).double()
-    return {"advantage_mean": float(advantages.mean()), "advantage_std": float(advantages.std(correction=0))}
+        """Micro-batches of the samples that have loss tokens, as indices."""
+        present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
+        lengths = [samples[index].num_tokens for index in present]
+        return [[present[i] for i in one] for one in schedule(lengths, self._token_budget, max_padding=MAX_PADDING)]

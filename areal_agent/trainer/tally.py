@@ -6,7 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.losses import LossStats, k3
+from areal_agent.algorithms.divergence import k3
+from areal_agent.algorithms.loss_stats import LossStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,8 @@ class Tally:
     num_input_tokens: int = 0  # without padding
     num_padded_tokens: int = 0  # with it
     num_micro_batches: int = 0
+    value_loss: float = 0.0
+    num_clipped_values: int = 0
     losses: LossStats = field(default_factory=LossStats)
     mismatch: Mismatch = field(default_factory=Mismatch)
 
@@ -82,12 +85,14 @@ class Tally:
             num_input_tokens=self.num_input_tokens + other.num_input_tokens,
             num_padded_tokens=self.num_padded_tokens + other.num_padded_tokens,
             num_micro_batches=self.num_micro_batches + other.num_micro_batches,
+            value_loss=self.value_loss + other.value_loss,
+            num_clipped_values=self.num_clipped_values + other.num_clipped_values,
             losses=self.losses.merge(other.losses),
             mismatch=self.mismatch.merge(other.mismatch),
         )
 
     def metrics(self) -> dict[str, float]:
-        """Means over tokens, by name; the loss is not among them: it adds up over the micro-batches of one update."""
+        """Means over tokens, by name; losses are not among them: they add up over the micro-batches of one update."""
         padding = self.num_padded_tokens - self.num_input_tokens
         return {
             "entropy": self.entropy_sum / max(self.losses.num_tokens, 1),

@@ -13,11 +13,13 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.critic import Critic
 from areal_agent.trainer.model import Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.reports import StepReport, TrainerInfo
-from areal_agent.trainer.state import read_training, write_export, write_training
-from areal_agent.trainer.step import StepInput, Stepper
+from areal_agent.trainer.state import Training, read_training, write_export, write_training
+from areal_agent.trainer.step import Stepper
+from areal_agent.trainer.step_input import StepInput
 from areal_agent.types import SharedMemoryWeights
 from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 
@@ -29,6 +31,7 @@ class Trainer:
         self,
         policy: Policy,
         *,
+        reference: Policy | None = None,
         source: Path,
         config: TrainerConfig,
         algorithm: AlgorithmConfig,
@@ -43,7 +46,17 @@ class Trainer:
         self._step = 0
         self._optimizer = Optimizer(policy.model.parameters(), config)
         self._generator = torch.Generator().manual_seed(seed)
-        self._stepper = Stepper(policy, self._optimizer, self._generator, algorithm, config.tokens_per_micro_batch)
+        self._reference = reference
+        self._critic = _new_critic(policy, config, algorithm)
+        self._stepper = Stepper(
+            policy,
+            self._optimizer,
+            self._generator,
+            algorithm,
+            config.tokens_per_micro_batch,
+            reference=reference,
+            critic=self._critic,
+        )
         self._channel = SharedMemoryChannel(
             shared_memory, layout(policy.named_parameters().items(), policy.publish_dtype)
         )
@@ -64,8 +77,10 @@ class Trainer:
         weights are taken. Checkpoints get `chat_template`, or the folder's own. Raises ConfigError."""
         device = choose_device(config.device)
         checkpoint = _checkpoint_in(folder) if resume else None
+        has_reference = algorithm.reference == "initial"
         trainer = cls(
             Policy.load(folder, device),
+            reference=Policy.load(folder, device).frozen() if has_reference else None,
             source=folder,
             config=config,
             algorithm=algorithm,
@@ -74,7 +89,7 @@ class Trainer:
             chat_template=chat_template,
         )
         if checkpoint is not None:
-            read_training(folder, trainer._optimizer, trainer._generator)
+            read_training(folder, trainer._training)
             trainer._step = checkpoint.step
         return trainer
 
@@ -114,7 +129,19 @@ class Trainer:
 
     def _write(self, folder: Path) -> None:
         write_export(folder, self._policy, self._source, self._chat_template)
-        write_training(folder, self._optimizer, self._generator)
+        write_training(folder, self._training)
+
+    @property
+    def _training(self) -> Training:
+        return Training(
+            optimizer=self._optimizer, generator=self._generator, critic=self._critic, reference=self._reference
+        )
+
+
+def _new_critic(policy: Policy, config: TrainerConfig, algorithm: AlgorithmConfig) -> Critic | None:
+    if not algorithm.critic:
+        return None
+    return Critic(policy, config, learning_rate=algorithm.critic_learning_rate, clip=algorithm.value_clip)
 
 
 def _checkpoint_in(folder: Path) -> Checkpoint | None:

@@ -17,7 +17,7 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.framing import Arrays, Frame, read_frame
 from areal_agent.trainer.records import decode_records
-from areal_agent.trainer.step import StepInput
+from areal_agent.trainer.step_input import StepInput
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.types import JsonObject
 
@@ -99,6 +99,7 @@ class Worker:
             step=arguments["step"],
             records=decode_records(arguments["records"], arrays),
             rewards=arguments["rewards"],
+            parts=arguments["parts"],
         )
         report = self._ready().train_step(given)
         return {"metrics": report.metrics, "seconds": report.seconds}

@@ -5,6 +5,10 @@
 - A failed sibling is absent; a group of one has advantage 0; a forked rollout counts once.
 - The reward reaches the first turn, also past a trailing observation; discounts count turns.
 - Observations change nothing, whatever they say and however long they are.
+- gae skips observations in time, ends at the last action, and at lambda 1 is the return minus the value; reinforce_pp
+  normalises over the tokens of the batch; dr_grpo never divides.
+- Penalties are paid by their token and all before it. Step groups compare turns that saw the same observation.
+- A user's own advantage is called, and what it returns is checked.
 """
 
 import numpy as np
@@ -13,8 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.algorithms.advantages import group_mean, group_std, leave_one_out, returns_to_go, token_advantages
+from areal_agent.algorithms.advantages import gae, group_mean, group_std, leave_one_out, returns_by_token, whitened
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.scoring import choose_own_advantage, own_advantages, token_advantages, value_targets
 
 GRPO = AlgorithmConfig(preset="grpo")
 GRPO_PLAIN = AlgorithmConfig(preset="grpo", normalize_by_std=False)
@@ -98,8 +103,105 @@ def test_the_final_reward_reaches_the_first_turn_past_a_trailing_observation(mak
     assert advantages[1].tolist() == [0, -0.5, 0, 0, 0, -0.5, 0, 0]
 
 
-def test_returns_to_go_discount_by_turn():
-    assert returns_to_go(torch.tensor([1.0, 0.0, 4.0]), 0.5).tolist() == [2.0, 2.0, 4.0]
+def test_returns_are_discounted_from_token_to_token():
+    assert returns_by_token([1.0, 0.0, 4.0], [0.5, 0.5, 1.0]).tolist() == [2.0, 2.0, 4.0]
+
+
+def test_gae_by_hand():
+    # deltas: 1 + 0.5*2 - 4 = -2; 0 + 1*6 - 2 = 4; 8 - 6 = 2, and nothing is bootstrapped behind the last
+    # A_2 = 2; A_1 = 4 + 1*0.5*2 = 5; A_0 = -2 + 0.5*0.5*5 = -0.75
+    assert gae([1.0, 0.0, 8.0], [4.0, 2.0, 6.0], [0.5, 1.0, 1.0], 0.5).tolist() == [-0.75, 5.0, 2.0]
+
+
+@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.sampled_from([1.0, 0.9])), max_size=20))
+def test_gae_at_lambda_one_is_the_return_minus_the_value(steps):
+    rewards, values, discounts = ([step[i] for step in steps] for i in range(3))
+    returns = returns_by_token(rewards, discounts) - torch.tensor(values, dtype=torch.float64)
+    torch.testing.assert_close(gae(rewards, values, discounts, 1.0), returns)
+
+
+def test_whitened_values_by_hand():
+    assert whitened(torch.tensor([1.0, 3.0, 5.0])).tolist() == pytest.approx([-2 / 1.63309, 0.0, 2 / 1.63309], rel=1e-4)
+    assert whitened(torch.zeros(0)).tolist() == []
+    assert whitened(torch.tensor([7.0])).tolist() == [0.0]
+
+
+def test_dr_grpo_is_grpo_without_division(make_record):
+    records = [make_record(f"s{i}", "g", ONE_TURN, [float(i)]) for i in range(2)]
+    advantages = token_advantages(records, {"s0": 0.0, "s1": 1.0}, AlgorithmConfig(advantage="dr_grpo"))
+    assert advantages[1].tolist() == [0, 0, 0.5, 0.5]
+
+
+def test_reinforce_pp_normalises_over_the_tokens_of_the_batch_and_needs_no_group(make_record):
+    long = make_record("s0", "g0", [[(False, [1]), (True, [2, 3, 4])]], [1.0])
+    short = make_record("s1", "g1", [[(False, [1]), (True, [2])]], [0.0])
+    advantages = token_advantages([long, short], {"s0": 1.0, "s1": 0.0}, AlgorithmConfig(advantage="reinforce_pp"))
+    std = 0.1875**0.5 + 1e-4  # of 1, 1, 1, 0
+    assert advantages[0].tolist() == pytest.approx([0, 0.25 / std, 0.25 / std, 0.25 / std])
+    assert advantages[1].tolist() == pytest.approx([0, -0.75 / std])
+    raw = AlgorithmConfig(advantage="reinforce_pp", normalize_by_std=False)
+    assert token_advantages([long, short], {"s0": 1.0, "s1": 0.0}, raw)[0].tolist() == [0, 1, 1, 1]
+
+
+TWO_TURNS = [[(False, [1]), (True, [2, 3])], [(False, [9, 9, 9]), (True, [4]), (False, [5, 5])]]
+PPO = AlgorithmConfig(preset="ppo", normalize_by_std=False, gae_lambda=0.5, discount=0.5)
+
+
+def test_gae_skips_observations_in_time_and_ends_at_the_last_action(make_record):
+    record = make_record("s", "g", TWO_TURNS, [1.0, 8.0])
+    values = [torch.tensor([3.0, 4.0, 6.0])]
+    # within the turn 1, to the next turn 0.5; rewards 0, 1, 8. deltas: 4 - 3 = 1; 1 + 0.5*6 - 4 = 0; 8 - 6 = 2
+    # A: 2; 0 + 0.5*0.5*2 = 0.5; 1 + 1*0.5*0.5 = 1.25
+    (advantages,) = token_advantages([record], {"s": 9.0}, PPO, values=values)
+    assert advantages.tolist() == [0, 1.25, 0.5, 0, 0, 0, 2, 0, 0]
+    (targets,) = value_targets([record], values, PPO)
+    assert targets.tolist() == [4.25, 4.5, 8.0]
+
+
+def test_a_penalty_is_paid_by_the_token_and_all_before_it(make_record):
+    records = [make_record("s0", "g", TWO_TURNS, [0.0, 1.0]), make_record("s1", "g", TWO_TURNS, [0.0, 1.0])]
+    penalties = [torch.tensor([0.0, 0.25, 0.5]), torch.zeros(3)]
+    advantages = token_advantages(records, {"s0": 1.0, "s1": 1.0}, GRPO_PLAIN, penalties=penalties)
+    # totals 0.25 and 1, their mean 0.625; returns of the first: 0.25, 0.25, 0.5
+    assert advantages[0].tolist() == [0, -0.375, -0.375, 0, 0, 0, -0.125, 0, 0]
+    assert advantages[1].tolist() == [0, 0.375, 0.375, 0, 0, 0, 0.375, 0, 0]
+
+
+def test_step_groups_compare_turns_that_saw_the_same(make_record):
+    def rollout(name: str, seen: int, reward: float):
+        return make_record(name, "g", [[(False, [1]), (True, [2])], [(False, [seen]), (True, [3, 3])]], [0.0, reward])
+
+    records = [rollout("s0", 7, 1.0), rollout("s1", 7, 0.0), rollout("s2", 8, 0.5)]
+    rewards = {"s0": 1.0, "s1": 0.0, "s2": 0.5}
+    config = AlgorithmConfig(advantage="dr_grpo", step_group_weight=0.5)
+    advantages = token_advantages(records, rewards, config)
+    # first turns: all three saw 1, mean 0.5; second turns: two saw 7, mean 0.5; one saw 8, alone
+    assert advantages[0].tolist() == [0, 0.75, 0, 0.75, 0.75]
+    assert advantages[1].tolist() == [0, -0.75, 0, -0.75, -0.75]
+    assert advantages[2].tolist() == [0, 0, 0, 0, 0]
+    late = token_advantages([records[0], records[2]], {"s0": 1.0, "s2": 0.5}, config)
+    assert late[0].tolist() == [0, 0.375, 0, 0.25, 0.25]
+
+
+def test_the_reward_of_a_turn_without_a_loss_token_goes_to_the_action_before_it(make_record):
+    turns = [[(False, [1])], [(False, [1]), (True, [2])], [(False, [3])], [(False, [3])]]
+    record = make_record("s0", "g0", turns, [5.0, 0.0, 0.0, 4.0])
+    config = AlgorithmConfig(advantage="reinforce_pp", normalize_by_std=False, discount=0.5)
+    assert token_advantages([record], {"s0": 9.0}, config)[0].tolist() == [0, 0, 1.0, 0, 0]
+
+
+def per_token(records, rewards, config):
+    return [torch.full((len(record.token_ids),), rewards[record.session_id]) for record in records]
+
+
+def test_a_users_advantage_is_called_and_checked(make_record):
+    record = make_record("s0", "g", ONE_TURN, [2.0])
+    config = AlgorithmConfig(advantage=f"{__name__}:per_token")
+    function = choose_own_advantage(config)
+    assert own_advantages(function, [record], {"s0": 2.0}, config)[0].tolist() == [2, 2, 2, 2]
+    with pytest.raises(ValueError, match=r"returned tensors of shapes \[\(3,\)\] for records of \[4\] tokens"):
+        own_advantages(lambda *_: [torch.zeros(3)], [record], {"s0": 2.0}, config)
+    assert choose_own_advantage(GRPO) is None
 
 
 def test_a_reward_of_an_early_turn_is_not_earned_by_later_turns(make_record):

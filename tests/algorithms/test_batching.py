@@ -23,24 +23,23 @@ TWO_TURNS = [[(False, [10, 11]), (True, [12, 13])], [(False, [14]), (True, [15])
 
 def test_a_sample_by_hand(make_record):
     record = make_record("s", "g", TWO_TURNS, [0.0, 1.0], temperature=0.7, logprob=-0.5, version=4)
-    sample = sample_of(record, torch.arange(8.0))
+    sample = sample_of(record)
     assert sample.inputs.tolist() == [10, 11, 12, 13, 14]
     assert sample.predicting.tolist() == [1, 2, 4]
     assert sample.targets.tolist() == [12, 13, 15]
-    assert sample.advantages.tolist() == [2.0, 3.0, 5.0]
     assert sample.temperatures.tolist() == pytest.approx([0.7] * 3)
     assert sample.behavior.tolist() == [-0.5] * 3
     assert sample.versions.tolist() == [4] * 3
 
 
 def test_a_record_without_loss_tokens_is_an_empty_sample(make_record):
-    sample = sample_of(make_record("s", "g", [[(False, [1, 2, 3])]], [1.0]), torch.zeros(3))
+    sample = sample_of(make_record("s", "g", [[(False, [1, 2, 3])]], [1.0]))
     assert (sample.num_tokens, sample.num_loss_tokens) == (0, 0)
 
 
 def test_a_first_token_in_the_loss_is_refused(make_record):
     with pytest.raises(ValueError, match="branch 0 of session 's': its first token is in the loss"):
-        sample_of(make_record("s", "g", [[(True, [1, 2])]], [1.0]), torch.zeros(2))
+        sample_of(make_record("s", "g", [[(True, [1, 2])]], [1.0]))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_an_unusable_loss_token_is_refused(make_record, field, value, message):
     record = make_record("s", "g", [[(False, [1]), (True, [2])]], [1.0])
     broken = replace(record, **{field: np.array([1.0, value], dtype=np.float32)})
     with pytest.raises(ValueError, match=message):
-        sample_of(broken, torch.zeros(2))
+        sample_of(broken)
 
 
 def test_the_schedule_fills_the_fitting_micro_batch_with_the_fewest_sequences():
@@ -90,8 +89,8 @@ def test_the_schedule_does_not_depend_on_the_order_of_sequences(lengths, budget,
 
 
 def test_collating_pads_on_the_right(make_record):
-    long = sample_of(make_record("s0", "g", TWO_TURNS, [0.0, 1.0]), torch.zeros(8))
-    short = sample_of(make_record("s1", "g", [[(False, [20, 21]), (True, [22])]], [1.0]), torch.zeros(3))
+    long = sample_of(make_record("s0", "g", TWO_TURNS, [0.0, 1.0]))
+    short = sample_of(make_record("s1", "g", [[(False, [20, 21]), (True, [22])]], [1.0]))
     batch = collate([long, short], CPU)
     assert batch.inputs.tolist() == [[10, 11, 12, 13, 14], [20, 21, 0, 0, 0]]
     assert batch.inputs.flatten()[batch.predicting].tolist() == [11, 12, 14, 21]

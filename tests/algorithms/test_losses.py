@@ -1,31 +1,58 @@
-"""The decoupled PPO loss, against numbers worked out by hand.
+"""The policy losses, against numbers worked out by hand.
 
-- Unclipped tokens, tokens clipped above and below, and the capped behaviour weight.
-- The gradient flows through the current log-probabilities alone, and not through clipped tokens.
-- Parts add up to the whole, of loss, gradient and statistics; nothing at all still back-propagates.
-- Absurd ratios stay finite. k3 is zero for equal policies and never negative.
+- ppo_clip: unclipped tokens, tokens clipped above and below, clip-higher, dual clip, the capped behaviour weight. With
+  the decoupled objective the numbers are those of the formula written out in one line.
+- The gradient flows through the current log-probabilities alone, not through clipped tokens; with cispo through all.
+- gspo has one ratio a sequence; with one advantage a sequence it has value and gradient of the sequence form.
+- The importance weight is of a token or of a sequence. Divergence and entropy enter the loss with their coefficients.
+- Parts add up to the whole, of loss, gradient and statistics; nothing at all still back-propagates; absurd ratios stay
+  finite.
+- A user's own objective takes the place of ours; one of a wrong shape, or that cannot be imported, is refused.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.losses import LossStats, decoupled_ppo, k3
+from areal_agent.algorithms.loss_stats import LossStats
+from areal_agent.algorithms.loss_tokens import LossTokens
+from areal_agent.algorithms.losses import choose_objective, cispo, gspo, importance_weights, policy_loss, ppo_clip
+from areal_agent.errors import ConfigError
 
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
 
 
-def case() -> dict[str, torch.Tensor]:
-    """Ratios u = 1.1, 1.5, 0.5, 0.5, 1.5; uncapped weights 1, 0.5, 1, 4, 2; advantages 2, 1, -1, 3, -2."""
-    proximal = torch.full((5,), -2.0, dtype=torch.float64)
-    return {
-        "logprobs": proximal + torch.tensor([1.1, 1.5, 0.5, 0.5, 1.5], dtype=torch.float64).log(),
-        "proximal": proximal,
-        "behavior": proximal - torch.tensor([1.0, 0.5, 1.0, 4.0, 2.0], dtype=torch.float64).log(),
-        "advantages": torch.tensor([2.0, 1.0, -1.0, 3.0, -2.0], dtype=torch.float64),
-    }
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def make_tokens(
+    ratios: list[float],
+    advantages: list[float],
+    *,
+    importance: list[float] | None = None,
+    sequences: list[int] | None = None,
+    weight: float = 0.2,
+) -> LossTokens:
+    """Tokens whose pi_theta / pi_prox and pi_prox / pi_behav are given."""
+    count = len(ratios)
+    proximal = torch.full((count,), -2.0, dtype=torch.float64)
+    return LossTokens(
+        logprobs=(proximal + tensor(*ratios).log()).requires_grad_(),
+        entropy=torch.ones(count, dtype=torch.float64),
+        proximal=proximal,
+        behavior=proximal - tensor(*(importance or [1.0] * count)).log(),
+        advantages=tensor(*advantages),
+        weights=torch.full((count,), weight, dtype=torch.float64),
+        sequences=torch.tensor(sequences or [0] * count),
+    )
+
+
+def case() -> LossTokens:
+    return make_tokens([1.1, 1.5, 0.5, 0.5, 1.5], [2.0, 1.0, -1.0, 3.0, -2.0], importance=[1.0, 0.5, 1.0, 4.0, 2.0])
 
 
 # w * min(u A, clip(u) A): 1 * 2.2; 0.5 * 1.3 (clipped above); 1 * -0.8 (clipped below); 2 * 1.5 (weight capped);
@@ -33,40 +60,134 @@ def case() -> dict[str, torch.Tensor]:
 BY_HAND = [2.2, 0.65, -0.8, 3.0, -6.0]
 
 
-def test_the_loss_is_the_negated_sum_over_the_steps_number_of_tokens():
-    loss, _ = decoupled_ppo(**case(), config=CONFIG, num_loss_tokens=10)
-    assert loss.item() == pytest.approx(-sum(BY_HAND) / 10)
+def gradient(tokens: LossTokens, config: AlgorithmConfig) -> list[float]:
+    loss, _ = policy_loss(tokens, config, choose_objective(config))
+    (of_logprobs,) = torch.autograd.grad(loss, tokens.logprobs)
+    return of_logprobs.tolist()
+
+
+def test_the_decoupled_loss_by_hand():
+    loss, _ = policy_loss(case(), CONFIG, ppo_clip)
+    assert loss.item() == pytest.approx(-sum(BY_HAND) * 0.2)
 
 
 def test_the_gradient_of_unclipped_tokens_is_weight_ratio_advantage_and_of_clipped_ones_zero():
-    given = case()
-    given["logprobs"].requires_grad_()
-    loss, _ = decoupled_ppo(**given, config=CONFIG, num_loss_tokens=1)
-    loss.backward()
-    assert given["logprobs"].grad.tolist() == pytest.approx([-2.2, 0.0, 0.0, -3.0, 6.0])
+    assert gradient(replace(case(), weights=torch.ones(5)), CONFIG) == pytest.approx([-2.2, 0.0, 0.0, -3.0, 6.0])
+
+
+def test_the_decoupled_loss_is_what_it_was():
+    """Loss and gradient of a batch of twelve tokens, as the formula of the default algorithm gave them at first."""
+    generator = torch.Generator().manual_seed(7)
+    logprobs = -torch.rand(12, generator=generator) * 4
+    proximal = logprobs + 0.5 * torch.randn(12, generator=generator)
+    behavior = proximal + 0.9 * torch.randn(12, generator=generator)
+    tokens = LossTokens(
+        logprobs=logprobs.requires_grad_(),
+        entropy=torch.zeros(12),
+        proximal=proximal,
+        behavior=behavior,
+        advantages=torch.randn(12, generator=generator),
+        weights=torch.full((12,), 1 / 12),
+        sequences=torch.zeros(12, dtype=torch.long),
+    )
+    expected = [0.00463489, 0.0, 0.01542694, 0.55153865, 0.02020997, -0.04231141]
+    expected += [-0.0032097, -0.05970089, 0.0, 0.0, 0.0, -0.01332864]
+    assert policy_loss(tokens, AlgorithmConfig(), ppo_clip)[0].item() == pytest.approx(0.6104795336723328, rel=1e-6)
+    assert gradient(tokens, AlgorithmConfig()) == pytest.approx(expected, abs=1e-7)
 
 
 def test_no_gradient_flows_through_proximal_and_behaviour_probabilities():
-    given = {name: value.requires_grad_() for name, value in case().items() if name != "advantages"}
-    loss, _ = decoupled_ppo(**given, advantages=case()["advantages"], config=CONFIG, num_loss_tokens=1)
+    tokens = case()
+    others = [tokens.proximal.requires_grad_(), tokens.behavior.requires_grad_()]
+    loss, _ = policy_loss(replace(tokens, proximal=others[0], behavior=others[1]), CONFIG, ppo_clip)
+    assert torch.autograd.grad(loss, others, allow_unused=True) == (None, None)
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token_that_grew():
+    tokens = make_tokens([5.0, 5.0, 2.0], [-1.0, 1.0, -1.0])
+    config = AlgorithmConfig(dual_clip=3.0)
+    assert ppo_clip(tokens, config).tolist() == pytest.approx([-3.0, 1.2, -2.0])
+    assert gradient(tokens, config) == pytest.approx([0.0, 0.0, 0.4])
+    assert policy_loss(tokens, config, ppo_clip)[1].metrics()["dual_clip_fraction"] == pytest.approx(1 / 3)
+
+
+# two sequences: log-ratios log 2 and log 8 have the mean log 4; log 1 alone is log 1
+GSPO_TOKENS = {"ratios": [2.0, 8.0, 1.0], "sequences": [0, 0, 1]}
+
+
+def test_gspo_has_one_ratio_a_sequence():
+    wide = AlgorithmConfig(loss="gspo", clip_high=9.0)
+    assert gspo(make_tokens(advantages=[1.0, 1.0, 3.0], **GSPO_TOKENS), wide).tolist() == pytest.approx([4.0, 4.0, 3.0])
+    tight = AlgorithmConfig(loss="gspo", clip_high=1.0)
+    assert gspo(make_tokens(advantages=[1.0, 1.0, 3.0], **GSPO_TOKENS), tight).tolist() == pytest.approx(
+        [2.0, 2.0, 3.0]
+    )
+
+
+def test_gspo_is_the_sequence_form_where_a_sequence_has_one_advantage():
+    config = AlgorithmConfig(preset="gspo", clip_high=9.0, clip_low=0.5)
+    tokens = make_tokens(advantages=[2.0, 2.0, -3.0], **GSPO_TOKENS)
+    weighted = replace(tokens, weights=tensor(1 / 4, 1 / 4, 1 / 2))  # sequence_mean: 1 / (2 sequences * own tokens)
+    log_ratio = tokens.logprobs - tokens.proximal
+    ratios = torch.stack([log_ratio[:2].mean().exp(), log_ratio[2].exp()])
+    by_sequence = -(ratios * tensor(2.0, -3.0)).mean()
+    (expected,) = torch.autograd.grad(by_sequence, tokens.logprobs)
+    loss, _ = policy_loss(weighted, config, gspo)
+    assert loss.item() == pytest.approx(by_sequence.item())
+    assert gradient(weighted, config) == pytest.approx(expected.tolist())
+
+
+def test_cispo_clips_weights_and_keeps_every_gradient():
+    tokens = replace(make_tokens([0.5, 1.0, 9.0], [1.0, -2.0, 3.0]), weights=torch.ones(3))
+    config = AlgorithmConfig(preset="cispo", proximal="recompute", clip_low=0.2, clip_high=1.0)
+    assert cispo(tokens, config).tolist() == pytest.approx((tokens.logprobs * tensor(0.8, -2.0, 6.0)).tolist())
+    assert gradient(tokens, config) == pytest.approx([-0.8, 2.0, -6.0])
+    stats = policy_loss(tokens, config, cispo)[1].metrics()
+    assert (stats["clip_fraction_low"], stats["clip_fraction_high"]) == pytest.approx((1 / 3, 1 / 3))
+
+
+def test_the_importance_weight_of_a_sequence_is_the_product_of_its_tokens():
+    tokens = make_tokens([1.0, 1.0, 1.0], [1.0] * 3, importance=[0.5, 4.0, 3.0], sequences=[0, 0, 1])
+    by_token, by_sequence = AlgorithmConfig(), AlgorithmConfig(behavior_weight_level="sequence")
+    assert importance_weights(tokens, by_token).tolist() == pytest.approx([0.5, 4.0, 3.0])
+    assert importance_weights(tokens, by_sequence).tolist() == pytest.approx([2.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(("estimator", "by_hand"), [("k2", 0.5 * math.log(2) ** 2), ("k3", 1 - math.log(2))])
+def test_the_divergence_from_a_reference_enters_the_loss(estimator, by_hand):
+    tokens = make_tokens([1.0, 1.0], [0.0, 0.0])
+    config = AlgorithmConfig(reference="initial", kl_coefficient=0.1, kl_estimator=estimator)
+    referred = replace(tokens, reference=tokens.logprobs.detach() + math.log(2))  # twice as likely under the reference
+    loss, stats = policy_loss(referred, config, ppo_clip)
+    assert loss.item() == pytest.approx(0.1 * 0.2 * 2 * by_hand)
+    assert stats.metrics()["kl_ref"] == pytest.approx(1 - math.log(2))
+    (of_logprobs,) = torch.autograd.grad(loss, tokens.logprobs)
+    assert of_logprobs.tolist() == pytest.approx([0.1 * 0.2 * (-math.log(2) if estimator == "k2" else -1.0)] * 2)
+
+
+def test_the_entropy_bonus_lowers_the_loss():
+    tokens = make_tokens([1.0, 1.0], [0.0, 0.0])
+    entropy = tensor(2.0, 3.0).requires_grad_()
+    loss, _ = policy_loss(replace(tokens, entropy=entropy), AlgorithmConfig(entropy_coefficient=0.5), ppo_clip)
     loss.backward()
-    assert given["proximal"].grad is None
-    assert given["behavior"].grad is None
+    assert loss.item() == pytest.approx(-0.5 * 0.2 * 5.0)
+    assert entropy.grad.tolist() == pytest.approx([-0.1, -0.1])
+
+
+def part(tokens: LossTokens, chosen: slice) -> LossTokens:
+    fields = ("logprobs", "entropy", "proximal", "behavior", "advantages", "weights", "sequences")
+    return LossTokens(**{name: getattr(tokens, name)[chosen] for name in fields})
 
 
 def test_parts_add_up_to_the_whole():
-    whole, stats = decoupled_ppo(**case(), config=CONFIG, num_loss_tokens=5)
-    parts = [
-        decoupled_ppo(**{name: value[part] for name, value in case().items()}, config=CONFIG, num_loss_tokens=5)
-        for part in (slice(0, 2), slice(2, 5))
-    ]
+    whole, stats = policy_loss(case(), CONFIG, ppo_clip)
+    parts = [policy_loss(part(case(), chosen), CONFIG, ppo_clip) for chosen in (slice(0, 2), slice(2, 5))]
     assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item())
-    merged = parts[0][1].merge(parts[1][1])
-    assert merged.metrics() == pytest.approx(stats.metrics())
+    assert parts[0][1].merge(parts[1][1]).metrics() == pytest.approx(stats.metrics())
 
 
 def test_statistics_by_hand():
-    _, stats = decoupled_ppo(**case(), config=CONFIG, num_loss_tokens=5)
+    _, stats = policy_loss(case(), CONFIG, ppo_clip)
     weights = [1.0, 0.5, 1.0, 2.0, 2.0]
     assert stats.metrics() == pytest.approx(
         {
@@ -74,6 +195,7 @@ def test_statistics_by_hand():
             "ratio_max": 1.5,
             "clip_fraction_low": 1 / 5,
             "clip_fraction_high": 1 / 5,
+            "dual_clip_fraction": 0.0,
             "approx_kl": sum(u - 1 - math.log(u) for u in (1.1, 1.5, 0.5, 0.5, 1.5)) / 5,
             "behavior_weight_mean": sum(weights) / 5,
             "behavior_weight_max": 4.0,
@@ -83,35 +205,71 @@ def test_statistics_by_hand():
     )
 
 
-def test_on_policy_it_is_the_policy_gradient():
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, _ = decoupled_ppo(
-        logprobs, logprobs.detach(), logprobs.detach(), torch.tensor([3.0, -1.0]), CONFIG, num_loss_tokens=2
-    )
-    loss.backward()
-    assert logprobs.grad.tolist() == [-1.5, 0.5]
+@pytest.mark.parametrize("config", [AlgorithmConfig(preset="grpo"), AlgorithmConfig(preset="gspo")])
+def test_on_policy_it_is_the_policy_gradient(config):
+    tokens = make_tokens([1.0, 1.0], [3.0, -1.0], sequences=[0, 1], weight=0.5)
+    assert gradient(tokens, config) == pytest.approx([-1.5, 0.5])
 
 
-def test_no_tokens_make_a_loss_of_zero_that_back_propagates():
-    nothing = torch.zeros(0, requires_grad=True)
-    loss, stats = decoupled_ppo(nothing, torch.zeros(0), torch.zeros(0), torch.zeros(0), CONFIG, num_loss_tokens=0)
-    loss.backward()
-    assert loss.item() == 0.0
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
+def test_no_tokens_make_a_loss_of_zero_that_back_propagates(loss):
+    config = AlgorithmConfig(loss=loss, entropy_coefficient=0.1, behavior_weight_level="sequence")
+    nothing = part(case(), slice(0, 0))
+    value, stats = policy_loss(nothing, config, choose_objective(config))
+    value.backward()
+    assert value.item() == 0.0
     assert stats == LossStats()
 
 
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize(("now", "before"), [(-1.0, -500.0), (-500.0, -1.0)])
-def test_absurd_ratios_stay_finite(now, before, advantage):
-    logprobs = torch.tensor([now], requires_grad=True)
-    loss, _ = decoupled_ppo(
-        logprobs, torch.tensor([before]), torch.tensor([now]), torch.tensor([advantage]), CONFIG, num_loss_tokens=1
+def test_absurd_ratios_stay_finite(now, before, advantage, loss):
+    config = AlgorithmConfig(loss=loss, reference="initial", kl_coefficient=0.1, behavior_weight_level="sequence")
+    tokens = LossTokens(
+        logprobs=torch.tensor([now], requires_grad=True),
+        entropy=torch.zeros(1),
+        proximal=torch.tensor([before]),
+        behavior=torch.tensor([now]),
+        advantages=torch.tensor([advantage]),
+        weights=torch.ones(1),
+        sequences=torch.zeros(1, dtype=torch.long),
+        reference=torch.tensor([before]),
     )
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert torch.isfinite(logprobs.grad).all()
+    assert math.isfinite(policy_loss(tokens, config, choose_objective(config))[0].item())
+    assert all(math.isfinite(value) for value in gradient(tokens, config))
 
 
-def test_k3_is_zero_for_equal_policies_and_positive_otherwise():
-    assert k3(torch.tensor(0.0)).item() == 0.0
-    assert k3(torch.tensor([-3.0, -0.01, 0.01, 3.0])).min().item() > 0.0
+def reinforce(tokens: LossTokens, config: AlgorithmConfig) -> torch.Tensor:
+    return tokens.advantages * tokens.logprobs
+
+
+def one_number(tokens: LossTokens, config: AlgorithmConfig) -> torch.Tensor:
+    return tokens.logprobs.sum()
+
+
+def test_a_users_objective_takes_the_place_of_ours():
+    config = AlgorithmConfig(loss=f"{__name__}:reinforce", behavior_weight_cap=2.0)
+    assert gradient(case(), config) == pytest.approx([-0.4, -0.1, 0.2, -1.2, 0.8])  # -0.2 * weight * advantage
+
+
+def test_a_users_objective_of_a_wrong_shape_is_refused():
+    config = AlgorithmConfig(loss=f"{__name__}:one_number")
+    with pytest.raises(ValueError, match=r"returned a tensor of shape \(\) for 5 loss tokens"):
+        policy_loss(case(), config, choose_objective(config))
+
+
+@pytest.mark.parametrize(("path", "reason"), [("no_such_module:loss", "No module"), ("math:tau2", "no attribute")])
+def test_a_users_objective_that_cannot_be_imported_is_a_config_error(path, reason):
+    with pytest.raises(ConfigError, match=rf"algorithm\.loss: '{path}' cannot be imported \(.*{reason}"):
+        choose_objective(AlgorithmConfig(loss=path))
+
+
+def test_a_users_objective_that_is_no_function_is_a_config_error():
+    with pytest.raises(ConfigError, match="is a float; give a function"):
+        choose_objective(AlgorithmConfig(loss="math:tau"))
+
+
+def test_tensors_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"entropy is of shape \(1,\), logprobs of \(5,\)"):
+        replace(case(), entropy=torch.ones(1))

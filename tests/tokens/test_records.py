@@ -6,6 +6,7 @@
 - altered, aborted and undelivered completions are masked
 - tokens that a later turn injects into its prompt are in the loss where they were sampled, and not there
 - several answers of one turn are branches of their own
+- a branch says where it left its parent, and whether its own call is a parallel sample of another's
 - a turn whose parent does not exist, or that forks behind its end, is an error
 """
 
@@ -184,3 +185,28 @@ def test_a_contradiction_is_an_error(parent: str, fork_at: int) -> None:
         token_records(
             trajectory(turn((1,), completion("c1", 2)), turn((3,), completion("c2", 4), parent=parent, fork_at=fork_at))
         )
+
+
+def test_a_branch_says_where_it_left_its_parent() -> None:
+    trunk = turn((1,), completion("a", 2))
+    sub_agent = turn((5,), completion("sub", 6), parent="a", fork_at=2)
+    answer = turn((3,), completion("b", 4), parent="a", fork_at=2)
+    newest, older = token_records(trajectory(trunk, sub_agent, answer, final=0.5, a=1.0))
+    assert (newest.parent_branch, newest.fork_turn, newest.own_turn, newest.sample_of) == (None, None, 0, None)
+    assert (older.parent_branch, older.fork_turn, older.own_turn, older.sample_of) == (0, 0, 1, None)
+    assert (newest.final_reward, older.final_reward) == (0.5, 0.5)
+
+
+def test_answers_of_one_turn_and_of_one_request_asked_twice_are_parallel_samples() -> None:
+    trunk = turn((1,), completion("a", 2))
+    twice = turn((3,), completion("b", 4), completion("c", 5), parent="a", fork_at=2)
+    again = turn((3,), completion("d", 6), parent="a", fork_at=2)
+    records = token_records(trajectory(trunk, twice, again))
+    assert [(one.fork_turn, one.own_turn, one.sample_of) for one in records] == [(None, 0, None), (0, 1, 0), (0, 1, 0)]
+
+
+def test_the_rest_of_an_answer_is_no_parallel_sample() -> None:
+    trunk = turn((1,), completion("a", 2, 3, 4))
+    cut = turn((7,), completion("b", 8), parent="a", fork_at=2)
+    _, rest = token_records(trajectory(trunk, cut))
+    assert (rest.parent_branch, rest.fork_turn, rest.own_turn, rest.sample_of) == (0, 0, 0, None)

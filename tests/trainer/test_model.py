@@ -37,7 +37,7 @@ def plain_logprobs(policy: Policy, record) -> torch.Tensor:
 
 def test_a_padded_batch_equals_plain_forward_passes_one_by_one(policy, make_batch):
     records = make_batch(1).records
-    samples = [sample_of(record, torch.zeros(len(record.token_ids))) for record in records]
+    samples = [sample_of(record) for record in records]
     with torch.no_grad():
         padded, _ = policy.logprobs_and_entropy(collate(samples, CPU))
     alone = torch.cat([plain_logprobs(policy, record) for record in records])
@@ -45,7 +45,7 @@ def test_a_padded_batch_equals_plain_forward_passes_one_by_one(policy, make_batc
 
 
 def test_entropy_is_between_zero_and_uniform(policy, make_batch):
-    samples = [sample_of(record, torch.zeros(len(record.token_ids))) for record in make_batch(1).records]
+    samples = [sample_of(record) for record in make_batch(1).records]
     _, entropy = policy.logprobs_and_entropy(collate(samples, CPU))
     assert 0.0 < entropy.min().item() < entropy.max().item() < torch.log(torch.tensor(61.0)).item()
 

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from areal_agent.algorithms.advantages import token_advantages
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.scoring import token_advantages
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
-from areal_agent.trainer.step import StepInput, Stepper
+from areal_agent.trainer.step import Stepper
+from areal_agent.trainer.step_input import StepInput
 
 CPU = torch.device("cpu")
 # with betas 0 and a large epsilon, AdamW moves the weights by the gradient itself

@@ -1,0 +1,227 @@
+"""The advantage of every token of a train step, as the algorithm section chooses it.
+
+records ─▶ timeline.py (loss tokens, rewards, discounts) ─▶ advantages.py (baselines, returns, GAE) ─▶ one [T] a record
+
+A *rollout* is one answer of a group (a session); it may have several records (branches), and counts once in every
+group statistic. Pure functions. Shapes: R rollouts; T tokens and M loss tokens of one record; N loss tokens of all.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from areal_agent.algorithms.advantages import (
+    STD_EPSILON,
+    gae,
+    group_mean,
+    group_size,
+    group_std,
+    leave_one_out,
+    returns_by_token,
+    whitened,
+)
+from areal_agent.algorithms.config import AlgorithmConfig, is_import_path
+from areal_agent.algorithms.plugins import load_function
+from areal_agent.algorithms.timeline import Timeline
+from areal_agent.types import TokenRecord
+
+Records = Sequence[TokenRecord]
+PerLossToken = Sequence[Tensor]
+"""One [M] tensor a record."""
+AdvantageFunction = Callable[[Records, Mapping[str, float], AlgorithmConfig], Sequence[Tensor]]
+"""A user's own advantage: records, total reward of each rollout by session id, config -> one [T] tensor a record."""
+
+
+def choose_own_advantage(config: AlgorithmConfig) -> AdvantageFunction | None:
+    """The user's function that `config.advantage` names, or None for one of ours. Raises ConfigError."""
+    if not is_import_path(config.advantage):
+        return None
+    return cast(AdvantageFunction, load_function(config.advantage, "algorithm.advantage"))
+
+
+def own_advantages(
+    function: AdvantageFunction, records: Records, rewards: Mapping[str, float], config: AlgorithmConfig
+) -> list[Tensor]:
+    """What the user's function gives, checked: [T] a record."""
+    given = list(function(records, rewards, config))
+    expected = [len(record.token_ids) for record in records]
+    if [tuple(one.shape) for one in given] != [(length,) for length in expected]:
+        raise ValueError(
+            f"advantage {config.advantage!r} returned tensors of shapes {[tuple(one.shape) for one in given][:4]} for "
+            f"records of {expected[:4]} tokens; return one value a token of each record"
+        )
+    return [one.float() for one in given]
+
+
+def token_advantages(
+    records: Records,
+    rewards: Mapping[str, float],
+    config: AlgorithmConfig,
+    *,
+    values: PerLossToken | None = None,
+    penalties: PerLossToken | None = None,
+) -> list[Tensor]:
+    """The advantage of every token; 0 where `loss_mask` is False. Observations do not enter it.
+
+    `rewards` holds the total reward of each rollout that has a record, by session id. `values` are those of a critic
+    (gae); `penalties` are subtracted from the reward of each loss token (a divergence in the reward).
+    Shapes: values and penalties [M] a record -> one [T] float32 tensor a record, in order.
+    """
+    lines = [Timeline.of(record, config.discount) for record in records]
+    taken = [torch.zeros(len(line.turns)) for line in lines] if penalties is None else penalties
+    match config.advantage:
+        case "gae":
+            assert values is not None, "gae needs values"
+            raw = gae_advantages(lines, values, taken, config.gae_lambda)
+            scored = _normalised(raw) if config.divides_by_std else raw
+        case "reinforce_pp":
+            returns = _returns(lines, taken)
+            scored = _normalised(returns) if config.divides_by_std else returns
+        case _:
+            scored = _against_the_group(records, rewards, lines, taken, config)
+    return [_laid_out(record, of_record) for record, of_record in zip(records, scored, strict=True)]
+
+
+def value_targets(
+    records: Records, values: PerLossToken, config: AlgorithmConfig, *, penalties: PerLossToken | None = None
+) -> list[Tensor]:
+    """What a critic learns: A_m + V_m with `gae`'s advantages before they are normalised, the lambda-return.
+
+    Shapes: values and penalties [M] a record -> one [M] float32 tensor a record.
+    """
+    lines = [Timeline.of(record, config.discount) for record in records]
+    taken = [torch.zeros(len(line.turns)) for line in lines] if penalties is None else penalties
+    advantages = gae_advantages(lines, values, taken, config.gae_lambda)
+    return [(one + value).float() for one, value in zip(advantages, values, strict=True)]
+
+
+def gae_advantages(
+    lines: Sequence[Timeline], values: PerLossToken, penalties: PerLossToken, gae_lambda: float
+) -> list[Tensor]:
+    """`gae` of each record, before it is normalised. Shapes: values and penalties [M] -> [M] float64 a record."""
+    return [
+        gae(_paid(line, penalty), value.tolist(), line.discounts.tolist(), gae_lambda)
+        for line, value, penalty in zip(lines, values, penalties, strict=True)
+    ]
+
+
+def _returns(lines: Sequence[Timeline], penalties: PerLossToken) -> list[Tensor]:
+    return [
+        returns_by_token(_paid(line, penalty), line.discounts.tolist())
+        for line, penalty in zip(lines, penalties, strict=True)
+    ]
+
+
+def _paid(line: Timeline, penalty: Tensor) -> list[float]:
+    return (torch.from_numpy(line.rewards) - penalty.double()).tolist()
+
+
+def _normalised(scores: Sequence[Tensor]) -> list[Tensor]:
+    """Whitened over the loss tokens of all records."""
+    flat = whitened(torch.cat([torch.zeros(0, dtype=torch.float64), *scores]))
+    return list(flat.split([len(one) for one in scores]))
+
+
+def _against_the_group(
+    records: Records,
+    rewards: Mapping[str, float],
+    lines: Sequence[Timeline],
+    penalties: PerLossToken,
+    config: AlgorithmConfig,
+) -> list[Tensor]:
+    """The return-to-go of each token minus a baseline, over the spread of its group.
+
+    A_m = (G_m - b_rollout) / s_group, where b is `group_mean` (grpo, arXiv 2402.03300; dr_grpo, 2503.20783) or
+    `leave_one_out` (rloo) of the rollouts' *total* rewards, less their penalties, and s is `group_std` + STD_EPSILON,
+    or 1 without normalisation. 0 in groups of one rollout.
+    """
+    returns = _returns(lines, penalties)
+    totals, groups = _totals(records, rewards, penalties)
+    baselines = leave_one_out(totals, groups) if config.advantage == "rloo" else group_mean(totals, groups)
+    scales = _scales(totals, groups, config)
+    rollout_of = {session_id: number for number, session_id in enumerate(_rollouts(records))}
+    chosen = [rollout_of[record.session_id] for record in records]
+    scored = [(one - baselines[i]) * scales[i] for one, i in zip(returns, chosen, strict=True)]
+    if config.step_group_weight == 0.0:
+        return scored
+    extra = step_advantages(records, lines, returns, config)
+    return [one + config.step_group_weight * other for one, other in zip(scored, extra, strict=True)]
+
+
+def _rollouts(records: Records) -> dict[str, str]:
+    """The group of each rollout that has a record."""
+    return {record.session_id: record.group_id for record in records}
+
+
+def _totals(records: Records, rewards: Mapping[str, float], penalties: PerLossToken) -> tuple[Tensor, Tensor]:
+    """Total reward, less penalties, and group number of each rollout: [R] float64, [R]."""
+    group_of = _rollouts(records)
+    # in float32 first, as records hold rewards: equal rewards then cancel exactly
+    totals = torch.tensor([rewards[session_id] for session_id in group_of], dtype=torch.float32).double()
+    rollout_of = {session_id: number for number, session_id in enumerate(group_of)}
+    for record, penalty in zip(records, penalties, strict=True):
+        totals[rollout_of[record.session_id]] -= penalty.double().sum()
+    return totals, _numbered(list(group_of.values()))
+
+
+def _scales(values: Tensor, groups: Tensor, config: AlgorithmConfig) -> Tensor:
+    """One over the spread of each value's group; 0 in groups of one."""
+    spreads = group_std(values, groups) + STD_EPSILON if config.divides_by_std else torch.ones_like(values)
+    return torch.where(group_size(groups) > 1, 1.0 / spreads, 0.0)
+
+
+def step_advantages(
+    records: Records, lines: Sequence[Timeline], returns: PerLossToken, config: AlgorithmConfig
+) -> list[Tensor]:
+    """What a turn earned against the turns of its group that stood in the same state (GiGPO, arXiv 2505.10978).
+
+    A_k = (G_k - mean G) / s over all turns, of all rollouts of the group, whose observation is the same: the state of a
+    turn is the tokens between the answer before and its own first loss token, whatever came earlier. G_k is the return
+    of the turn's first loss token, s as in the advantage of the whole rollout. A state that was met once has 0.
+    Turns without loss tokens do not count. Shapes: returns [M] a record -> [M] a record.
+    """
+    firsts = [_first_of_each_turn(line) for line in lines]
+    states = [
+        (record.group_id, _observation(record, int(line.turns[first])))
+        for record, line, of_record in zip(records, lines, firsts, strict=True)
+        for first in of_record
+    ]
+    met = [one[first] for one, of_record in zip(returns, firsts, strict=True) for first in of_record]
+    if not met:
+        return list(returns)
+    values, groups = torch.stack(met), _numbered(states)
+    by_turn = (values - group_mean(values, groups)) * _scales(values, groups, config)
+    of_records = by_turn.split([len(of_record) for of_record in firsts])
+    return [_spread(one, first, len(line.turns)) for one, first, line in zip(of_records, firsts, lines, strict=True)]
+
+
+def _first_of_each_turn(line: Timeline) -> list[int]:
+    """Indices of the loss tokens that begin a turn."""
+    turns = line.turns.tolist()
+    return [m for m, turn in enumerate(turns) if m == 0 or turns[m - 1] != turn]
+
+
+def _observation(record: TokenRecord, turn: int) -> bytes:
+    """The tokens of a turn that stand before its first loss token."""
+    of_turn = record.turn_index == turn
+    return record.token_ids[of_turn][: int(record.loss_mask[of_turn].argmax())].tobytes()
+
+
+def _spread(by_turn: Tensor, firsts: Sequence[int], num_tokens: int) -> Tensor:
+    """Each turn's value on all its loss tokens."""
+    lengths = [end - first for first, end in zip(firsts, [*firsts[1:], num_tokens], strict=True)]
+    return by_turn.repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+
+
+def _numbered(names: Sequence[Hashable]) -> Tensor:
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([numbers[name] for name in names], dtype=torch.long)
+
+
+def _laid_out(record: TokenRecord, of_loss_tokens: Tensor) -> Tensor:
+    """[M] -> [T], zeros elsewhere."""
+    laid = torch.zeros(len(record.token_ids), dtype=torch.float32)
+    laid[torch.from_numpy(record.loss_mask)] = of_loss_tokens.float()
+    return laid
