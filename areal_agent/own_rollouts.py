@@ -108,6 +108,7 @@ async def _make_producer(preflight: Preflight, ledger: Ledger, serving: Serving,
         straggler_wait_s=config.rollout.straggler_wait_s,
         max_concurrent=config.rollout.max_concurrent,
         max_failed_groups=config.rollout.max_failed_groups,
+        trains_altered=config.rollout.train_altered,
     )
     await producer.restore(await ledger.waiting())
     return producer

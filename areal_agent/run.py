@@ -74,6 +74,11 @@ class Run:
         progress: Progress | None = None,
     ) -> None:
         self.preflight = Preflight.check(config, workflow=workflow, name=name, resume=resume)
+        if config.rollout.temperature == 0 and not config.is_online:
+            raise ConfigError(
+                "rollout.temperature is 0: greedy answers have no sampling probability, so none of them could be "
+                "trained; set it above 0 (areal_agent.eval takes 0)"
+            )
         self.config = config
         self.folder = self.preflight.folder
         self.version = WeightVersion()  # that serves

@@ -4,7 +4,7 @@
 2. max_staleness 0 never mixes versions; 3. failing siblings leave the rest trained, and are counted; 4. it resumes, and
 steps after the checkpoint are trained again; 5. a process that dies ends it clearly; 6. so does a workflow that
 always fails; 7. rollout_batch is synchronous;
-8. a trainer that is too slow to start is an error.
+8. a trainer that is too slow to start is an error; 9. nothing is sampled greedily for training.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import pytest
 
 from areal_agent import Status
 from areal_agent.config import Config
-from areal_agent.errors import ProcessDied, RolloutsFailing, TrainerError
+from areal_agent.errors import ConfigError, ProcessDied, RolloutsFailing, TrainerError
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics
 from areal_agent.run import Run
@@ -194,3 +194,8 @@ async def test_a_trainer_that_is_too_slow_to_start_is_an_error(tmp_path: Path, s
     with pytest.raises(TrainerError, match=r"trainer\.startup_timeout_s = 1e-06"):
         async with Run(settings, workflow=solve):
             pass
+
+
+def test_greedy_rollouts_cannot_be_trained(tmp_path: Path, small_model: Path) -> None:
+    with pytest.raises(ConfigError, match="rollout.temperature is 0"):
+        Run(config(tmp_path, small_model, rollout={"temperature": 0}), workflow=solve)

@@ -27,6 +27,9 @@ class RolloutConfig(Section):
     """Sampling temperature of requests that name none."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Tokens a request that names no `max_tokens` may generate."""
+    train_altered: bool = False
+    """Train also tokens whose recorded probability is not the one that they were sampled with: top-p, top-k, min-p,
+    penalties, biases, a grammar. Their importance weights are then wrong by what was cut off."""
     block_warn_s: Annotated[float, Field(gt=0)] = 1.0
     """A workflow that blocks the event loop for so long is named in a warning."""
     history_thinking: HistoryThinking = HistoryThinking.TEMPLATE

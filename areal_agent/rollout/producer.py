@@ -65,6 +65,7 @@ class Producer:
         straggler_wait_s: float,
         max_concurrent: int,
         max_failed_groups: int,
+        trains_altered: bool = False,
     ) -> None:
         self.admission = admission
         self.buffer = Buffer(admission.max_staleness)
@@ -78,6 +79,7 @@ class Producer:
         self._straggler_wait_s = straggler_wait_s
         self._max_concurrent = max_concurrent
         self._max_failed_groups = max_failed_groups
+        self._trains_altered = trains_altered
         self._failed_in_a_row = 0
         self._changed = asyncio.Event()
 
@@ -163,7 +165,8 @@ class Producer:
             if self._straggler != "mask" and self.buffer.is_stale(oldest_step(trajectory), step):
                 drops[trajectory.session_id] = Drop.STALE
                 continue
-            own = [self._without_stale_tokens(record, step) for record in token_records(trajectory)]
+            records_of = token_records(trajectory, trains_altered=self._trains_altered)
+            own = [self._without_stale_tokens(record, step) for record in records_of]
             num_tokens = sum(int(record.loss_mask.sum()) for record in own)
             if num_tokens == 0:
                 is_stale = self.buffer.is_stale(oldest_step(trajectory), step)

@@ -13,15 +13,17 @@ from areal_agent.errors import LedgerError
 from areal_agent.types import Completion, Distribution, FinishReason, TokenRecord, Trajectory, Turn
 
 
-def token_records(trajectory: Trajectory) -> tuple[TokenRecord, ...]:
+def token_records(trajectory: Trajectory, *, trains_altered: bool = False) -> tuple[TokenRecord, ...]:
     """One record for each leaf of the forest: the whole path from its root, trained where no earlier record trains it.
 
     Branch 0 ends with the newest answer, so what branches share is credited along the path to where the rollout
     ended. In the loss are sampled tokens whose recorded probability is the one they were sampled with; those of a
     completion that no agent saw, aborted or never delivered, are not. `turn_rewards` has the reward of a completion in
     the first record that ends or passes through it, and the final reward on the last turn of every record.
+
+    `trains_altered`: `altered` tokens are in the loss, too (but for greedy ones: their temperature is 0).
     """
-    claims = _Claims(trajectory)
+    claims = _Claims(trajectory, trains_altered=trains_altered)
     return tuple(claims.record(branch, path) for branch, path in enumerate(reversed(_leaf_paths(trajectory.turns))))
 
 
@@ -96,8 +98,9 @@ def _trunk(turn: Turn, paths: dict[str, _Path]) -> _Path:
 class _Claims:
     """Who trains what: the first branch that asks for a sampled token has it."""
 
-    def __init__(self, trajectory: Trajectory) -> None:
+    def __init__(self, trajectory: Trajectory, *, trains_altered: bool) -> None:
         self._trajectory = trajectory
+        self._trains_altered = trains_altered
         self._owners: dict[str, NDArray[np.int32]] = {}  # by completion: the branch that trains each token, or -1
         self._callers: dict[tuple[object, ...], int] = {}  # by request: the branch with its first answer
         self._undelivered = frozenset(trajectory.undelivered)
@@ -124,7 +127,7 @@ class _Claims:
             if step.num_sampled == len(step.completion.token_ids):
                 turn_rewards[index] += self._unpaid.pop(step.completion.id, 0.0)
             owners[is_new] = branch
-            columns.append(_columns(index, step, is_new & self._is_trainable(step.completion)))
+            columns.append(_columns(index, step, is_new & self._is_trainable(step)))
         final_reward = np.float32(self._trajectory.rewards.final or 0.0)
         turn_rewards[-1] += final_reward
         return TokenRecord(
@@ -145,9 +148,11 @@ class _Claims:
             sample_of=sample_of,
         )
 
-    def _is_trainable(self, completion: Completion) -> bool:
+    def _is_trainable(self, step: _Step) -> bool:
+        completion = step.completion
+        is_exact = completion.distribution is Distribution.EXACT
         return (
-            completion.distribution is Distribution.EXACT
+            (is_exact or (self._trains_altered and step.turn.sampling.temperature > 0))
             and completion.finish_reason is not FinishReason.ABORT
             and completion.id not in self._undelivered
         )

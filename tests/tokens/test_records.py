@@ -4,6 +4,7 @@
 - a fork: the newest branch trains what is shared, the other names it as its parent; rewards count once
 - a turn that keeps a part of its parent's tokens continues exactly that part
 - altered, aborted and undelivered completions are masked
+- altered ones are trained where that is asked for, except greedy ones
 - tokens that a later turn injects into its prompt are in the loss where they were sampled, and not there
 - several answers of one turn are branches of their own
 - a branch says where it left its parent, and whether its own call is a parallel sample of another's
@@ -143,6 +144,14 @@ def test_altered_and_aborted_completions_are_masked(change: dict[str, Any]) -> N
     assert record.loss_mask.tolist() == [False, False, False, True]
     assert record.behavior_logprobs.tolist() == [0, 0, 0, -0.5]
     assert record.temperatures.tolist() == [1, 1, 1, 0.5]
+
+
+@pytest.mark.parametrize(("temperature", "is_trained"), [(0.5, True), (0.0, False)])
+def test_altered_completions_are_trained_where_asked_for(temperature: float, is_trained: bool) -> None:
+    sampled = turn((1,), completion("c1", 2, distribution=Distribution.ALTERED))
+    sampled = replace(sampled, sampling=SamplingParams(temperature=temperature, top_p=0.9))
+    (record,) = token_records(trajectory(sampled), trains_altered=True)
+    assert record.loss_mask.tolist() == [False, is_trained]
 
 
 def test_an_undelivered_completion_is_masked() -> None:
