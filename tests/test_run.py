@@ -197,5 +197,5 @@ async def test_a_trainer_that_is_too_slow_to_start_is_an_error(tmp_path: Path, s
 
 
 def test_greedy_rollouts_cannot_be_trained(tmp_path: Path, small_model: Path) -> None:
-    with pytest.raises(ConfigError, match="rollout.temperature is 0"):
+    with pytest.raises(ConfigError, match=r"rollout.temperature is 0"):
         Run(config(tmp_path, small_model, rollout={"temperature": 0}), workflow=solve)
