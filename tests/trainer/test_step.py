@@ -7,6 +7,7 @@
 - Mismatch with the engine's log-probabilities is told, and apart for fresh tokens.
 - Without loss tokens, and without a finite gradient, no update is made; with zero advantages one is.
 - Rewarded tokens become likelier.
+- The numbers of the default algorithm on a fixed batch are what they were before there were others.
 """
 
 import math
@@ -19,40 +20,8 @@ import torch
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.scoring import token_advantages
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.model import Policy
-from areal_agent.trainer.optimizer import Optimizer
-from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.step_input import StepInput
-
-CPU = torch.device("cpu")
-# with betas 0 and a large epsilon, AdamW moves the weights by the gradient itself
-GRADIENT_DESCENT = TrainerConfig(learning_rate=1e6, epsilon=1e6, betas=(0.0, 0.0), weight_decay=0.0, gradient_clip=1e9)
-PLAIN = AlgorithmConfig()
-
-
-class Lab:
-    """A policy that starts from the same weights every time."""
-
-    def __init__(self, folder, config=GRADIENT_DESCENT, algorithm=PLAIN, budget: int = 4096) -> None:
-        self.policy = Policy.load(folder, CPU)
-        optimizer = Optimizer(self.policy.model.parameters(), config)
-        generator = torch.Generator().manual_seed(0)
-        self.stepper = Stepper(self.policy, optimizer, generator, algorithm, budget)
-        self.before = self.weights()
-
-    def weights(self) -> torch.Tensor:
-        return torch.cat([one.detach().flatten() for one in self.policy.named_parameters().values()]).clone()
-
-    def gradient(self, given: StepInput) -> torch.Tensor:
-        self.stepper.train(given)
-        return self.before - self.weights()
-
-    def logprobs(self, record) -> torch.Tensor:
-        """Of every token but the first, by a plain forward pass over one sequence; differentiable."""
-        ids = torch.from_numpy(record.token_ids).long()
-        logits = self.policy.model(input_ids=ids[None]).logits[0, :-1]
-        temperatures = torch.from_numpy(record.temperatures)[1:, None]
-        return torch.log_softmax(logits / temperatures, dim=-1).gather(1, ids[1:, None])[:, 0]
+from tests.trainer.lab import PLAIN, Lab
 
 
 @pytest.fixture
@@ -215,3 +184,20 @@ def test_rewarded_tokens_become_likelier(model_folder, make_batch, as_input):
     for _ in range(5):
         lab.stepper.train(given)
     assert mean(good) - mean(bad) > before + 0.5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss", "grad_norm", "moved"),
+    [
+        (AlgorithmConfig(normalize_by_std=False), -0.07053784839808941, 2.097564458847046, 17.29209327697754),
+        (AlgorithmConfig(minibatches=3), -0.061229960372050606, 6.742499828338623, 29.085716247558594),
+    ],
+)
+def test_the_default_algorithm_gives_the_numbers_it_gave_at_first(
+    model_folder, make_batch, as_input, algorithm, loss, grad_norm, moved
+):
+    lab = Lab(model_folder, TrainerConfig(learning_rate=1e-3), algorithm)
+    metrics = lab.stepper.train(as_input(make_batch(1)))
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
+    assert (lab.weights() - lab.before).abs().sum().item() == pytest.approx(moved, rel=1e-3)

@@ -1,0 +1,64 @@
+"""A policy and its stepper on which train steps are tried out."""
+
+from pathlib import Path
+
+import torch
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.critic import Critic
+from areal_agent.trainer.model import Policy
+from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.step import Stepper
+from areal_agent.trainer.step_input import StepInput
+from areal_agent.types import TokenRecord
+
+CPU = torch.device("cpu")
+# with betas 0 and a large epsilon, AdamW moves the weights by the gradient itself
+GRADIENT_DESCENT = TrainerConfig(learning_rate=1e6, epsilon=1e6, betas=(0.0, 0.0), weight_decay=0.0, gradient_clip=1e9)
+PLAIN = AlgorithmConfig()
+
+
+class Lab:
+    """A policy that starts from the same weights every time, with a critic and a reference as the algorithm asks.
+
+    `reference` is a folder of other weights for the reference.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainerConfig = GRADIENT_DESCENT,
+        algorithm: AlgorithmConfig = PLAIN,
+        budget: int = 4096,
+        reference: Path | None = None,
+    ) -> None:
+        self.policy = Policy.load(folder, CPU)
+        self.critic: Critic | None = None
+        if algorithm.critic:
+            rate = algorithm.critic_learning_rate
+            self.critic = Critic(self.policy, config, learning_rate=rate, clip=algorithm.value_clip)
+        self.stepper = Stepper(
+            self.policy,
+            Optimizer(self.policy.model.parameters(), config),
+            torch.Generator().manual_seed(0),
+            algorithm,
+            budget,
+            reference=Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None,
+            critic=self.critic,
+        )
+        self.before = self.weights()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([one.detach().flatten() for one in self.policy.named_parameters().values()]).clone()
+
+    def gradient(self, given: StepInput) -> torch.Tensor:
+        self.stepper.train(given)
+        return self.before - self.weights()
+
+    def logprobs(self, record: TokenRecord) -> torch.Tensor:
+        """Of every token but the first, by a plain forward pass over one sequence; differentiable."""
+        ids = torch.from_numpy(record.token_ids).long()
+        logits = self.policy.model(input_ids=ids[None]).logits[0, :-1]
+        temperatures = torch.from_numpy(record.temperatures)[1:, None]
+        return torch.log_softmax(logits / temperatures, dim=-1).gather(1, ids[1:, None])[:, 0]
