@@ -197,12 +197,12 @@ class Session:
         await self._drain()
         await self._log.close()
         rewards = self._rewards.rewards()
-        status, error = _outcome(request, rewards, num_turns=len(self._log.turns))
+        status, error = _outcome(request, rewards, num_turns=self._log.num_turns)
         trajectory = Trajectory(
             session_id=self.record.id,
             group_id=self.record.group_id,
             task_id=self.record.task_id,
-            turns=tuple(self._log.turns),
+            turns=self._log.turns(),
             rewards=rewards,
             status=status,
             error=error,

@@ -9,7 +9,7 @@
        ├─▶ calls.py      the engine requests in flight
        ├─▶ draft.py      an answer while it is sampled: stop.py finds its end, reading.py reads it
        ├─▶ outlet.py     what it gains, on its way out
-       └─▶ turn_log.py   the forest and the journal
+       └─▶ turn_log.py   the forest and the journal; what is recorded is a packed_turn.py
     choice.py        an answer, whole                  answer.py        all that a request gave
     deliveries.py    which answers reached their agent
 

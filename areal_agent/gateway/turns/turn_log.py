@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from areal_agent.gateway.services import Services
 from areal_agent.gateway.turns.choice import Choice
+from areal_agent.gateway.turns.packed_turn import PackedTurn
 from areal_agent.gateway.turns.question import Question
 from areal_agent.tokens.tree import Forest, Prompt
 from areal_agent.types import Completion, Distribution, SamplingParams, Turn
@@ -21,13 +22,21 @@ class TurnLog:
     """All turns of a session, on their way into the journal and in it."""
 
     def __init__(self, session_id: str, services: Services) -> None:
-        self.turns: list[Turn] = []
+        self._turns: list[PackedTurn] = []
         self.completion_ids: set[str] = set()
         self._session_id = session_id
         self._services = services
         self._forest = Forest(services.renderer)
         self._lock = asyncio.Lock()  # of the forest
         self._writes: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """All that are in the journal."""
+        return tuple(packed.unpacked() for packed in self._turns)
 
     async def place(self, question: Question, *, num_bytes: int) -> Prompt:
         """Where it belongs. `num_bytes`: the size of the request, roughly."""
@@ -88,7 +97,7 @@ class TurnLog:
         )
         self._count(turn, choices)
         await self._services.journal.append_turn(self._session_id, turn)
-        self.turns.append(turn)
+        self._turns.append(PackedTurn.of(turn))
         self.completion_ids.update(completion.id for completion in completions)
 
     def _count(self, turn: Turn, choices: Sequence[Choice]) -> None:

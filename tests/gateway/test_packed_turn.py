@@ -1,0 +1,39 @@
+"""A packed turn: unpacked it is the turn that it was, to the last bit of its log-probabilities."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_agent.gateway.turns.packed_turn import PackedTurn
+from areal_agent.types import Completion, Distribution, FinishReason, SamplingParams, Turn, VersionSpan, WeightVersion
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
+LOGPROBS = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> Completion:
+    ids = draw(IDS)
+    return Completion(
+        id=draw(st.text()),
+        token_ids=ids,
+        logprobs=tuple(draw(st.lists(LOGPROBS, min_size=len(ids), max_size=len(ids)))),
+        versions=(VersionSpan(version=WeightVersion(step=3), start=0, end=len(ids)),),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        distribution=draw(st.sampled_from(Distribution)),
+    )
+
+
+@given(new_prompt_ids=IDS, answers=st.lists(completions(), max_size=3).map(tuple))
+def test_unpacked_it_is_the_turn_that_it_was(new_prompt_ids: tuple[int, ...], answers: tuple[Completion, ...]) -> None:
+    turn = Turn(
+        id="turn-1",
+        parent=None,
+        fork_at=0,
+        new_prompt_ids=new_prompt_ids,
+        completions=answers,
+        request_delta=({"role": "user", "content": "hi"},),
+        sampling=SamplingParams(seed=7),
+        started_s=1.0,
+        ended_s=2.0,
+    )
+    assert PackedTurn.of(turn).unpacked() == turn
