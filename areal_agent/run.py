@@ -197,11 +197,12 @@ class Run:
         gateway = stats.gateway
         trainer = self._account.seconds()
         wall_s = sum(trainer.values())
-        held_s = engine.busy_s + self._push_stall_s
+        generating_s = min(engine.busy_s, wall_s - self._push_stall_s)  # a step may be held in a push
+        held_s = generating_s + self._push_stall_s
         return {
             "seconds/wall": wall_s,
             **{f"seconds/trainer/{activity}": seconds for activity, seconds in trainer.items()},
-            "seconds/engine/generating": engine.busy_s,
+            "seconds/engine/generating": generating_s,
             "seconds/engine/paused_for_push": self._push_stall_s,
             "seconds/engine/waiting_for_gateway": max(0.0, gateway.engine_busy_s - held_s),
             "seconds/engine/waiting_for_agents": max(0.0, stats.rolling_s - gateway.engine_busy_s),

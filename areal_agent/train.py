@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +54,18 @@ def _parse() -> argparse.Namespace:
 
 
 class Interruption:
-    """SIGINT and SIGTERM, turned into one cancellation of the task that asked for it."""
+    """SIGINT and SIGTERM, turned into one cancellation of the task that asked for it; the second ends the process.
 
-    def __init__(self) -> None:
+    Once `close` was called the first is only noted: what goes on ends by itself.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
         self.happened = False
+        self._is_closing = False
+        self._note = note
+
+    def close(self) -> None:
+        self._is_closing = True
 
     @contextmanager
     def cancels(self, task: "asyncio.Task[int]") -> Generator[None]:
@@ -67,7 +75,10 @@ class Interruption:
             if self.happened:
                 os._exit(INTERRUPTED_CODE)  # at once: the children see their lifeline close and end themselves
             self.happened = True
-            task.cancel()
+            if self._is_closing:
+                self._note("the run is closing; Ctrl-C again ends at once")
+            else:
+                task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
@@ -93,7 +104,7 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
     """Run the loop under the signals; whatever happens, the run folder says how it ended."""
     task = asyncio.current_task()
     assert task is not None  # asyncio.run made one
-    interruption = Interruption()
+    interruption = Interruption(run.progress.note)
     started_s = time.monotonic()
     outcome = Outcome()
     has_started = False
@@ -105,6 +116,7 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
                 show_warnings(run.progress.note)
                 try:
                     await _learn(run, outcome)
+                    await asyncio.sleep(0)  # a signal that came with the last step is raised here, not below
                     outcome.status = RunStatus.COMPLETED
                 except asyncio.CancelledError:
                     if not interruption.happened:
@@ -112,19 +124,21 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
                     task.uncancel()
                     run.progress.note("interrupted: saving a checkpoint; Ctrl-C again ends at once")
                     outcome.status = RunStatus.INTERRUPTED
+                interruption.close()
                 await _wind_up(run, outcome, started_s)
+            summary = write_report(run.folder, _facts(run, outcome, started_s))
     except asyncio.CancelledError:
         if not interruption.happened:
             raise
         hint = f"; go on with: python -m areal_agent.train --resume {run.folder.path}" if has_ledger(run) else ""
-        return INTERRUPTED_CODE, f"interrupted before training started{hint}"
+        when = "" if has_started else " before training started"
+        return INTERRUPTED_CODE, f"interrupted{when}{hint}"
     except ArealAgentError as error:
         if has_started:
             outcome.error = str(error)
             write_report(run.folder, _facts(run, outcome, started_s))
             error.add_note(f"go on with: python -m areal_agent.train --resume {run.folder.path}")
         raise
-    summary = write_report(run.folder, _facts(run, outcome, started_s))
     return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
 
 

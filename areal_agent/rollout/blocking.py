@@ -30,6 +30,8 @@ class Frame:
         return self.file.startswith(_LIBRARIES) or "site-packages" in self.file or "dist-packages" in self.file
 
 
+_IMPORTLIB = "<frozen importlib"
+
 _LIBRARIES = (
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("platstdlib"),
@@ -44,13 +46,14 @@ class Blockage:
 
     place: Frame
     task: str | None
+    is_importing: bool = False  # the place made Python import modules: that happens once
 
     def describe(self, seconds: float) -> str:
         """One line: who, for how long, where, and what to do instead."""
         where = f"{_shown(self.place.file)}:{self.place.line} in {self.place.function}"
         source = linecache.getline(self.place.file, self.place.line).strip()
         where = f"{where}: {source}" if source else where
-        if self.place.is_library:
+        if self.place.is_library or self.is_importing:
             return f"the event loop has not answered for {seconds:.1f} s; it is at {where}"
         is_named = self.task is not None and self.task.startswith(ROLLOUT_TASK)
         who = self.task if is_named else f"a workflow (task {self.task})"
@@ -74,8 +77,9 @@ def find_blockage(frames: Sequence[Frame], task: str | None) -> Blockage | None:
     is_waiting = not inside or (len(inside) == 1 and inside[0].file == selectors.__file__)
     if is_waiting:  # the machine was busy elsewhere
         return None
-    own = (frame for frame in inside if not frame.is_library)
-    return Blockage(place=next(own, inside[0]), task=task)
+    depth = next((depth for depth, frame in enumerate(inside) if not frame.is_library), 0)
+    is_importing = any(frame.file.startswith(_IMPORTLIB) for frame in inside[:depth])
+    return Blockage(place=inside[depth], task=task, is_importing=is_importing)
 
 
 def _inside_the_loop(frames: Iterable[Frame]) -> Iterable[Frame]:

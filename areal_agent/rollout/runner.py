@@ -90,6 +90,7 @@ class RolloutRunner:
         self._sync_client = openai.OpenAI(
             api_key=NO_KEY, base_url=f"{gateway_url}/v1", max_retries=0, http_client=clients.threads
         )
+        _ = self._client.chat.completions, self._sync_client.chat.completions  # imports that would block a rollout
         self._shared = shared
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = timeout_s

@@ -2,7 +2,8 @@
 
 1. the innermost line of the workflow, not of a library that it calls; 2. without one, the innermost line of all, and
 nobody is accused; 3. a loop that waits for events is not blocked; 4. the program that runs the loop is not blamed;
-5. the text names the session, the seconds, the place, its source and the remedy.
+5. the text names the session, the seconds, the place, its source and the remedy; 6. nobody is accused of a library that
+imports its modules on first use.
 """
 
 import asyncio
@@ -65,3 +66,10 @@ def test_the_text(tmp_path: Path) -> None:
 
 def test_a_task_of_the_workflow_is_named_as_such() -> None:
     assert Blockage(place=AGENT, task="Task-17").describe(2).startswith("a workflow (task Task-17) blocks")
+
+
+def test_an_import_on_first_use_is_nobodys_fault() -> None:
+    importing = frame("<frozen importlib._bootstrap>", "_find_and_load")
+    found = find_blockage([THREADING, importing, INSTALLED, AGENT, HANDLE, LOOP, PROGRAM], "rollout s-1")
+    assert found == Blockage(place=AGENT, task="rollout s-1", is_importing=True)
+    assert found.describe(1.25).startswith("the event loop has not answered for 1.2 s; it is at /home/me/agent.py:41")

@@ -1,0 +1,45 @@
+"""SIGINT while `train` runs: 1. the first cancels the work, once; 2. in the closing phase it is only noted."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from areal_agent.train import Interruption
+
+
+async def signalled(interruption: Interruption, *, is_closing: bool) -> list[str]:
+    """What happened to a task that sends itself a SIGINT."""
+    events: list[str] = []
+
+    async def work() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        with interruption.cancels(task):
+            if is_closing:
+                interruption.close()
+            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                while not interruption.happened:  # noqa: ASYNC110 (a signal has no event of its own)
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                events.append("cancelled")
+                task.uncancel()
+        events.append("done")
+        return 0
+
+    await asyncio.create_task(work())
+    return events
+
+
+@pytest.mark.parametrize(
+    ("is_closing", "events", "num_notes"), [(False, ["cancelled", "done"], 0), (True, ["done"], 1)]
+)
+async def test_the_first_signal(is_closing: bool, events: list[str], num_notes: int) -> None:
+    notes: list[str] = []
+    interruption = Interruption(notes.append)
+    assert await signalled(interruption, is_closing=is_closing) == events
+    assert interruption.happened
+    assert len(notes) == num_notes
