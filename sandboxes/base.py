@@ -5,7 +5,7 @@ It knows no backend. A program's failure is an `ExecResult`; a sandbox that cann
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Protocol
 
@@ -48,14 +48,19 @@ class Limits:
 
     wall_s: float = 5.0
     cpu_s: float | None = None  # of each process, rounded up to whole seconds; None: as `wall_s`
-    memory_bytes: int = 256 * 2**20  # address space of each process
+    memory_bytes: int = 256 * 2**20  # address space of each process; of all together where the backend can count them
     file_bytes: int = 16 * 2**20  # length of each file that it writes
     open_files: int = 128
     output_bytes: int = 64 * 2**10  # stdout and stderr together
+    # None: the backend's own. A backend that cannot enforce one refuses a number for it.
+    cpus: float | None = None  # share of the machine's CPUs, of all processes together
+    pids: int | None = None  # processes and threads at once
+    disk_bytes: int | None = None  # of the whole sandbox, not of one program
+    inodes: int | None = None  # files and folders, of the whole sandbox
 
     def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "memory_bytes", "file_bytes", "open_files", "output_bytes"):
-            value = getattr(self, name)
+        for limit in fields(self):
+            name, value = limit.name, getattr(self, limit.name)
             if value is not None and not (0 < value < math.inf):
                 raise ValueError(f"Limits.{name} is {value!r}; give a positive, finite number")
 
@@ -96,6 +101,7 @@ class ExecResult:
     wall_s: float
     cpu_s: float
     peak_memory_bytes: int  # resident, of its largest process
+    oom_kills: int = 0  # processes that the kernel killed for want of memory, where the backend can count them
 
     @property
     def is_ok(self) -> bool:

@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Generator
 from pathlib import Path, PurePosixPath
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -31,6 +32,46 @@ class WorkingFolder:
     def read(self, path: str, max_bytes: int) -> bytes:
         """The bytes of a regular file of at most `max_bytes`."""
         self.make()
+        with self._open() as files:
+            return files.read(path, max_bytes)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file anew, with the folders that lead to it."""
+        self.make()
+        with self._open() as files:
+            files.write(path, data)
+
+    def remove_if_empty(self) -> bool:
+        """Remove the folder when that takes no time; whether it is gone."""
+        if not self._is_made:
+            return True
+        try:
+            self.path.rmdir()
+        except OSError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        remove_tree(self.path)
+
+    @contextlib.contextmanager
+    def _open(self) -> Generator["OpenFolder", None, None]:
+        top = os.open(self.path, FOLDER_FLAGS)
+        try:
+            yield OpenFolder(top)
+        finally:
+            os.close(top)
+
+
+class OpenFolder:
+    """Files beneath an open folder, which stays the caller's. What is written belongs to `owner`, or to this user."""
+
+    def __init__(self, top: int, owner: int | None = None) -> None:
+        self._top = top
+        self._owner = owner
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        """The bytes of a regular file of at most `max_bytes`."""
         with contextlib.ExitStack() as stack:
             folder, name = self._descend(path, stack, create=False)
             # Not blocking: opening a FIFO would wait for a writer.
@@ -46,7 +87,6 @@ class WorkingFolder:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file anew, with the folders that lead to it."""
-        self.make()
         with contextlib.ExitStack() as stack:
             folder, name = self._descend(path, stack, create=True)
             with contextlib.suppress(FileNotFoundError):
@@ -54,32 +94,25 @@ class WorkingFolder:
             new_file = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             file = stack.enter_context(open(os.open(name, new_file, 0o600, dir_fd=folder), "wb"))
             file.write(data)
-
-    def remove_if_empty(self) -> bool:
-        """Remove the folder when that takes no time; whether it is gone."""
-        if not self._is_made:
-            return True
-        try:
-            self.path.rmdir()
-        except OSError:
-            return False
-        return True
-
-    def remove(self) -> None:
-        remove_tree(self.path)
+            if self._owner is not None:
+                os.fchown(file.fileno(), self._owner, self._owner)
 
     def _descend(self, path: str, stack: contextlib.ExitStack, *, create: bool) -> tuple[int, str]:
         """The open folder that holds `path`, and its last name; never through a symlink."""
         *parents, name = relative_parts(path)
-        folder = os.open(self.path, FOLDER_FLAGS)
-        stack.callback(os.close, folder)
+        folder = self._top
         for parent in parents:
             if create:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(parent, 0o700, dir_fd=folder)
+                self._make_folder(parent, folder)
             folder = os.open(parent, FOLDER_FLAGS, dir_fd=folder)
             stack.callback(os.close, folder)
         return folder, name
+
+    def _make_folder(self, name: str, parent: int) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
+            if self._owner is not None:
+                os.chown(name, self._owner, self._owner, dir_fd=parent, follow_symlinks=False)
 
 
 def relative_parts(path: str) -> tuple[str, ...]:

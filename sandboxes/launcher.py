@@ -14,6 +14,9 @@ another, and a program that got here could forge nothing, for a control frame ca
 
 When the host goes, however it goes, the control socket closes: the launcher kills every program, removes ROOT,
 and is gone.
+
+In a jail (`inside.py`) it is the first process, and walls stand around it: it then needs no Landlock, hands its host
+the folder in which programs work, and ends without sweeping, for all else ends with it.
 """
 
 import atexit
@@ -41,8 +44,8 @@ REQUEST = struct.Struct("=BQ")
 """Request kind, run id."""
 REPORT = struct.Struct("=BQiQQ")
 """Report kind, run id, value, CPU microseconds, peak resident bytes."""
-NUM_DESCRIPTORS = 4
-"""With START: request (JSON), stdin, stdout, stderr."""
+MAX_DESCRIPTORS = 8
+"""With START: request (JSON), stdin, stdout, stderr, then the control groups to join, as their open `cgroup.procs`."""
 
 
 class RequestKind(IntEnum):
@@ -55,10 +58,10 @@ class RequestKind(IntEnum):
 class ReportKind(IntEnum):
     """What the launcher answers, and what `value` is."""
 
-    HELLO = 1  # ready; value: the version of Landlock in this kernel, 0 for none
+    HELLO = 1  # ready; value: the version of Landlock in use, 0 for none; in a jail with the folder's descriptor
     STARTED = 2  # value: the program's pid, which is also its session and process group
     ENDED = 3  # value: the wait status; the program's group is dead
-    FAILED = 4  # it could not be set up; value: errno, 0 when unknown
+    FAILED = 4  # it could not be set up; value: errno, 0 when unknown; run id 0: not the program, the jail
 
 
 REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
@@ -66,8 +69,6 @@ REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
 PROGRAM_FILE = "<program>"
 IS_LINUX = sys.platform == "linux"
 
-PROCESS_HEADROOM = 1024
-"""Processes that programs may add to those of the user. The kernel counts by user: it bounds all programs together."""
 PROCESS_COUNT_AGE_S = 10.0
 MAX_SWEEPS = 100
 """A program that forks faster than it can be killed is given up after so many rounds (see README.md)."""
@@ -77,7 +78,7 @@ MAX_SWEEPS = 100
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 CAPABILITY_VERSION_3 = 0x20080522
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 LANDLOCK_WRITE_FILE, LANDLOCK_REMOVE_AND_MAKE, LANDLOCK_REFER, LANDLOCK_TRUNCATE = 1 << 1, 0x1FF << 4, 1 << 13, 1 << 14
@@ -137,16 +138,20 @@ def drop_privileges() -> None:
     check(LIBC.capset(header, nothing))
 
 
-def set_limits(request: dict[str, Any], max_processes: int | None) -> None:
-    """The kernel's limits on each process of the program."""
+def set_limits(request: dict[str, Any], num_processes: int) -> None:
+    """The kernel's limits on each process of the program. Those of `None` are kept by control groups instead.
+
+    The kernel counts processes by user: `new_processes` beside the `num_processes` that there are bound all together.
+    """
     lower_limit(resource.RLIMIT_CORE, 0)
     lower_limit(resource.RLIMIT_FSIZE, request["file_bytes"])
     lower_limit(resource.RLIMIT_NOFILE, request["open_files"])
-    if max_processes is not None:
-        lower_limit(resource.RLIMIT_NPROC, max_processes)
+    if request["new_processes"] is not None and num_processes:
+        lower_limit(resource.RLIMIT_NPROC, num_processes + request["new_processes"])
     # At the soft limit SIGXCPU ends the program; one that ignores it dies a second later.
     lower_limit(resource.RLIMIT_CPU, request["cpu_s"], grace=1)
-    lower_limit(resource.RLIMIT_AS, request["memory_bytes"])
+    if request["address_space_bytes"] is not None:
+        lower_limit(resource.RLIMIT_AS, request["address_space_bytes"])
 
 
 def lower_limit(name: int, value: int, *, grace: int = 0) -> None:
@@ -256,13 +261,14 @@ def print_traceback(kind: type[BaseException], error: BaseException, frames: typ
 class Launcher:
     """Forks programs, and answers for every process that comes of them."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, jail_folder: int | None = None) -> None:
         self._control = control
+        self._jail_folder = jail_folder  # open; None outside a jail
         self._pid = os.getpid()
         self._pids: dict[int, int] = {}  # by run id
         self._runs: dict[int, int] = {}  # run id by pid
-        self._landlock = landlock_version()
-        self._max_processes: int | None = None
+        self._landlock = landlock_version() if jail_folder is None else 0
+        self._num_processes = 0  # of this user; 0: not known
         self._counted_s = float("-inf")
         self._wake_read, self._wake_write = os.pipe()
 
@@ -274,7 +280,7 @@ class Launcher:
         os.set_blocking(self._wake_write, False)
         signal.signal(signal.SIGCHLD, ignore_signal)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self._report(ReportKind.HELLO, 0, self._landlock)
+        self._greet()
         while True:
             ready, _, _ = select.select([self._wake_read, self._control], [], [])
             if self._wake_read in ready:
@@ -297,7 +303,7 @@ class Launcher:
     def _take_request(self) -> bool:
         """Do what the host asks; False when it is gone."""
         try:
-            frame, descriptors, _, _ = socket.recv_fds(self._control, REQUEST.size, NUM_DESCRIPTORS)
+            frame, descriptors, _, _ = socket.recv_fds(self._control, REQUEST.size, MAX_DESCRIPTORS)
         except ConnectionError:
             return False
         if len(frame) < REQUEST.size:
@@ -333,8 +339,10 @@ class Launcher:
             signal.signal(
                 signal.SIGXFSZ, signal.SIG_DFL
             )  # Python ignores it: here it tells the host that files were too long
-            request_fd, *standard = descriptors
+            request_fd, *standard = descriptors[:4]
             request = json.loads(os.pread(request_fd, os.fstat(request_fd).st_size, 0))
+            for group in descriptors[4:]:
+                os.write(group, b"0")  # this process, and with it all that come of it
             for target, descriptor in enumerate(standard):
                 os.dup2(descriptor, target)
             os.chdir(request["folder"])
@@ -350,18 +358,19 @@ class Launcher:
             drop_privileges()
             if self._landlock:
                 restrict_to_folder(self._landlock)
+            prctl(PR_SET_DUMPABLE, 1)  # the launcher of a jail is not
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self._pid:
                 os._exit(1)  # the launcher died before it could be watched
         os.chdir(request["cwd"])
-        set_limits(request, self._max_processes)
+        set_limits(request, self._num_processes)
 
     def _count_processes(self) -> None:
         """Root has no limit of processes in the kernel, and macOS no /proc: published in README.md."""
         now_s = time.monotonic()
         if IS_LINUX and os.getuid() != 0 and now_s - self._counted_s > PROCESS_COUNT_AGE_S:
             self._counted_s = now_s
-            self._max_processes = count_user_tasks() + PROCESS_HEADROOM
+            self._num_processes = count_user_tasks()
 
     def _reap(self) -> None:
         """Take the status of what has ended; report a program only when the rest of it is dead as well."""
@@ -398,6 +407,10 @@ class Launcher:
             return os.getpgid(pid) not in self._runs
         except ProcessLookupError:
             return False
+
+    def _greet(self) -> None:
+        descriptors = [] if self._jail_folder is None else [self._jail_folder]
+        socket.send_fds(self._control, [REPORT.pack(ReportKind.HELLO, 0, self._landlock, 0, 0)], descriptors)
 
     def _report(self, kind: ReportKind, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
         with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
@@ -436,14 +449,24 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def main() -> None:
-    inherited, root = int(sys.argv[1]), sys.argv[2]
-    control = socket.socket(fileno=os.dup(inherited))  # with a low number, see `_set_up`
+def control_socket(inherited: int) -> socket.socket:
+    """The inherited socket under a low number, see `_set_up`."""
+    control = socket.socket(fileno=os.dup(inherited))
     os.close(inherited)
+    return control
+
+
+def ready_interpreter() -> None:
+    """Once, so that no program need pay for it."""
     site.setquit()  # `exit()` and `quit()`, which -S leaves out and programs use
-    compile("", PROGRAM_FILE, "exec")  # the first compilation sets the compiler up: 1 ms that no program need pay
+    compile("", PROGRAM_FILE, "exec")  # the first compilation sets the compiler up: 1 ms
     gc.disable()  # nothing here makes cycles; a collection would copy the pages that children share
     gc.freeze()
+
+
+def main() -> None:
+    control, root = control_socket(int(sys.argv[1])), sys.argv[2]
+    ready_interpreter()
     launcher = Launcher(control)
     launcher.serve()
     launcher.kill_all()

@@ -8,16 +8,13 @@ import contextlib
 import os
 import signal
 import socket
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.launcher import REPORT, REQUEST, ReportKind, RequestKind
+from sandboxes.launcher import REPORT, REQUEST, ReportKind, RequestKind, children_of
 
-LAUNCHER = Path(__file__).with_name("launcher.py")  # run by its path: it must not import its package
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 
@@ -45,8 +42,10 @@ class Run:
 class LauncherLink:
     """Make it with `start`, end it with `aclose`. A launcher that has died stays dead: make another."""
 
-    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, shares_pids: bool) -> None:
         self.landlock_version = 0
+        self.folder: int | None = None  # where the programs of a jail work, open until `aclose`
+        self._shares_pids = shares_pids
         self._loop = asyncio.get_running_loop()
         self._process = process
         self._control = control
@@ -56,14 +55,18 @@ class LauncherLink:
         self._received = b""
         self._is_alive = True
         self._loop.add_reader(control, self._on_readable)
+        self._watch = self._loop.create_task(self._watch_process())
 
     @classmethod
-    async def start(cls, root: Path) -> Self:
-        """Start a launcher whose last act is to remove `root`."""
+    async def start(cls, command: Callable[[int], Sequence[str]], *, shares_pids: bool) -> Self:
+        """Start a launcher by the command for the descriptor of its control socket.
+
+        `shares_pids`: whether a process has the same number for the launcher as for us.
+        """
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", "-X", "utf8", str(LAUNCHER), str(theirs.fileno()), str(root),
+                *command(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,  # stderr stays ours: a traceback of the launcher is a bug to be seen
                 env={},
@@ -79,7 +82,7 @@ class LauncherLink:
         finally:
             theirs.close()
         ours.setblocking(False)
-        link = cls(process, ours)
+        link = cls(process, ours, shares_pids)
         try:
             await asyncio.wait_for(link._hello, START_TIMEOUT_S)
         except BaseException as error:
@@ -109,18 +112,34 @@ class LauncherLink:
 
     def abandon(self) -> None:
         """Kill a launcher that no longer answers; every run of it fails."""
-        if self._process.returncode is None:
-            self._process.kill()
+        self._kill_process()
         self._fail("the sandbox launcher did not answer and was killed")
 
     async def aclose(self) -> None:
         """End the launcher and all of its programs."""
         self._fail("the sandbox launcher was closed")
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        done, _ = await asyncio.wait([self._watch], timeout=STOP_TIMEOUT_S)
+        if not done:
+            self._kill_process()
+            await self._watch
+        if self.folder is not None:
+            folder, self.folder = self.folder, None
+            os.close(folder)
+
+    async def _watch_process(self) -> None:
+        """Until the process has ended: a jail whose outer process is gone gets the end of its control socket."""
+        await self._process.wait()
+        self._fail("the sandbox launcher died")
+
+    def _kill_process(self) -> None:
+        """The process that was started; of a jail, the first process inside too, which is its child."""
+        if self._process.returncode is not None:
+            return
+        if not self._shares_pids:
+            for child in children_of(self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+        self._process.kill()
 
     def _send(self, kind: RequestKind, run_id: int, descriptors: Sequence[int]) -> None:
         if not self._is_alive:
@@ -132,11 +151,13 @@ class LauncherLink:
 
     def _on_readable(self) -> None:
         try:
-            data = self._control.recv(65_536)
+            data, descriptors, _, _ = socket.recv_fds(self._control, 65_536, 1)
         except BlockingIOError:
             return
         except ConnectionError:
-            data = b""
+            data, descriptors = b"", []
+        if descriptors:
+            [self.folder] = descriptors
         if not data:
             self._fail("the sandbox launcher died")
             return
@@ -152,6 +173,8 @@ class LauncherLink:
             self.landlock_version = value
             if not self._hello.done():
                 self._hello.set_result(None)
+        elif kind == ReportKind.FAILED and run_id == 0:
+            _settle(self._hello, SandboxError(f"the jail could not be built: {os.strerror(value)}"))
         elif run is None:
             return  # it has failed already: its child told us before the launcher saw it end
         elif kind == ReportKind.STARTED:
@@ -174,7 +197,8 @@ class LauncherLink:
         self._control.close()
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
-            _kill_orphans(run)
+            if self._shares_pids:
+                _kill_orphans(run)
             _settle(run.ended, SandboxError(f"{reason} while a program ran"))
         _settle(self._hello, SandboxError(f"{reason} before it was ready"))
 

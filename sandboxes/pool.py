@@ -1,42 +1,92 @@
-"""A pool: sandboxes on demand, and a bound on the programs that run at once. It knows no backend but by its name.
+"""A pool: sandboxes on demand, and a bound on the programs that run at once. It chooses a backend.
 
 A checkout costs nothing until a program runs, so an agent may hold its sandbox while it thinks; what is bounded is
 programs at once, first come first served.
 """
 
 import asyncio
+import logging
 import resource
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
-from sandboxes.base import Capabilities, ExecResult, Limits, Provider, Sandbox, SandboxSpec
+from areal_agent.errors import SandboxError
+from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, Provider, Sandbox, SandboxSpec
+from sandboxes.bubblewrap import BubblewrapProvider
+from sandboxes.jail import Walls
 from sandboxes.subprocess import SubprocessProvider
 
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "bubblewrap", "namespaces", "subprocess"]
+"""`bubblewrap` takes namespaces by system calls where bubblewrap is missing; `namespaces` takes nothing else."""
+ISOLATION_OF: dict[str, Isolation] = {
+    "bubblewrap": Isolation.NAMESPACES,
+    "namespaces": Isolation.NAMESPACES,
+    "subprocess": Isolation.PROCESS,
+}
+BACKENDS = ("auto", *ISOLATION_OF)
+
 DEFAULTS = Limits()
-DESCRIPTORS_A_PROGRAM = 4
+DESCRIPTORS_A_PROGRAM = 8
 DESCRIPTORS_OF_HOST = 128
 
 
 @asynccontextmanager
 async def open_pool(
     *,
-    backend: Literal["subprocess"],
+    backend: Backend,
+    min_isolation: Isolation = Isolation.NONE,
     wall_s: float = DEFAULTS.wall_s,
     memory_bytes: int = DEFAULTS.memory_bytes,
     output_bytes: int = DEFAULTS.output_bytes,
     max_concurrent: int = 16,
 ) -> AsyncGenerator["Pool", None]:
-    """Open a pool; leaving it kills every program and removes every file."""
-    if backend != "subprocess":
-        raise ValueError(f"sandbox backend {backend!r} does not exist; there is 'subprocess'")
+    """Open a pool; leaving it kills every program and removes every file.
+
+    `auto` takes the strongest backend that works here and logs which. SandboxError when it isolates less than
+    `min_isolation`, or when the backend that is named does not work here.
+    """
     check_max_concurrent(max_concurrent)
     limits = Limits(wall_s=wall_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    pool = Pool(await SubprocessProvider.start(limits), max_concurrent)
+    pool = Pool(await start_provider(backend, limits, min_isolation), max_concurrent)
     try:
         yield pool
     finally:
         await pool.close()
+
+
+async def start_provider(backend: Backend, limits: Limits, min_isolation: Isolation) -> Provider:
+    """The provider of a backend; nothing is left of one that isolates too little."""
+    if backend not in BACKENDS:
+        raise ValueError(f"sandbox backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
+    if backend == "auto":
+        return await start_strongest(limits, min_isolation)
+    refuse_less(backend, ISOLATION_OF[backend], min_isolation)
+    if backend == "subprocess":
+        return await SubprocessProvider.start(limits)
+    return await BubblewrapProvider.start(limits, (Walls.NAMESPACES,) if backend == "namespaces" else tuple(Walls))
+
+
+async def start_strongest(limits: Limits, min_isolation: Isolation) -> Provider:
+    """Bubblewrap or its like, else plain processes, as far as `min_isolation` lets."""
+    refuse_less("strongest", Isolation.NAMESPACES, min_isolation)
+    try:
+        return await BubblewrapProvider.start(limits)
+    except SandboxError as error:
+        refuse_less(f"strongest that works here ({error})", Isolation.PROCESS, min_isolation)
+        logger.warning("sandbox backend: subprocess, for %s", error)
+    return await SubprocessProvider.start(limits)
+
+
+def refuse_less(backend: str, isolation: Isolation, min_isolation: Isolation) -> None:
+    """SandboxError when a backend isolates less than is asked."""
+    if not isolation.covers(min_isolation):
+        raise SandboxError(
+            f"min_isolation is {min_isolation.value!r}, the {backend} backend gives only {isolation.value!r}; "
+            "use a stronger backend, or ask for less"
+        )
 
 
 class Pool:

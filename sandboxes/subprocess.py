@@ -8,32 +8,27 @@ not isolate: `capabilities` publishes what it cannot stop, README.md why. One la
 """
 
 import asyncio
-import contextlib
-import fcntl
 import json
 import logging
-import os
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, SandboxSpec, Status
+from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, SandboxSpec
+from sandboxes.execution import Execution
 from sandboxes.folder import WorkingFolder, relative_parts, remove_tree
-from sandboxes.link import Ended, LauncherLink, Run
-from sandboxes.output import BoundedOutput
+from sandboxes.link import LauncherLink
+from sandboxes.owner import FOLDER_PREFIX, own_tag
 
 logger = logging.getLogger(__name__)
 
 PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
-KILL_GRACE_S = 5.0
-"""A launcher that has not reported the end of a killed program by then is killed itself."""
-NEARLY_ALL_MEMORY = 0.9
-"""A failed program that had this share of its memory limit resident failed for want of memory."""
+LAUNCHER = Path(__file__).with_name("launcher.py")  # run by its path: it must not import its package
+PROCESS_HEADROOM = 1024
+"""Processes that programs may add to those of the user, all programs together."""
 
 
 class SubprocessProvider:
@@ -51,9 +46,9 @@ class SubprocessProvider:
     @classmethod
     async def start(cls, limits: Limits) -> Self:
         """Start the launcher and say loudly what it cannot stop; `limits` are those of a spec that names none."""
-        root = Path(tempfile.mkdtemp(prefix="areal-agent-sandboxes-"))
+        root = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{own_tag()}-"))
         try:
-            link = await LauncherLink.start(root)
+            link = await start_launcher(root)
         except BaseException:
             remove_tree(root)
             raise
@@ -76,6 +71,8 @@ class SubprocessProvider:
                 f"min_isolation is {spec.min_isolation.value!r}, the subprocess backend gives only 'process'; "
                 "use a stronger backend, or ask for less"
             )
+        if spec.limits is not None:
+            refuse_what_is_not_enforced(spec.limits)
         self._num_created += 1
         sandbox = SubprocessSandbox(self, WorkingFolder(self._root / str(self._num_created)), spec, self._limits)
         self._sandboxes.add(sandbox)
@@ -103,7 +100,7 @@ class SubprocessProvider:
         async with self._starting:
             if self._closing is None and not self._link.is_alive:
                 await self._link.aclose()
-                self._link = await LauncherLink.start(self._root)
+                self._link = await start_launcher(self._root)
             return self._link
 
     def forget(self, sandbox: "SubprocessSandbox") -> None:
@@ -156,6 +153,7 @@ class SubprocessSandbox:
         await asyncio.shield(self._closing)
 
     async def _run(self, program: Mapping[str, Any], stdin: bytes, limits: Limits) -> ExecResult:
+        refuse_what_is_not_enforced(limits)
         link = await self._provider.live_link()
         self._check_open()
         self._folder.make()
@@ -184,119 +182,28 @@ class SubprocessSandbox:
         self._provider.forget(self)
 
 
-class Execution:
-    """One program, from its start to its result."""
-
-    def __init__(self, link: LauncherLink, limits: Limits) -> None:
-        self._link = link
-        self._limits = limits
-        self._run: Run | None = None
-        self._verdict: Status | None = None  # of the host: why it had the program killed
-
-    @property
-    def is_running(self) -> bool:
-        return self._run is not None and not self._run.ended.done()
-
-    async def run(self, request: bytes, stdin: bytes) -> ExecResult:
-        """Cancelling it kills the program, and does not wait for its death."""
-        with BoundedOutput(self._limits.output_bytes, self._on_overflow) as output:
-            self._run = self._start(request, stdin, output)
-            started_s = time.monotonic()
-            try:
-                await self._wait_for_end()
-            finally:
-                self._link.kill(self._run)
-            ended, wall_s = self._run.ended.result(), time.monotonic() - started_s
-            stdout, stderr = output.collect()
-            return self._result(ended, stdout, stderr, wall_s, is_truncated=output.is_truncated)
-
-    async def kill(self) -> None:
-        """Kill the program and wait until it is dead; a launcher that does not answer is killed with it."""
-        if self._run is None:
-            return
-        self._link.kill(self._run)
-        done, _ = await asyncio.wait([self._run.ended], timeout=KILL_GRACE_S)
-        if not done:
-            self._link.abandon()
-
-    def _start(self, request: bytes, stdin: bytes, output: BoundedOutput) -> Run:
-        with contextlib.ExitStack() as stack:
-            descriptors: list[int] = []
-            for data in (request, stdin):
-                descriptors.append(sealed_file(data))
-                stack.callback(os.close, descriptors[-1])
-            run = self._link.run([*descriptors, *output.write_ends])
-            output.close_write_ends()
-            return run
-
-    async def _wait_for_end(self) -> None:
-        assert self._run is not None
-        done, _ = await asyncio.wait([self._run.ended], timeout=self._limits.wall_s)
-        if not done:
-            self._verdict = self._verdict or Status.TIMEOUT
-            await self.kill()
-
-    def _on_overflow(self) -> None:
-        self._verdict = self._verdict or Status.OUTPUT_LIMIT
-        if self._run is not None:
-            self._link.kill(self._run)
-
-    def _result(self, ended: Ended, stdout: bytes, stderr: bytes, wall_s: float, *, is_truncated: bool) -> ExecResult:
-        code = os.waitstatus_to_exitcode(ended.wait_status)
-        return ExecResult(
-            status=self._verdict or status_of(code, ended, stderr, self._limits),
-            exit_code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
-            stdout=stdout,
-            stderr=stderr,
-            truncated=is_truncated,
-            wall_s=wall_s,
-            cpu_s=ended.cpu_s,
-            peak_memory_bytes=ended.peak_memory_bytes,
-        )
+async def start_launcher(root: Path) -> LauncherLink:
+    """A launcher whose last act is to remove `root`."""
+    python = [sys.executable, "-I", "-S", "-X", "utf8", str(LAUNCHER)]
+    return await LauncherLink.start(lambda control: [*python, str(control), str(root)], shares_pids=True)
 
 
-def status_of(code: int, ended: Ended, stderr: bytes, limits: Limits) -> Status:
-    """The status of a program that the host did not have killed; `code` is its exit code, or minus its signal.
-
-    Whether it is OK comes from the kernel alone. Why it failed is partly read from what it did: a program may pass
-    off its failure as another, never as success. Address space has no signal of its own, hence the two signs of it.
-    """
-    if code == 0:
-        return Status.OK
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and ended.cpu_s >= limits.max_cpu_s):
-        return Status.TIMEOUT
-    if code == -signal.SIGXFSZ:
-        return Status.DISK
-    last_line = stderr.rstrip(b"\n").rpartition(b"\n")[2]
-    if last_line.startswith(b"MemoryError") or ended.peak_memory_bytes >= NEARLY_ALL_MEMORY * limits.memory_bytes:
-        return Status.MEMORY
-    return Status.NONZERO if code > 0 else Status.SIGNALED
+def refuse_what_is_not_enforced(limits: Limits) -> None:
+    """ValueError for a limit that was asked for and that this backend could only ignore."""
+    for name in ("cpus", "pids", "disk_bytes", "inodes"):
+        if (value := getattr(limits, name)) is not None:
+            raise ValueError(f"Limits.{name} is {value!r}, and the subprocess backend cannot enforce it; leave it out")
 
 
 def limits_of_process(limits: Limits) -> dict[str, int]:
     """The part of the limits that the launcher asks of the kernel."""
     return {
         "cpu_s": limits.max_cpu_s,
-        "memory_bytes": limits.memory_bytes,
+        "address_space_bytes": limits.memory_bytes,
+        "new_processes": PROCESS_HEADROOM,
         "file_bytes": limits.file_bytes,
         "open_files": limits.open_files,
     }
-
-
-def sealed_file(data: bytes) -> int:
-    """A descriptor of an anonymous file that holds `data`, at its start, and that its reader cannot change."""
-    if sys.platform != "linux":
-        with tempfile.TemporaryFile() as file:
-            file.write(data)
-            file.seek(0)
-            return os.dup(file.fileno())
-    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(data)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-    return descriptor
 
 
 def capabilities_of(landlock_version: int) -> Capabilities:

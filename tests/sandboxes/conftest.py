@@ -1,13 +1,18 @@
 """A real pool, a real sandbox, and a witness that tells without polling whether a program lives."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from areal_agent.errors import SandboxError
 from sandboxes import Pool, Sandbox, open_pool
+from sandboxes.bubblewrap import find_walls
+from sandboxes.jail import Walls
 
 PATIENCE_S = 20.0
+BACKENDS = ("subprocess", "namespaces", "bubblewrap")
+JAILS = ("namespaces", "bubblewrap")
 
 
 class Arrival:
@@ -57,6 +62,20 @@ async def witness() -> AsyncIterator[Witness]:
     witness.port = server.sockets[0].getsockname()[1]
     yield witness
     server.close()
+
+
+@pytest.fixture
+def require() -> Callable[[str], Awaitable[None]]:
+    """Skips the test where a backend truly cannot work."""
+
+    async def require(backend: str) -> None:
+        if backend in JAILS:
+            try:
+                await find_walls([Walls(backend)])
+            except SandboxError as error:
+                pytest.skip(str(error))
+
+    return require
 
 
 @pytest.fixture

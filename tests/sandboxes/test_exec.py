@@ -1,4 +1,4 @@
-"""Honest programs.
+"""Honest programs, in every backend.
 
 1. Python source runs as `__main__` and prints; 2. stdin reaches it; 3. an uncaught exception is Python's own traceback
 and exit code 1; 4. so is a syntax error; 5. SystemExit is its exit code, text goes to stderr; 6. threads and exit
@@ -9,9 +9,18 @@ written; 13. a megabyte of honest output within the bound is whole; 14. time and
 system cannot take is the program's failure; 16. a string for argv, a `cwd` outside and an empty argv are refused.
 """
 
+from collections.abc import AsyncIterator
+
 import pytest
 
-from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status
+from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
+
+
+@pytest.fixture(params=["subprocess", "namespaces", "bubblewrap"])
+async def pool(request: pytest.FixtureRequest, require) -> AsyncIterator[Pool]:
+    await require(request.param)
+    async with open_pool(backend=request.param, wall_s=20.0) as pool:
+        yield pool
 
 
 async def test_python_runs_as_main(box: Sandbox) -> None:

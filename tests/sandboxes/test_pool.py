@@ -5,8 +5,8 @@ are not bounded; 4. a slot is free again after a failure; 5. cancelling a call k
 sandbox, and the call fails; 7. closing the pool leaves neither process nor file, also with programs running; 8. closing
 twice is harmless, and afterwards nothing runs; 9. a killed launcher fails its calls, takes its programs along, and the
 next program gets a fresh one; 10. so does one that no longer answers; 11. when the host is killed, programs and files
-go too; 12. opening warns of what is not stopped; 13. more isolation than there is, too many programs, an unknown
-backend are refused.
+go too; 12. opening warns of what is not stopped; 13. more isolation than there is, a limit that is not
+enforced, too many programs, an unknown backend are refused.
 """
 
 import asyncio
@@ -175,6 +175,16 @@ async def test_more_isolation_than_there_is_fails_closed(pool: Pool) -> None:
             pass
     async with pool.acquire(SandboxSpec(min_isolation=Isolation.PROCESS)) as box:
         assert (await box.exec_python("")).status is Status.OK
+
+
+@pytest.mark.parametrize("name", ["cpus", "pids", "disk_bytes", "inodes"])
+async def test_limit_that_is_not_enforced_is_refused(pool: Pool, box: Sandbox, name: str) -> None:
+    limits = Limits(**{name: 1})
+    with pytest.raises(ValueError, match=f"Limits.{name} is 1, and the subprocess backend cannot enforce it"):
+        await box.exec_python("", limits=limits)
+    with pytest.raises(ValueError, match="leave it out"):
+        async with pool.acquire(SandboxSpec(limits=limits)):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import signal
 import pytest
 
 from sandboxes import Isolation, Limits, Status
+from sandboxes.execution import status_of
 from sandboxes.link import Ended
-from sandboxes.subprocess import status_of
 
 LIMITS = Limits(wall_s=3.0, memory_bytes=100_000_000)
 

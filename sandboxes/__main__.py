@@ -1,0 +1,61 @@
+"""`python -m sandboxes` with `doctor`, `check` or `reap`: what works here, whether it holds, what dead owners left.
+
+Thin: it prints what `doctor.py`, `conformance.py` and `reap.py` find.
+"""
+
+import argparse
+import asyncio
+import sys
+
+from areal_agent.errors import SandboxError
+from sandboxes.conformance import ROWS, Verdict, check
+from sandboxes.doctor import examine, strongest_backend
+from sandboxes.pool import Backend, open_pool
+from sandboxes.reap import reap
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m sandboxes", description="Sandboxes on this machine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="what works here, and why the rest does not")
+    checking = commands.add_parser("check", help="run the hostile suite; exit 1 when a row fails")
+    checking.add_argument("--backend", choices=("bubblewrap", "namespaces", "subprocess"), required=True)
+    commands.add_parser("reap", help="remove what dead processes left")
+    options = parser.parse_args()
+    if options.command == "doctor":
+        return asyncio.run(print_findings())
+    if options.command == "check":
+        return asyncio.run(print_table(options.backend))
+    reaped = reap()
+    print(f"removed {reaped.num_groups} trees of control groups and {reaped.num_folders} folders of dead processes")
+    return 0
+
+
+async def print_findings() -> int:
+    findings = await examine()
+    for finding in findings:
+        print(f"{'yes' if finding.works else 'no':4}{finding.subject:24}{finding.detail}")
+    print(f"backend auto takes: {strongest_backend(findings)}")
+    return 0
+
+
+async def print_table(backend: Backend) -> int:
+    """The hostile suite, a line a row; 1 when a row failed, 2 when the backend does not work here."""
+    num_failed = 0
+    try:
+        async with open_pool(backend=backend, wall_s=20.0) as pool:
+            print("isolation:", pool.capabilities().isolation.value)
+            for row in ROWS:
+                verdict, seen = await check(row, pool)
+                num_failed += verdict is Verdict.FAILED
+                print(f"{row.number:3} {verdict.value:7}{row.harm} -> {row.required} {seen}".rstrip(), flush=True)
+            for act in pool.capabilities().cannot_stop:
+                print("cannot stop:", act)
+    except SandboxError as error:
+        print(f"the {backend} backend does not work here: {error}", file=sys.stderr)
+        return 2
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What of the sandboxes works on this machine, and why the rest does not. It tries things; it changes nothing."""
+
+import platform
+import shutil
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from areal_agent.errors import SandboxError
+from sandboxes.bubblewrap import find_walls
+from sandboxes.cgroups import GroupTree
+from sandboxes.jail import Walls
+from sandboxes.launcher import landlock_version
+from sandboxes.seccomp import denying_filter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that works, or the reason why not."""
+
+    subject: str
+    works: bool
+    detail: str
+
+
+async def examine() -> list[Finding]:
+    """All findings, in the order in which the backends need them."""
+    findings = [await _attempt(f"walls by {walls.value}", _build(walls)) for walls in Walls]
+    findings.append(await _attempt("control groups", _make_groups))
+    findings.append(await _attempt("system-call filter", _assemble_filter))
+    version = landlock_version()
+    findings.append(
+        Finding(subject="Landlock", works=version > 0, detail=f"version {version}" if version else "not in this kernel")
+    )
+    for language, program in {"C": "gcc", "C++": "g++", "JavaScript": "node", "Bash": "bash"}.items():
+        path = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin")
+        findings.append(Finding(subject=language, works=path is not None, detail=path or f"{program} is not installed"))
+    return findings
+
+
+def strongest_backend(findings: list[Finding]) -> str:
+    """What `auto` takes."""
+    has_walls = any(finding.works for finding in findings if finding.subject.startswith("walls"))
+    return "bubblewrap" if has_walls else "subprocess"
+
+
+async def _attempt(subject: str, act: Callable[[], Awaitable[str]]) -> Finding:
+    try:
+        return Finding(subject=subject, works=True, detail=await act())
+    except SandboxError as error:
+        return Finding(subject=subject, works=False, detail=str(error))
+
+
+def _build(walls: Walls) -> Callable[[], Awaitable[str]]:
+    async def build() -> str:
+        await find_walls([walls])
+        return "namespaces of processes, mounts, network, IPC and host name"
+
+    return build
+
+
+async def _make_groups() -> str:
+    if sys.platform != "linux":
+        raise SandboxError(f"{sys.platform} has none")
+    groups = await GroupTree.open()
+    await groups.aclose()
+    return f"version {groups.versions}, for memory, processes and CPU"
+
+
+async def _assemble_filter() -> str:
+    return f"{len(denying_filter(platform.machine())) // 8} instructions for {platform.machine()}"

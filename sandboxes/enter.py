@@ -1,0 +1,125 @@
+"""The walls of a jail without bubblewrap: namespaces by system calls, a root of its own, then `inside.py`.
+
+Run on the host, as root or, where the kernel lets users make namespaces, as anybody. It stands alone (standard library,
+and its neighbours `inside.py` and `launcher.py`). The process that is started stays outside and waits; its child is the
+first process of the jail.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+from sandboxes.inside import MS_BIND, MS_NODEV, MS_NOSUID, WORK, mount, serve, telling_the_host
+from sandboxes.launcher import LIBC, PR_SET_PDEATHSIG, check, control_socket, prctl, syscall
+
+NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = (
+    0x0002_0000, 0x0200_0000, 0x0400_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000,
+)  # fmt: skip
+MS_RDONLY, MS_NOEXEC, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 8, 32, 16384, 1 << 18
+MNT_DETACH = 2
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
+DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICE_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
+
+
+def unshare(flags: int) -> None:
+    check(LIBC.unshare(ctypes.c_int(flags)))
+
+
+def pivot_root(new: str, old: str) -> None:
+    syscall(PIVOT_ROOT[os.uname().machine], new.encode(), old.encode())
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def leave_the_host(uid: int) -> None:
+    """Namespaces of its own. A user without root needs one of users first, in which no further one can be made."""
+    host_uid, host_gid = os.getuid(), os.getgid()
+    if host_uid != 0:
+        unshare(NEW_USER)
+        write("/proc/self/setgroups", "deny")
+        write("/proc/self/uid_map", f"{uid} {host_uid} 1")
+        write("/proc/self/gid_map", f"{uid} {host_gid} 1")
+        write("/proc/sys/user/max_user_namespaces", "0")
+    unshare(NEW_MOUNTS | NEW_CGROUP | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NET)
+
+
+def build_root(shown: dict[str, str], links: dict[str, str]) -> None:
+    """A root with `shown` (place: path of the host), read-only, and with nothing else of the host's."""
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=0755")
+    os.mkdir("/tmp/host")
+    pivot_root("/tmp", "/tmp/host")
+    os.mkdir("/jail")
+    mount("tmpfs", "/jail", "tmpfs", MS_NOSUID | MS_NODEV, "size=256k,mode=0755")
+    for place, path in shown.items():
+        show(f"/host{path}", f"/jail{place}", is_read_only=True)
+    for place, target in links.items():
+        os.symlink(target, f"/jail{place}")
+    for folder in ("/dev/shm", "/tmp", WORK, "/proc"):
+        os.makedirs(f"/jail{folder}", exist_ok=True)
+    mount("proc", "/jail/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    for name in DEVICES:
+        show(f"/host/dev/{name}", f"/jail/dev/{name}", is_read_only=False)
+    for name, target in DEVICE_LINKS.items():
+        os.symlink(target, f"/jail/dev/{name}")
+    mount("none", "/jail", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    os.chdir("/jail")
+    pivot_root(".", ".")  # the old root now lies over the new one
+    check(LIBC.umount2(b".", MNT_DETACH))
+    os.chdir("/")
+
+
+def show(path: str, place: str, *, is_read_only: bool) -> None:
+    """Bind a file or folder of the host, and what is mounted below it."""
+    if os.path.isdir(path):
+        os.makedirs(place, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        write(place, "")
+    mount(path, place, None, MS_BIND | MS_REC)
+    if is_read_only:
+        read_only, no_setuid, no_devices = 1, 2, 4
+        attributes = struct.pack("=QQQQ", read_only | no_setuid | no_devices, 0, 0, 0)
+        syscall(MOUNT_SETATTR, AT_FDCWD, place.encode(), AT_RECURSIVE, attributes, len(attributes))
+
+
+def start_loopback() -> None:
+    """The only network interface of the jail, its own."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
+        fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP_AND_RUNNING))
+
+
+def main() -> None:
+    control = control_socket(int(sys.argv[1]))
+    config: dict[str, Any] = json.loads(sys.argv[2])
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with telling_the_host(control):
+        leave_the_host(config["uid"])
+    child = os.fork()
+    if child:
+        control.close()
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with telling_the_host(control):
+        socket.sethostname("sandbox")
+        start_loopback()
+        build_root(config["shown"], config["links"])
+    serve(control, config)

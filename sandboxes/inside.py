@@ -1,0 +1,98 @@
+"""The last steps inside a jail, between its walls and its first program: disk, user, filter; then the launcher serves.
+
+Run by `bubblewrap` or by `enter.py` as the first process of the jail, with the capabilities that these steps need; none
+is left after them. It stands alone (standard library, and `launcher.py`): nothing of the host is in this process.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Generator
+from typing import Any
+
+from sandboxes.launcher import (
+    LIBC,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    REPORT,
+    Launcher,
+    ReportKind,
+    check,
+    control_socket,
+    drop_privileges,
+    prctl,
+    ready_interpreter,
+)
+
+WORK = "/work"
+MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    check(LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]))
+
+
+def make_disk(num_bytes: int, num_inodes: int, uid: int) -> None:
+    """One file system in memory, shared by all places that a program may write to, so that one limit bounds them."""
+    options = f"size={num_bytes},nr_inodes={num_inodes},mode=0755"
+    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for name, place in (("work", WORK), ("shm", "/dev/shm"), ("tmp", "/tmp")):  # /tmp last: it hides the others
+        folder = f"/tmp/{name}"
+        os.mkdir(folder, 0o700)
+        if os.getuid() == 0:
+            os.chown(folder, uid, uid)
+        mount(folder, place, None, MS_BIND)
+
+
+def become_nobody(uid: int) -> None:
+    """Give up root for good; without it there is nothing to give up."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    drop_privileges()
+
+
+def load_filter(program: bytes) -> None:
+    """For this process and all that come of it; it must have given up gaining privileges."""
+    instructions = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
+    check(LIBC.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), header, 0, 0))
+
+
+@contextlib.contextmanager
+def telling_the_host(control: socket.socket) -> Generator[None, None, None]:
+    """A step that the system refuses is the end of this process, and its host learns why."""
+    try:
+        yield
+    except OSError as error:
+        control.sendall(REPORT.pack(ReportKind.FAILED, 0, error.errno or 0, 0, 0))
+        os._exit(1)
+
+
+def serve(control: socket.socket, config: dict[str, Any]) -> None:
+    """Close the jail from inside and serve until the host is gone: the end of this process ends all others."""
+    with telling_the_host(control):
+        make_disk(config["disk_bytes"], config["inodes"], config["uid"])
+        become_nobody(config["uid"])
+        prctl(PR_SET_DUMPABLE, 0)  # no program may look into this process, though it has the same user
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # anew: a change of user forgets it
+        load_filter(bytes.fromhex(config["filter"]))
+        os.chdir(WORK)
+    ready_interpreter()
+    for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
+        del sys.modules[name]  # a program may have a module of that name
+    Launcher(control, jail_folder=os.open(WORK, os.O_RDONLY | os.O_DIRECTORY)).serve()
+    os._exit(0)
+
+
+def main() -> None:
+    control = control_socket(int(sys.argv[1]))
+    serve(control, json.loads(sys.argv[2]))

@@ -1,0 +1,66 @@
+"""The hostile suite itself.
+
+1. Every row holds in every backend that promises it; 2. a row sees a wall that is missing; 3. a row beyond a backend is
+not run; 4. `check` prints a line a row and exits with 0; 5. `doctor` names what `auto` takes.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from sandboxes import Pool, Sandbox, open_pool
+from sandboxes.conformance import ROWS, Row, Verdict, check
+
+
+@pytest.fixture(params=["subprocess", "namespaces", "bubblewrap"])
+async def any_pool(request: pytest.FixtureRequest, require) -> AsyncIterator[Pool]:
+    await require(request.param)
+    async with open_pool(backend=request.param, wall_s=20.0) as pool:
+        yield pool
+
+
+def row_of(number: int) -> Row:
+    return next(row for row in ROWS if row.number == number)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.number}-{row.harm}")
+async def test_row_holds(any_pool: Pool, row: Row) -> None:
+    verdict, seen = await check(row, any_pool)
+    if verdict is Verdict.BEYOND:
+        pytest.skip("the backend says that it cannot stop this")
+    assert verdict is Verdict.HELD, seen
+
+
+@pytest.mark.parametrize("number", [16, 19, 20])
+async def test_row_sees_that_a_wall_is_missing(box: Sandbox, number: int) -> None:
+    assert await row_of(number).run(box)
+
+
+async def test_row_beyond_a_backend_is_not_run(pool: Pool) -> None:
+    assert await check(row_of(1), pool) == (Verdict.BEYOND, "")
+
+
+async def command(*arguments: str) -> tuple[int, str, str]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "sandboxes", *arguments, stdout=pipe, stderr=pipe
+    )
+    stdout, stderr = await process.communicate()
+    return process.returncode, stdout.decode(), stderr.decode()
+
+
+async def test_check_prints_a_line_a_row() -> None:
+    code, stdout, _ = await command("check", "--backend", "subprocess")
+    lines = stdout.splitlines()
+    assert (code, lines[0]) == (0, "isolation: process")
+    assert [int(line.split()[0]) for line in lines[1 : len(ROWS) + 1]] == [row.number for row in ROWS]
+    assert {line.split()[1] for line in lines[1 : len(ROWS) + 1]} == {"held", "beyond"}
+
+
+async def test_doctor_names_the_backend_that_auto_takes() -> None:
+    code, stdout, _ = await command("doctor")
+    assert code == 0
+    walls = [line.split()[0] for line in stdout.splitlines() if "walls by" in line]
+    assert stdout.splitlines()[-1].split()[-1] == ("bubblewrap" if "yes" in walls else "subprocess")

@@ -1,0 +1,192 @@
+"""Sandboxes that are jails, by bubblewrap and by system calls.
+
+1. Nothing is left when the pool is closed; 2. when the host is killed, processes and control groups go too; 3. a jail
+that is killed fails its calls, and its files are gone; 4. one that does not answer is killed; 5. cancelling a call
+kills its program; 6. programs of one sandbox share files, of two nothing; 7. what the host writes belongs to the
+programs; 8. a jail that cannot be built is an error with its reason; 9. limits of a whole sandbox are not taken for one
+program; 10. the disk is as large as asked; 11. more isolation than there is is refused, also by `auto`, which takes a
+jail where there is one; 12. a share of the CPUs slows a program down; 13. C compiles and runs.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from areal_agent.errors import SandboxError
+from sandboxes import Isolation, Limits, Pool, SandboxSpec, Status, open_pool
+from sandboxes.cgroups import GROUP_PREFIX, hierarchies_here
+from sandboxes.conformance import processes_left
+from sandboxes.launcher import children_of
+from sandboxes.owner import own_tag
+
+
+@pytest.fixture(params=["namespaces", "bubblewrap"])
+async def backend(request: pytest.FixtureRequest, require) -> str:
+    await require(request.param)
+    return request.param
+
+
+@pytest.fixture
+async def pool(backend: str) -> AsyncIterator[Pool]:
+    async with open_pool(backend=backend, wall_s=20.0) as pool:
+        yield pool
+
+
+def groups_of(tag: str) -> list[Path]:
+    return [group for hierarchy in hierarchies_here() for group in hierarchy.path.glob(f"{GROUP_PREFIX}{tag}*")]
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+async def test_closing_the_pool_leaves_nothing(backend: str) -> None:
+    before = children()
+    async with open_pool(backend=backend, wall_s=20.0) as pool, pool.acquire() as box:
+        assert (await box.exec_python("print(1)")).is_ok
+        assert children() > before
+        call = asyncio.create_task(box.exec_python("import time; time.sleep(1000)"))
+        assert (await box.exec_python("print(2)")).is_ok
+        await pool.close()
+        with pytest.raises(SandboxError):
+            await call
+    assert children() == before
+    assert groups_of(own_tag()) == []
+
+
+HOST = """
+import asyncio, sys
+from sandboxes import open_pool
+from sandboxes.owner import own_tag
+
+async def main():
+    async with open_pool(backend=sys.argv[1], wall_s=60.0) as pool, pool.acquire() as box:
+        await box.exec_python("")
+        print(own_tag(), flush=True)
+        await box.exec_python("import os, time\\nif os.fork() == 0: os.setsid()\\ntime.sleep(1000)")
+
+asyncio.run(main())
+"""
+
+
+async def test_killed_host_leaves_nothing(backend: str) -> None:
+    pipe = asyncio.subprocess.PIPE
+    host = await asyncio.create_subprocess_exec(sys.executable, "-c", HOST, backend, stdout=pipe, stderr=pipe)
+    tag = (await host.stdout.readline()).decode().strip()
+    assert tag
+    host.kill()
+    await host.communicate()  # the jail and the keeper of the groups have the host's stderr: it ends when they do
+    assert groups_of(tag) == []
+
+
+async def test_killed_jail_fails_its_calls_and_is_gone(pool: Pool) -> None:
+    before = children()
+    async with pool.acquire() as box:
+        await box.write("file", b"x")
+        [jail] = children() - before
+        os.kill(jail, signal.SIGKILL)
+        with pytest.raises(SandboxError, match=r"launcher died while a program ran|the jail of this sandbox is gone"):
+            await box.exec_python("import time; time.sleep(1000)")
+        with pytest.raises(SandboxError, match="and its files with it; acquire another"):
+            await box.read("file")
+    async with pool.acquire() as box:
+        assert (await box.exec_python("")).is_ok
+
+
+async def test_jail_that_does_not_answer_is_killed(pool: Pool) -> None:
+    before = children()
+    async with pool.acquire() as box:
+        await box.exec_python("")
+        [outer] = children() - before
+        [first] = children_of(outer)
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(SandboxError, match="did not answer and was killed"):
+            await box.exec_python("print(1)", limits=Limits(wall_s=0.1))
+    assert children() == before
+
+
+async def test_cancelling_a_call_kills_its_program(pool: Pool) -> None:
+    async with pool.acquire() as box:
+        await box.exec(["mkfifo", "gate"])
+        call = asyncio.create_task(box.exec_python("open('gate', 'w').write('here'); import time; time.sleep(1000)"))
+        assert (await box.exec_python("print(open('gate').read(4))")).stdout == b"here\n"
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        # The launcher takes requests in order: it has killed the program before it starts the one that looks.
+        assert await processes_left(box) == ""
+
+
+async def test_files_are_shared_within_a_sandbox_alone(pool: Pool) -> None:
+    async with pool.acquire(SandboxSpec(files={"a/b": b"mine"})) as one, pool.acquire() as other:
+        assert (await one.exec(["cat", "a/b"])).stdout == b"mine"
+        for place in ("/work/a/b", "/tmp/x", "/dev/shm/x"):
+            await one.exec(["sh", "-c", f"echo x > {place}"])
+            assert (await other.exec(["cat", place])).status is Status.NONZERO
+
+
+async def test_what_the_host_writes_is_the_programs_to_change(pool: Pool) -> None:
+    async with pool.acquire() as box:
+        await box.write("folder/file", b"old")
+        result = await box.exec(
+            ["sh", "-c", "echo new > folder/file && mv folder moved && rm moved/file && rmdir moved"]
+        )
+        assert result.is_ok, result.stderr
+
+
+async def test_jail_that_cannot_be_built_is_an_error(pool: Pool) -> None:
+    async with pool.acquire(SandboxSpec(limits=Limits(inodes=1))) as box:
+        with pytest.raises(SandboxError, match="the jail could not be built: No space left on device"):
+            await box.exec_python("")
+
+
+@pytest.mark.parametrize("name", ["disk_bytes", "inodes"])
+async def test_limits_of_a_sandbox_are_not_taken_for_one_program(pool: Pool, name: str) -> None:
+    async with pool.acquire() as box:
+        with pytest.raises(ValueError, match=rf"Limits\.{name} holds for a whole sandbox"):
+            await box.exec_python("", limits=Limits(**{name: 1_000_000}))
+
+
+async def test_disk_is_bounded_as_asked(pool: Pool) -> None:
+    async with pool.acquire(SandboxSpec(limits=Limits(disk_bytes=2**20, inodes=20))) as box:
+        result = await box.exec(["sh", "-c", "df --output=size,itotal . | tail -1"])
+        assert result.stdout.split() == [b"1024", b"20"]
+
+
+async def test_more_isolation_than_there_is_is_refused(backend: str, pool: Pool) -> None:
+    with pytest.raises(SandboxError, match="gives only 'namespaces'"):
+        async with pool.acquire(SandboxSpec(min_isolation=Isolation.VM)):
+            pass
+    for name in (backend, "auto"):
+        with pytest.raises(SandboxError, match="min_isolation is 'container'"):
+            async with open_pool(backend=name, min_isolation=Isolation.CONTAINER):
+                pass
+
+
+async def test_auto_takes_a_jail_where_there_is_one(backend: str) -> None:
+    async with open_pool(backend="auto", min_isolation=Isolation.NAMESPACES) as pool:
+        assert pool.capabilities().isolation is Isolation.NAMESPACES
+
+
+async def test_a_share_of_the_cpus(pool: Pool) -> None:
+    if "memory of many processes together" in pool.capabilities().cannot_stop:
+        pytest.skip("no control groups here")
+    source = "import time\nwhile time.process_time() < 0.2: pass"
+    async with pool.acquire() as box:
+        result = await box.exec_python(source, limits=Limits(wall_s=20.0, cpus=0.2))
+    assert result.is_ok
+    assert result.wall_s > 2 * result.cpu_s  # five times, less what fits before the first pause
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+async def test_c_compiles_and_runs(pool: Pool) -> None:
+    async with pool.acquire(SandboxSpec(files={"main.c": b'#include <stdio.h>\nint main(){puts("hi");}'})) as box:
+        compiled = await box.exec(["gcc", "main.c", "-o", "main"])
+        assert compiled.is_ok, compiled.stderr
+        assert (await box.exec(["./main"])).stdout == b"hi\n"
