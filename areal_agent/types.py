@@ -265,6 +265,10 @@ class Fate:
         return f"dropped({self.dropped})" if self.dropped else f"trained({self.trained_step})"
 
 
+MAX_REWARD = 1e30
+"""A reward is no further from zero: the trainer adds rewards up as 32-bit floats, whose sums must stay finite."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewards:
     """What a rollout earned. `final` is None when no final reward was given.

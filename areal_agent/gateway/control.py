@@ -10,10 +10,11 @@ from areal_agent.gateway.fields import (
     as_integer,
     as_member,
     as_name,
-    as_number,
     as_object,
+    as_reward,
     as_shallow_object,
     as_text,
+    refuse,
     refuse_unknown,
 )
 from areal_agent.gateway.sampling import MAX_SEED, WISH_FIELDS, SamplingWishes
@@ -65,11 +66,10 @@ class RewardRequest:
     @classmethod
     def read(cls, body: JsonObject) -> Self:
         refuse_unknown(body, ("reward", "interaction_id", "name"))
-        return cls(
-            reward=as_number(body.get("reward"), "reward"),
-            completion_id=_optional_name(body, "interaction_id"),
-            name=_optional_name(body, "name"),
-        )
+        completion_id, name = _optional_name(body, "interaction_id"), _optional_name(body, "name")
+        if completion_id is not None and name is not None:
+            refuse("name", name, "left out where interaction_id is given: a named part is of the whole session")
+        return cls(reward=as_reward(body.get("reward"), "reward"), completion_id=completion_id, name=name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,6 @@
 Null means left out, as with OpenAI. Knows nothing of what the fields mean.
 """
 
-import math
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, NoReturn, TypeVar, cast
@@ -11,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from areal_agent.command import nearest
 from areal_agent.errors import RequestError
 from areal_agent.tokens.json_text import MAX_DEPTH, is_deeper
-from areal_agent.types import JsonObject
+from areal_agent.types import MAX_REWARD, JsonObject
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -72,17 +71,11 @@ def as_flag(value: object, param: str) -> bool:
     return value is True
 
 
-def as_number(value: object, param: str) -> float:
-    """A finite number; true and false are 1 and 0."""
-    if not isinstance(value, int | float):
-        refuse(param, value, "a finite number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        refuse(param, value, "a finite number")
-    return number
+def as_reward(value: object, param: str) -> float:
+    """A number that a trainer can add up; true and false are 1 and 0."""
+    if not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
+        refuse(param, value, f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, or a boolean; scale it down")
+    return float(value)
 
 
 def as_bounded_number(value: object, param: str, *, low: float, high: float) -> float:

@@ -4,11 +4,12 @@ openai and httpx are named here for their types only: `import areal_agent` stays
 """
 
 import asyncio
-import math
 import numbers
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from areal_agent.types import MAX_REWARD
 
 if TYPE_CHECKING:
     import httpx
@@ -20,16 +21,15 @@ Resource = TypeVar("Resource")
 def as_reward(value: object) -> float:
     """A reward as a float: int, bool, float and numpy scalars are rewards.
 
-    Raises TypeError for what is no number, ValueError for NaN and infinity.
+    Raises TypeError for what is no number, ValueError for NaN and for what a trainer could not add up.
     """
     item = getattr(value, "item", None)
     number = item() if callable(item) else value
     if not isinstance(number, numbers.Real):
         raise TypeError(f"a reward is a number, got {value!r} ({type(value).__name__})")
-    reward = float(number)
-    if not math.isfinite(reward):
-        raise ValueError(f"a reward is finite, got {value!r}")
-    return reward
+    if not -MAX_REWARD <= number <= MAX_REWARD:
+        raise ValueError(f"a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, got {value!r}; scale it down")
+    return float(number)
 
 
 class SharedResources:
@@ -107,8 +107,13 @@ class Rollout:
     def reward(self, value: object, completion: str | None = None, name: str | None = None) -> None:
         """Give a reward: the final one, that of one completion (by its id), or a named part (for metrics only).
 
-        Said twice, the later one counts. Raises TypeError or ValueError for what is no finite number.
+        Said twice, the later one counts. Raises TypeError or ValueError for what is no such number, and for a named
+        part of one completion: parts are of the whole rollout.
         """
+        if completion is not None and name is not None:
+            raise ValueError(
+                f"a reward has a completion ({completion!r}) or a name ({name!r}), not both; leave one out"
+            )
         self.rewards[completion, name] = as_reward(value)
 
     def log(self, **values: object) -> None:

@@ -3,7 +3,7 @@
 - a started session is in the journal, with the hash of its key and what the body said or left out
 - a session id is used once
 - rewards: final, by completion, named parts; numbers of every kind; said twice, the later counts
-- what is no finite number, and a completion of another session, is refused
+- what is no number, or too large for 32 bits, a part of one completion, and a completion of another session: refused
 - the end journals the trajectory and answers with its figures; nothing is taken afterwards
 - completed without a reward is missing_reward, without a turn an error; other statuses stand
 - an ended session can be exported with its token records; an open, unknown or forgotten one cannot
@@ -75,7 +75,7 @@ async def test_rewards_of_every_kind(open_world: OpenWorld) -> None:
         {"reward": True},
         {"reward": 2, "interaction_id": reply.id},
         {"reward": -0.5, "name": "format"},
-        {"reward": 3, "name": "style", "interaction_id": reply.id},
+        {"reward": 3, "name": "style"},
     ):
         assert (await agent.reward(**body))[0] == 200
     await agent.end()
@@ -86,13 +86,39 @@ async def test_rewards_of_every_kind(open_world: OpenWorld) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b'{"reward": NaN}', b'{"reward": 1e999}', b'{"reward": "1"}', b'{"reward": [1]}', b'{"reward": null}', b"{}"],
-    ids=repr,
+    [
+        b'{"reward": NaN}',
+        b'{"reward": 1e999}',
+        b'{"reward": 3.5e38}',
+        b'{"reward": -1e31}',
+        b'{"reward": 1' + b"0" * 400 + b"}",
+        b'{"reward": "1"}',
+        b'{"reward": [1]}',
+        b'{"reward": null}',
+        b"{}",
+    ],
+    ids=lambda body: repr(body)[:30],
 )
-async def test_what_is_no_finite_number_is_refused(open_world: OpenWorld, body: bytes) -> None:
+async def test_what_a_trainer_could_not_add_up_is_refused(open_world: OpenWorld, body: bytes) -> None:
     world = await open_world()
     agent = await world.start()
     assert (await world.call("/rl/set_reward", body, key=agent.key))[0] == 400
+
+
+async def test_a_refused_reward_is_told_with_the_remedy(open_world: OpenWorld) -> None:
+    status, answer = await (await (await open_world()).start()).reward(reward=1e300)
+    assert (status, answer["error"]["param"]) == (400, "reward")
+    assert answer["error"]["message"] == (
+        "reward is 1e+300; it must be a number from -1e+30 to 1e+30, or a boolean; scale it down"
+    )
+
+
+async def test_a_completion_has_no_parts(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start()
+    reply = await agent.ask()
+    status, answer = await agent.reward(reward=1, name="style", interaction_id=reply.id)
+    assert (status, answer["error"]["param"]) == (400, "name")
 
 
 async def test_a_completion_of_another_session_is_not_rewarded(open_world: OpenWorld) -> None:

@@ -1,5 +1,9 @@
-"""What a workflow gets: 1. rewards of every kind of number, and no other; 2. a shared resource is opened once, also by
-concurrent callers, and closed with the run; 3. what was entered is left in reverse order."""
+"""What a workflow gets:
+
+- rewards of every kind of number, and no other, of a completion or with a name
+- a shared resource is opened once, also by concurrent callers, and closed with the run
+- what was entered is left in reverse order
+"""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -23,6 +27,8 @@ def test_every_number_is_a_reward(value: object, reward: float) -> None:
     [
         (float("nan"), ValueError),
         (np.inf, ValueError),
+        (1e31, ValueError),
+        (-(10**400), ValueError),
         ("1", TypeError),
         (None, TypeError),
         ([1.0], TypeError),
@@ -39,6 +45,11 @@ def rollout(shared: SharedResources | None = None) -> Rollout:
         client=None, http_client=None, sync_client=None, sync_http_client=None, base_url="", api_key="", model="m",
         seed=0, is_eval=False, sandbox={}, shared=shared or SharedResources(),
     )  # fmt: skip
+
+
+def test_a_completion_has_no_parts() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        rollout().reward(1, completion="c", name="style")
 
 
 async def test_a_shared_resource_is_opened_once() -> None:

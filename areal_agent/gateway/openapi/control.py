@@ -18,7 +18,7 @@ from areal_agent.gateway.openapi.parts import (
     text,
 )
 from areal_agent.gateway.openapi.sampling import WISHES
-from areal_agent.types import SessionPurpose, Status
+from areal_agent.types import MAX_REWARD, SessionPurpose, Status
 
 _STATUS = one_of(*(status.value for status in Status))
 
@@ -42,7 +42,9 @@ SCHEMAS: dict[str, JsonSchema] = {
         {"session_id": NAME, "api_key": text(1), "base_url": text(1), "anthropic_base_url": text(1)}
     ),
     "SetReward": closed_object(
-        {"reward": {"anyOf": [number(), {"type": "boolean"}]}} | optional(interaction_id=NAME, name=NAME), ["reward"]
+        {"reward": {"anyOf": [number(-MAX_REWARD, MAX_REWARD), {"type": "boolean"}]}}
+        | optional(interaction_id=NAME, name=NAME),
+        ["reward"],
     ),
     "RewardedSession": answer_object({"session_id": NAME}),
     "EndSession": closed_object(
