@@ -114,7 +114,7 @@ class GroupTree:
 
     def new(self, limits: Limits) -> "ControlGroup":
         """A group for one program."""
-        self._leftover = [group for group in self._leftover if not group.try_to_remove()]
+        self._leftover = [group for group in self._leftover if not group.end()]
         self._num_made += 1
         group = ControlGroup(
             [
@@ -133,8 +133,7 @@ class GroupTree:
 
     def release(self, group: "ControlGroup") -> None:
         """Remove a group, now or when its last process is gone."""
-        group.close()
-        if not group.try_to_remove():
+        if not group.end():
             self._leftover.append(group)
 
     async def aclose(self) -> None:
@@ -163,8 +162,14 @@ class ControlGroup:
         for folder in self._folders:
             self._limit_in(folder, limits)
 
+    def close_descriptors(self) -> None:
+        """Once the program has them."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
     def forbid_forks(self) -> None:
-        self._write("pids", "pids.max", "0")
+        with contextlib.suppress(FileNotFoundError):  # it is gone: nothing forks
+            self._write("pids", "pids.max", "0")
 
     def num_oom_kills(self) -> int:
         is_first = self._by_controller["memory"].version == 1
@@ -173,30 +178,26 @@ class ControlGroup:
     def was_refused_processes(self) -> bool:
         return self._count("pids", "pids.events", "max") > 0
 
-    def kill_all(self) -> None:
-        """What is left in it. None can be added meanwhile."""
-        self.forbid_forks()
-        for pid in self._members():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Kill what is left, and let go of the descriptors."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-        with contextlib.suppress(OSError):
-            if self._members():
-                self.kill_all()
-
-    def try_to_remove(self) -> bool:
-        """False while a dead process is still being taken out of it."""
+    def end(self) -> bool:
+        """Kill what is left in it and remove it. False while something is still dying."""
+        self.close_descriptors()
         try:
+            self._kill_members()
             for folder in self._folders:
                 with contextlib.suppress(FileNotFoundError):
                     folder.path.rmdir()
         except OSError:
             return False
         return True
+
+    def _kill_members(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # removed already
+            if not self._members():
+                return
+            self.forbid_forks()
+            for pid in self._members():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _members(self) -> list[int]:
         return [int(pid) for pid in (self._by_controller["pids"].path / "cgroup.procs").read_text().split()]

@@ -31,6 +31,8 @@ class Group(Protocol):
         """What a process writes to, to join."""
         ...
 
+    def close_descriptors(self) -> None: ...
+
     def forbid_forks(self) -> None:
         """From here on the program can only end."""
         ...
@@ -82,7 +84,10 @@ class Execution:
             for data in (request, stdin):
                 descriptors.append(sealed_file(data))
                 stack.callback(os.close, descriptors[-1])
-            groups = [] if self._group is None else self._group.descriptors
+            groups: list[int] = []
+            if self._group is not None:
+                groups = self._group.descriptors
+                stack.callback(self._group.close_descriptors)
             run = self._link.run([*descriptors, *output.write_ends, *groups])
             output.close_write_ends()
             return run

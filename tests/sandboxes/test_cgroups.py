@@ -89,7 +89,7 @@ async def test_released_group_is_killed_and_gone(tree: GroupTree) -> None:
     tree.release(group)
     assert await process.wait() == -signal.SIGKILL
     tree.new(Limits())  # tries again to remove what was still dying
-    assert group.try_to_remove()
+    assert group.end()
 
 
 async def test_trees_of_dead_owners_are_removed(tree: GroupTree) -> None:
