@@ -33,7 +33,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             option = unknown[0].split("=")[0]
             valid = [name for action in self._actions for name in action.option_strings]
-            self.error(f"unknown option {option!r}; {nearest(option, valid)}")
+            takes_keys = any(action.dest == "overrides" for action in self._actions)
+            hint = f" (a key of the config takes no dashes: {option.lstrip('-')}=VALUE)" if takes_keys else ""
+            self.error(f"unknown option {option!r}; {nearest(option, valid)}{hint}")
         return known
 
     def error(self, message: str) -> NoReturn:

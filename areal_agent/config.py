@@ -213,7 +213,8 @@ def _explain(details: ErrorDetails) -> str:
     value = details["input"]
     match details["type"]:
         case "extra_forbidden":
-            return f"unknown key {key!r}; {nearest(location[-1], _fields_at(location[:-1]))}"
+            siblings = [".".join([*location[:-1], name]) for name in _fields_at(location[:-1])]
+            return f"unknown key {key!r}; {nearest(key, siblings)}"
         case "missing":
             return f"{key!r} is missing; give it a value"
         case "value_error":

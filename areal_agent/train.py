@@ -16,7 +16,7 @@ from pathlib import Path
 
 from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError
+from areal_agent.errors import ArealAgentError, ConfigError
 from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.progress import Progress
 from areal_agent.report import RunFacts, RunStatus, closing_lines, write_report
@@ -27,6 +27,8 @@ INTERRUPTED_CODE = 130
 
 def main() -> int:
     args = _parse()
+    if args.resume and not Path(args.resume).is_dir():
+        raise ConfigError(f"there is no run folder {args.resume!r}; name the folder that the run printed")
     config_file = Path(args.config) if args.config else Path(args.resume) / "config.yaml"
     config = Config.load(config_file, args.overrides)
     progress = Progress(total_steps=config.steps, mode="none" if args.dry_run else config.observe.progress)

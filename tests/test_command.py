@@ -37,7 +37,7 @@ def test_help(command: str) -> None:
         (["areal_agent.train"], "give --config FILE, or --resume RUN_DIR"),
         (["areal_agent.train", "--config", "none.yaml"], "cannot read the config 'none.yaml'"),
         (["areal_agent.train", "--config", "configs/quickstart.yaml", "model=none"], "model 'none': there is no such"),
-        (["areal_agent.train", "--resume", "none"], "cannot read the config 'none/config.yaml'"),
+        (["areal_agent.train", "--resume", "none"], "there is no run folder 'none'"),
         (["areal_agent.ledger", "verify", "none"], "none"),
     ],
 )

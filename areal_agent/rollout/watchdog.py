@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from areal_agent.rollout.blocking import Blockage, Frame, find_blockage, frames_of
+from areal_agent.rollout.loop_clock import clock_of_thread
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class Watchdog:
             name = None if task is None else task.get_name()
             return None if innermost is None else find_blockage(frames_of(innermost), name)
 
-        return cls(warn_s=warn_s, ping=loop.call_soon_threadsafe, look=look)
+        clock = clock_of_thread(threading.get_native_id())
+        return cls(warn_s=warn_s, ping=loop.call_soon_threadsafe, look=look, now=clock)
 
     def __enter__(self) -> Self:
         self._thread.start()

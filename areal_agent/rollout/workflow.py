@@ -15,14 +15,14 @@ Workflow = Callable[[dict[str, Any], Rollout], Awaitable[object]]
 
 
 def load_workflow(source: object) -> Workflow:
-    """Accepts `"package.module:name"`, a function, a callable instance, or an object with a method `run`.
+    """Accepts `"package.module:name"`, a function, a callable instance, an object with a method `run`, or its class.
 
     What is no coroutine runs in a thread. Raises ConfigError for anything else, naming it.
     """
     name = repr(source)
     found = import_object(source, "workflow") if isinstance(source, str) else source
     if inspect.isclass(found):
-        raise ConfigError(f"workflow: {name} is a class; give an instance, or a function")
+        found = _instance(found, name)
     run = getattr(found, "run", None)
     if inspect.ismethod(run) or inspect.iscoroutinefunction(run):
         return _agent_workflow(run, name)
@@ -35,6 +35,14 @@ def load_workflow(source: object) -> Workflow:
             f"workflow: {name} takes {inspect.signature(found)}; it is called with two arguments, (task, rollout)"
         )
     return cast(Workflow, found) if _is_coroutine(found) else _in_thread(found)
+
+
+def _instance(kind: type[object], name: str) -> object:
+    if not _fits(kind):
+        raise ConfigError(
+            f"workflow: {name} is a class whose instances need arguments; give an instance, or a function"
+        )
+    return kind()
 
 
 def import_path(source: object) -> str:

@@ -1,8 +1,9 @@
 """What may be a workflow.
 
-1. functions, closures, callable instances and import paths; 2. objects with a method run (AReaL's form);
-3. what is no coroutine runs in a thread, and may hand back a coroutine; 4. everything else is refused by name: a class,
-a value, a missing module or name, a wrong signature; 5. what another process could import has a path; a closure, an
+1. functions, closures, callable instances and import paths; 2. objects with a method run (AReaL's form), and
+classes of which an instance can be made;
+3. what is no coroutine runs in a thread, and may hand back a coroutine; 4. everything else is refused by name: a class
+that needs arguments, a value, a missing module or name, a wrong signature; 5. what another process could import has a path; a closure, an
 instance and a function of the program itself have none.
 """
 
@@ -44,6 +45,11 @@ class AgentOfOneArgument:
         return 1.0
 
 
+class NeedsArguments:
+    def __init__(self, tool: str) -> None:
+        self.tool = tool
+
+
 class FakeRollout:
     base_url, api_key, http_client = "http://gateway/v1", "sk-1", "client"
     sync_http_client = "sync client"
@@ -59,6 +65,10 @@ async def test_functions_and_closures() -> None:
 
 async def test_callable_instances() -> None:
     assert await load_workflow(Callable())({"x": 1}, None) == 2
+
+
+async def test_a_class_stands_for_an_instance() -> None:
+    assert await load_workflow(Callable)({"x": 1}, None) == 2
 
 
 async def test_import_paths() -> None:
@@ -92,7 +102,7 @@ async def test_plain_agents_run_in_a_thread_with_a_client_for_threads() -> None:
         ("json", "not of the form 'package.module:name'"),
         ("no_such_module:solve", "importing 'no_such_module' failed: ModuleNotFoundError"),
         ("json:solve", "module 'json' has no 'solve'"),
-        (Callable, "is a class; give an instance"),
+        (NeedsArguments, "is a class whose instances need arguments"),
         (3, "3 is a int; write it as 'async def solve(task, rollout)'"),
     ],
 )
