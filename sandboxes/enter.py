@@ -26,13 +26,6 @@ MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
-DEVICES = ("null", "zero", "full", "random", "urandom")
-DEVICE_LINKS = {
-    "fd": "/proc/self/fd",
-    "stdin": "/proc/self/fd/0",
-    "stdout": "/proc/self/fd/1",
-    "stderr": "/proc/self/fd/2",
-}
 
 
 def unshare(flags: int) -> None:
@@ -49,18 +42,17 @@ def write(path: str, text: str) -> None:
 
 
 def leave_the_host(uid: int) -> None:
-    """Namespaces of its own. A user without root needs one of users first, in which no further one can be made."""
+    """Namespaces of its own. A user without root needs one of users first."""
     host_uid, host_gid = os.getuid(), os.getgid()
     if host_uid != 0:
         unshare(NEW_USER)
         write("/proc/self/setgroups", "deny")
         write("/proc/self/uid_map", f"{uid} {host_uid} 1")
         write("/proc/self/gid_map", f"{uid} {host_gid} 1")
-        write("/proc/sys/user/max_user_namespaces", "0")
     unshare(NEW_MOUNTS | NEW_CGROUP | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NET)
 
 
-def build_root(shown: dict[str, str], links: dict[str, str]) -> None:
+def build_root(shown: dict[str, str], devices: list[str], links: dict[str, str]) -> None:
     """A root with `shown` (place: path of the host), read-only, and with nothing else of the host's."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=0755")
@@ -70,15 +62,13 @@ def build_root(shown: dict[str, str], links: dict[str, str]) -> None:
     mount("tmpfs", "/jail", "tmpfs", MS_NOSUID | MS_NODEV, "size=256k,mode=0755")
     for place, path in shown.items():
         show(f"/host{path}", f"/jail{place}", is_read_only=True)
+    for device in devices:
+        show(f"/host{device}", f"/jail{device}", is_read_only=False)
     for place, target in links.items():
         os.symlink(target, f"/jail{place}")
     for folder in ("/dev/shm", "/tmp", WORK, "/proc"):
         os.makedirs(f"/jail{folder}", exist_ok=True)
     mount("proc", "/jail/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for name in DEVICES:
-        show(f"/host/dev/{name}", f"/jail/dev/{name}", is_read_only=False)
-    for name, target in DEVICE_LINKS.items():
-        os.symlink(target, f"/jail/dev/{name}")
     mount("none", "/jail", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir("/jail")
     pivot_root(".", ".")  # the old root now lies over the new one
@@ -121,5 +111,5 @@ def main() -> None:
     with telling_the_host(control):
         socket.sethostname("sandbox")
         start_loopback()
-        build_root(config["shown"], config["links"])
+        build_root(config["shown"], config["devices"], config["links"])
     serve(control, config)

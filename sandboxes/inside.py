@@ -51,6 +51,13 @@ def make_disk(num_bytes: int, num_inodes: int, uid: int) -> None:
         mount(folder, place, None, MS_BIND)
 
 
+def forbid_user_namespaces() -> None:
+    """Within the namespace of users that a host without root made; under root there is none, and the filter must do."""
+    if os.getuid() != 0:
+        with open("/proc/sys/user/max_user_namespaces", "w") as file:
+            file.write("0")
+
+
 def become_nobody(uid: int) -> None:
     """Give up root for good; without it there is nothing to give up."""
     if os.getuid() == 0:
@@ -81,6 +88,7 @@ def serve(control: socket.socket, config: dict[str, Any]) -> None:
     """Close the jail from inside and serve until the host is gone: the end of this process ends all others."""
     with telling_the_host(control):
         make_disk(config["disk_bytes"], config["inodes"], config["uid"])
+        forbid_user_namespaces()
         become_nobody(config["uid"])
         prctl(PR_SET_DUMPABLE, 0)  # no program may look into this process, though it has the same user
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # anew: a change of user forgets it

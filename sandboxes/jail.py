@@ -28,6 +28,13 @@ BOOT = (
 """Runs one module of this package without its `__init__`, which imports what is of no use inside."""
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache")  # names of programs and where libraries are
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICE_LINKS = {
+    "/dev/fd": "/proc/self/fd",
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
+}
 DEFAULT_DISK_BYTES = 64 * 2**20
 DEFAULT_INODES = 10_000
 
@@ -61,6 +68,7 @@ class Jail:
                 "inodes": self.limits.inodes or DEFAULT_INODES,
                 "filter": denying_filter(platform.machine()).hex(),
                 "shown": shown,
+                "devices": DEVICES,
                 "links": links,
             }
         )
@@ -78,7 +86,7 @@ def interpreter() -> str:
 def shown_of_host() -> tuple[dict[str, str], dict[str, str]]:
     """What a jail shows read-only, path of the host by place; and symbolic links, target by place."""
     shown: dict[str, str] = {"/usr": "/usr"}
-    links: dict[str, str] = {}
+    links = dict(DEVICE_LINKS)
     for folder in SYSTEM_FOLDERS:
         if os.path.islink(folder):
             links[folder] = os.readlink(folder)
@@ -100,18 +108,21 @@ def bubblewrap() -> Sequence[str]:
     arguments = [program, "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
     for kind in ("pid", "net", "ipc", "uts", "cgroup"):
         arguments.append(f"--unshare-{kind}")
-    arguments += ["--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev"]
-    for parent in sorted({str(parent) for place in shown for parent in Path(place).parents} - {"/"}):
+    arguments += ["--hostname", "sandbox", "--proc", "/proc"]
+    for parent in sorted({str(parent) for place in (*shown, *links) for parent in Path(place).parents} - {"/"}):
         arguments += ["--perms", "0755", "--dir", parent]  # left to itself, it makes them for the owner only
     for place, path in shown.items():
         arguments += ["--ro-bind", path, place]
+    for device in DEVICES:  # not --dev: it makes a second namespace of users, without power over the mounts
+        arguments += ["--dev-bind", device, device]
     for place, target in links.items():
         arguments += ["--symlink", target, place]
-    for place in ("/tmp", "/work"):
+    for place in ("/tmp", "/work", "/dev/shm"):
         arguments += ["--dir", place]
-    arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+    arguments += ["--remount-ro", "/", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
     if os.getuid() == 0:  # `inside.py` becomes another user; the filter denies namespaces of users
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_CHOWN"]
     else:
-        arguments += ["--unshare-user", "--disable-userns", "--uid", str(JAIL_UID), "--gid", str(JAIL_UID)]
+        # Not --disable-userns, for the same reason as --dev: `inside.py` forbids further ones itself.
+        arguments += ["--unshare-user", "--uid", str(JAIL_UID), "--gid", str(JAIL_UID), "--cap-add", "CAP_SYS_RESOURCE"]
     return [*arguments, "--"]
