@@ -27,7 +27,7 @@ def as_reward(value: object) -> float:
     number = item() if callable(item) else value
     if not isinstance(number, numbers.Real):
         raise TypeError(f"a reward is a number, got {value!r} ({type(value).__name__})")
-    if not -MAX_REWARD <= number <= MAX_REWARD:
+    if not abs(number) <= MAX_REWARD:
         raise ValueError(f"a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, got {value!r}; scale it down")
     return float(number)
 

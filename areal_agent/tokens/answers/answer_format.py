@@ -55,15 +55,20 @@ class AnswerFormat:
         *,
         may_call_tools: bool = True,
         is_thinking: bool = False,
+        only_tool: str | None = None,
         accepts: Callable[[ToolCall], bool] | None = None,
     ) -> ParsedAnswer:
         """Read a whole answer; a malformed call, and one that `accepts` refuses, stays in its content.
 
-        `is_thinking`: the prompt ends inside the reasoning. White space between reasoning and content, and at the ends
-        of the content on the side of a call, belongs to neither.
+        `is_thinking`: the prompt ends inside the reasoning. `only_tool`: a call of another tool is malformed. White
+        space between reasoning and content, and at the ends of the content on the side of a call, belongs to neither.
         """
-        reader = self._reader(
-            may_call_tools=may_call_tools, is_thinking=is_thinking, are_calls_whole=True, accepts=accepts
+        reader = self.reader(
+            may_call_tools=may_call_tools,
+            is_thinking=is_thinking,
+            are_calls_whole=True,
+            only_tool=only_tool,
+            accepts=accepts,
         )
         return reader.finish(text)[1]
 
@@ -72,17 +77,21 @@ class AnswerFormat:
         *,
         may_call_tools: bool = True,
         is_thinking: bool = False,
+        are_calls_whole: bool = False,
+        only_tool: str | None = None,
         accepts: Callable[[ToolCall], bool] | None = None,
     ) -> AnswerReader:
         """Read an answer that is still coming; calls leave as they come, a malformed one perhaps in part.
 
-        With `accepts` a call leaves when it is whole and accepted; one that is refused stays in the content.
+        With `are_calls_whole` or `accepts` a call leaves when it is whole and accepted; any other stays in the content.
         """
-        return self._reader(
-            may_call_tools=may_call_tools,
+        return AnswerReader(
+            dialect=self._dialect() if may_call_tools else None,
+            has_thinking=self.reasoning_format is ReasoningFormat.THINK,
             is_thinking=is_thinking,
-            are_calls_whole=accepts is not None,
-            accepts=accepts,
+            are_calls_whole=are_calls_whole or accepts is not None,
+            only_tool=only_tool,
+            accepts=accepts or _all,
         )
 
     def opening(self, tool_name: str | None, *, is_thinking: bool = False) -> str:
@@ -118,22 +127,6 @@ class AnswerFormat:
         if self.reasoning_format is ReasoningFormat.NONE:
             raise ValueError("reasoning_format 'none' writes no reasoning; choose 'think' or give none")
         return f"{THINK_BEGIN}\n{reasoning}\n{THINK_END}\n\n{text}"
-
-    def _reader(
-        self,
-        *,
-        may_call_tools: bool,
-        is_thinking: bool,
-        are_calls_whole: bool,
-        accepts: Callable[[ToolCall], bool] | None,
-    ) -> AnswerReader:
-        return AnswerReader(
-            dialect=self._dialect() if may_call_tools else None,
-            has_thinking=self.reasoning_format is ReasoningFormat.THINK,
-            is_thinking=is_thinking,
-            are_calls_whole=are_calls_whole,
-            accepts=accepts or _all,
-        )
 
     def _dialect(self) -> Dialect | None:
         match self.tool_format:

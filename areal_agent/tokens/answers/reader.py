@@ -1,8 +1,8 @@
 """Reads an answer off the tape in its order: reasoning, content, calls. Owns what leaves when, and what is malformed.
 
 A call is malformed when its text is not of the form. As long as nothing of it has left it stays in the content, so that
-the agent sees what the model wrote. Once its beginning has left it remains a call, with the text of its arguments as it
-was, up to its closing tag. Either is counted.
+the agent sees what the model wrote. Once its beginning has left it remains a call, with the text of its arguments up to
+where it broke, which is never JSON. Either is counted.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class AnswerReader:
     """One answer. `feed` it the text in any pieces, then `finish`; the deltas of both together are what it says.
 
     `has_thinking`: whether tags of reasoning have their meaning. `are_calls_whole`: a call leaves when it is complete,
-    and a malformed one is always content. `dialect` None: nothing is a call. `accepts` judges whole calls: one that it
-    refuses is malformed.
+    and a malformed one is always content. `dialect` None: nothing is a call. `only_tool`: a call of another is malformed.
+    `accepts` judges whole calls: one that it refuses is malformed.
     """
 
     def __init__(
@@ -31,12 +31,14 @@ class AnswerReader:
         has_thinking: bool,
         is_thinking: bool,
         are_calls_whole: bool,
+        only_tool: str | None,
         accepts: Callable[[ToolCall], bool],
     ) -> None:
         self._dialect = dialect
         self._has_thinking = has_thinking
         self._is_thinking = is_thinking
         self._are_calls_whole = are_calls_whole
+        self._only_tool = only_tool
         self._accepts = accepts
         self._tape = Tape()
         self._reasoning: Prose | None = None
@@ -49,7 +51,7 @@ class AnswerReader:
 
     @property
     def num_calls(self) -> int:
-        """How many calls have been read to their end."""
+        """How many calls have been read, to their end or to where they broke."""
         return len(self._calls)
 
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
@@ -105,7 +107,11 @@ class AnswerReader:
         """Take a call whose opening has been taken; returns the opening of the next if that was taken too, else ""."""
         marks = dialect.marks
         call = self._call = OpenCall(
-            self._tape, index=len(self._calls), is_streamed=not self._are_calls_whole, emit=self._emit
+            self._tape,
+            index=len(self._calls),
+            only_tool=self._only_tool,
+            is_streamed=not self._are_calls_whole,
+            emit=self._emit,
         )
         found = ""
         try:
@@ -129,14 +135,13 @@ class AnswerReader:
 
     def _end_call(self, call: OpenCall, *, is_complete: bool, is_marked: bool) -> bool:
         """Take the call, or its text as content; returns whether it was taken."""
-        tool_call = call.tool_call()
-        is_whole = is_complete and tool_call is not None and not tool_call.is_broken
-        is_good = is_whole and tool_call is not None and self._accepts(tool_call)
+        tool_call = call.end(is_complete=is_complete)
+        is_good = tool_call is not None and not tool_call.is_broken and self._accepts(tool_call)
         if not is_good and (is_marked or call.has_begun):
             self._num_malformed += 1
         is_taken = False
         if tool_call and (is_good or call.has_left):
-            call.leave_whole()
+            call.leave()
             self._calls.append(tool_call)
             is_taken = True
         else:

@@ -1,13 +1,14 @@
 """Properties of every format, for whatever a model may write:
 
 - how a text is cut into chunks does not show: not in what leaves, nor in what is told at the end
-- what has left, put together, is what is told at the end
+- what has left, put together, is what is told at the end, and what is told to be broken no reader of JSON takes
 - where nothing is malformed, a stream says what the whole text says
 - nothing is lost: an answer without calls and reasoning is its text
 - what is formatted is parsed back
 - what begins a forced call is how the format begins it
 """
 
+import json
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -140,6 +141,10 @@ def test_what_has_left_is_what_is_told_at_the_end(answer_format: AnswerFormat, t
     told = [(call.name, call.arguments) for call in answer.tool_calls]
     assert told == [(name, text if (sent := parse_json_object(text)) is None else sent) for name, text in sent_calls]
     assert sum(call.is_broken for call in answer.tool_calls) <= answer.num_malformed
+    for call in answer.tool_calls:
+        if call.is_broken:
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(call.arguments_json)  # lenient: it takes NaN
 
 
 @given(answer_format=formats, text=texts)

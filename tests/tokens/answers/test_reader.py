@@ -5,7 +5,8 @@
 - what comes before the name is certain is held back, and is content if it proves to be no call
 - arguments that come before the name leave with the whole call
 - a call that breaks off after it has begun to leave stays a call, is counted, and ends with its closing tag
-- a call whose arguments are whole keeps them, whatever follows
+- the last bracket of the arguments leaves with the end of the call: without that the call is broken, and no JSON
+- a call of another tool than the only one allowed is content
 - the number of calls that are complete is known while the answer comes
 """
 
@@ -17,6 +18,7 @@ from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer, ToolCal
 from areal_agent.tokens.answers.reader import AnswerReader
 
 NAME = AnswerDelta(call_index=0, call_name="f")
+HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.THINK)
 
 
 def reader_of(tool_format: ToolFormat = ToolFormat.HERMES) -> AnswerReader:
@@ -58,8 +60,9 @@ def test_a_call_leaves_as_it_comes() -> None:
     assert reader.feed('", "arguments": ') == ()
     assert reader.feed('{"x"') == (NAME, arguments('{"x"'))
     assert reader.feed(': "a\\') == (arguments(': "a\\'),)
-    assert reader.feed('"}"}') == (arguments('"}"}'),)
-    assert reader.feed("}</tool_call>") == ()
+    assert reader.feed('"}"}') == (arguments('"}"'),)
+    assert reader.feed("}</tool_call") == ()
+    assert reader.feed(">") == (arguments("}"),)
     assert reader.finish() == (
         (),
         ParsedAnswer(content="So:", tool_calls=(ToolCall(name="f", arguments={"x": 'a"}'}),)),
@@ -100,8 +103,8 @@ def test_arguments_before_the_name_leave_with_the_whole_call() -> None:
     [
         ('<tool_call>{"name": "f", "arguments": {"x": "ab', '{"x": "ab'),
         ('<tool_call>{"name": "f", "arguments": {"x": "ab\\', '{"x": "ab\\'),
-        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', '{"x": NaN}'),
-        ('<tool_call>{"name": "f", "arguments": {"x": "\\d"}}</tool_call>', '{"x": "\\d"}'),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', '{"x": NaN'),
+        ('<tool_call>{"name": "f", "arguments": {"x": "\\d"}}</tool_call>', '{"x": "\\d"'),
         ('<tool_call>{"name": "f", "arguments": {"x": "say "hi""}}</tool_call>', '{"x": "say "hi""}}'),
     ],
 )
@@ -130,17 +133,31 @@ def test_the_tag_behind_the_last_call_is_read_after_a_broken_one() -> None:
 
 @pytest.mark.parametrize(
     ("rest", "content"),
-    [("} so</tool_call> bye", "so bye"), ("}", ""), (', "arguments": {"y": 2}}</tool_call> bye', '"y": 2}} bye')],
+    [
+        (", oops</tool_call> bye", "oops bye"),
+        ("} so</tool_call> bye", "so bye"),
+        ("}", ""),
+        ("", ""),
+        (', "arguments": {"y": 2}}</tool_call> bye', '"y": 2}} bye'),
+    ],
 )
-def test_whole_arguments_are_kept_whatever_follows(rest: str, content: str) -> None:
+def test_a_call_without_its_end_is_broken(rest: str, content: str) -> None:
     reader = reader_of()
     deltas = reader.feed('<tool_call>{"name": "f", "arguments": {"x": 1}' + rest)
     last, answer = reader.finish()
     calls = [delta for delta in deltas + last if delta.call_index is not None]
-    assert calls == [NAME, arguments('{"x": 1}')]
+    assert calls == [NAME, arguments('{"x": 1')]
     assert answer == ParsedAnswer(
-        content=content, tool_calls=(ToolCall(name="f", arguments={"x": 1}),), num_malformed=1
+        content=content, tool_calls=(ToolCall(name="f", arguments='{"x": 1'),), num_malformed=1
     )
+
+
+@pytest.mark.parametrize("are_calls_whole", [True, False])
+def test_a_call_of_another_tool_is_content(are_calls_whole: bool) -> None:
+    text = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    reader = HERMES.reader(only_tool="f", are_calls_whole=are_calls_whole)
+    assert reader.finish(text)[1] == ParsedAnswer(content=text, num_malformed=1)
+    assert HERMES.reader(only_tool="g", are_calls_whole=are_calls_whole).finish(text)[1].content == ""
 
 
 def test_complete_calls_are_counted_while_the_answer_comes() -> None:
