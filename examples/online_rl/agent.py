@@ -4,17 +4,24 @@
 
 Endlessly, a group of siblings at a time: start a session, let the model solve a question of the calculator with its
 Python tool, say what it earned, end. At the staleness bound the gateway answers 429, and while it is restarted it does
-not answer: either way the agents ask again.
+not answer: either way the agents ask again. A rollout that fails is ended as an error, and its siblings go on without
+it. Ctrl-C ends what is open: a session that is left open holds room under the bound until the gateway's time-out.
 """
 
 import argparse
 import asyncio
+import secrets
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import aclosing, suppress
+from http import HTTPStatus
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI, OpenAIError
+from openai import AsyncOpenAI
 
 import sandboxes
 from envs.calculator.reward import score
@@ -22,56 +29,96 @@ from envs.calculator.tasks import load
 from envs.calculator.workflow import MAX_TURNS, TOOLS, run_tool
 
 RETRY_S = 0.5
+LEAVE_S = 10.0
+"""How long the end of a session that failed may take."""
+TIMEOUT = httpx.Timeout(600.0, connect=60.0)
+INTERRUPTED_CODE = 130
+
+
+class Refused(Exception):
+    """The gateway will never start a session that is asked for like this; its message says why."""
 
 
 class Agents:
-    """Plays groups of siblings, several at once."""
+    """Plays groups of siblings, several at once. All of them share one pool of connections."""
 
     def __init__(self, gateway: str, key: str, pool: sandboxes.Pool, group_size: int) -> None:
-        self._http = httpx.AsyncClient(base_url=gateway, timeout=None, trust_env=False)
-        self._headers = {"Authorization": f"Bearer {key}"}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(base_url=gateway, timeout=TIMEOUT, limits=limits, trust_env=False)
+        self._openai = AsyncOpenAI(api_key="each session has its own", max_retries=0, http_client=self._http)
+        self._admin_key = key
         self._pool = pool
         self._group_size = group_size
+        self._name = f"agents-{secrets.token_hex(4)}"  # the groups of an earlier process are not ours to go on with
+        self._is_gateway_gone = False
 
-    async def play_forever(self, tasks: list[dict[str, Any]], numbers: "count[int]") -> None:
-        """One group after the other."""
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def play_forever(self, tasks: list[dict[str, Any]], numbers: Iterable[int]) -> None:
+        """One group after the other, whatever becomes of each. Raises Refused, alone or in an ExceptionGroup."""
         for number in numbers:
-            task = tasks[number % len(tasks)]
-            group_id = f"task-{number}"
-            await asyncio.gather(*(self._play(task, group_id) for _ in range(self._group_size)))
+            async with asyncio.TaskGroup() as siblings:
+                for _ in range(self._group_size):
+                    siblings.create_task(self._play(tasks[number % len(tasks)], f"{self._name}-{number}"))
 
     async def _play(self, task: dict[str, Any], group_id: str) -> None:
-        """One rollout. When the gateway dies in the middle of it, another one takes its place."""
-        while True:
-            session = await self._start(task, group_id)
-            try:
-                reward = await self._solve(task, session)
-                await self._say(session, "/rl/set_reward", reward=reward)
-                await self._say(session, "/rl/end_session")
-                return
-            except (OpenAIError, httpx.HTTPError):
-                await asyncio.sleep(RETRY_S)
+        """One rollout. Whatever goes wrong in it is the end of this one alone."""
+        session = await self._start(task, group_id)
+        if session is None:
+            return
+        try:
+            reward = await self._solve(task, session)
+            await self._say(session, "/rl/set_reward", reward=reward)
+            await self._say(session, "/rl/end_session")
+        except asyncio.CancelledError:
+            await self._leave(session, status="cancelled")
+            raise
+        except Exception as error:  # whatever an agent does wrong: it is told, and recorded
+            cause = f"{type(error).__name__}: {error}"
+            _tell(f"{session['session_id']} of {group_id} is given up: {cause}")
+            await self._leave(session, status="error", error=cause)
+            await asyncio.sleep(RETRY_S)  # a cause that stays must not make failures by the thousand
 
-    async def _start(self, task: dict[str, Any], group_id: str) -> dict[str, Any]:
+    async def _start(self, task: dict[str, Any], group_id: str) -> dict[str, Any] | None:
+        """A session, as soon as the gateway is there and the bound has room; None when the group takes no more."""
         body = {"task_id": str(task["id"]), "group_id": group_id, "group_size": self._group_size}
         body |= {"sampling": {"temperature": 1.0, "max_tokens": 64}}
         while True:
             try:
-                answer = await self._http.post("/rl/start_session", headers=self._headers, json=body)
-            except httpx.HTTPError:  # the gateway is being restarted
+                answer = await self._ask_to_start(body)
+            except httpx.TransportError as error:
+                self._tell_that_it_is_gone(error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            if answer.status_code not in (429, 503):  # the staleness bound; a gateway that is closing
-                return answer.raise_for_status().json()
-            await asyncio.sleep(float(answer.headers["Retry-After"]))
+            self._is_gateway_gone = False
+            if answer.is_success:
+                return answer.json()
+            if answer.status_code == HTTPStatus.CONFLICT:
+                _tell(_message(answer))
+                return None
+            if not (answer.is_server_error or answer.status_code == HTTPStatus.TOO_MANY_REQUESTS):
+                raise Refused(_message(answer))
+            await asyncio.sleep(float(answer.headers.get("Retry-After", RETRY_S)))
+
+    async def _ask_to_start(self, body: dict[str, Any]) -> httpx.Response:
+        """Cancelled meanwhile, the answer is waited for: only it has the key that can end the session."""
+        headers = {"Authorization": f"Bearer {self._admin_key}"}
+        asked = asyncio.ensure_future(self._http.post("/rl/start_session", headers=headers, json=body))
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            with suppress(httpx.TransportError, TimeoutError):
+                answer = await asyncio.wait_for(asked, LEAVE_S)
+                if answer.is_success:
+                    await self._leave(answer.json(), status="cancelled")
+            raise
 
     async def _solve(self, task: dict[str, Any], session: dict[str, Any]) -> float:
         messages: list[Any] = list(task["messages"])
         outputs: list[str] = []
-        async with (
-            AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0) as client,
-            self._pool.acquire() as sandbox,
-        ):
+        client = self._openai.copy(base_url=session["base_url"], api_key=session["api_key"])
+        async with self._pool.acquire() as sandbox:
             for _ in range(MAX_TURNS):
                 reply = await client.chat.completions.create(model="default", messages=messages, tools=TOOLS)
                 message = reply.choices[0].message
@@ -83,23 +130,76 @@ class Agents:
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": outputs[-1]})
         return 0.0
 
+    async def _leave(self, session: dict[str, Any], **how: str) -> None:
+        """End a session early, if it can be done: the gateway may be gone, or have ended it."""
+        with suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._say(session, "/rl/end_session", **how)
+
     async def _say(self, session: dict[str, Any], path: str, **body: Any) -> None:
         headers = {"Authorization": f"Bearer {session['api_key']}"}
         (await self._http.post(path, headers=headers, json=body)).raise_for_status()
 
+    def _tell_that_it_is_gone(self, error: Exception) -> None:
+        """Once, not once an agent."""
+        if not self._is_gateway_gone:
+            _tell(
+                f"no gateway answers at {self._http.base_url}: {type(error).__name__}: {error}; asking until one does"
+            )
+        self._is_gateway_gone = True
 
-async def main() -> None:
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):  # something else answers there
+        return f"{answer.status_code} {answer.text[:200]}"
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Until it is cancelled. Raises what `Agents.play_forever` raises."""
+    playing = asyncio.current_task()
+    assert playing is not None  # asyncio.run made one
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, playing.cancel)
+    tasks, numbers, key = load("train", 0), count(), options.key_file.read_text().strip()
+    async with (
+        sandboxes.open_pool(backend="subprocess", wall_s=5.0, max_concurrent=16) as pool,
+        aclosing(Agents(options.gateway, key, pool, options.group_size)) as agents,
+        asyncio.TaskGroup() as players,
+    ):
+        for _ in range(options.groups):
+            players.create_task(agents.play_forever(tasks, numbers))
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Agents for a gateway that stands alone.")
     parser.add_argument("--gateway", required=True, metavar="URL")
     parser.add_argument("--key-file", required=True, type=Path, help="the file with the gateway's admin key")
     parser.add_argument("--group-size", type=int, default=8, help="siblings a question, as in the trainer's config")
     parser.add_argument("--groups", type=int, default=8, help="questions at once")
-    options = parser.parse_args()
-    tasks, numbers = load("train", 0), count()
-    async with sandboxes.open_pool(backend="subprocess", wall_s=5.0, max_concurrent=16) as pool:
-        agents = Agents(options.gateway, options.key_file.read_text().strip(), pool, options.group_size)
-        await asyncio.gather(*(agents.play_forever(tasks, numbers) for _ in range(options.groups)))
+    return parser.parse_args()
+
+
+def run() -> str | int:
+    """What the process exits with."""
+    outcome: str | int = 0
+    try:
+        asyncio.run(main(parse()))
+    except* Refused as refusals:
+        outcome = str(_one_of(refusals))
+    except* asyncio.CancelledError:
+        outcome = INTERRUPTED_CODE
+    return outcome
+
+
+def _one_of(error: BaseException) -> BaseException:
+    return _one_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(run())
