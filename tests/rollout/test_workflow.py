@@ -1,10 +1,9 @@
 """What may be a workflow.
 
-1. functions, closures, callable instances and import paths; 2. objects with a method run (AReaL's form), and
-classes of which an instance can be made;
-3. what is no coroutine runs in a thread, and may hand back a coroutine; 4. everything else is refused by name: a class
-that needs arguments, a value, a missing module or name, a wrong signature; 5. what another process could import has a path; a closure, an
-instance and a function of the program itself have none.
+1. functions, closures, callable instances and import paths; 2. objects with a method run (AReaL's form), and classes of
+which an instance can be made; 3. what is no coroutine runs in a thread, and may hand back a coroutine; 4. everything
+else is refused by name: a class that needs arguments, a value, a missing module or name, a wrong signature; 5. what
+another process could import has a path; a closure, an instance and a function of the program itself have none.
 """
 
 import re
