@@ -3,7 +3,8 @@
 - every sampling parameter reaches the engine, and each but temperature makes the recorded probability `altered`
 - a stop text ends the answer: text, tokens, log-probabilities and spans are cut, whatever the engine sampled beyond
 - forced calls: the prompt begins the call, the answer ends it; text that ends none is text, and counted
-- without parallel calls an answer ends with its first; `auto` without tools calls nothing
+- without parallel calls an answer ends with its first whole one, as with a named tool, which alone may be called
+- `auto` without tools calls nothing
 - reasoning comes apart from the content, and is counted; ids and log-probabilities come on request, and are those of
   the record; bytes are exact
 - JSON by a grammar where the engine has one, else a 400
@@ -123,6 +124,27 @@ async def test_without_parallel_calls_the_first_ends_the_answer(open_world: Open
     assert choice.finish_reason == "tool_calls"
     assert agent.turns[0].completions[0].token_ids == tuple(world.ids(f"hm {CALL}"))
     assert world.gateway.stats().malformed_tool_calls == 0
+
+
+async def test_a_malformed_call_is_no_single_call(open_world: OpenWorld) -> None:
+    bad = '<tool_call>{"name": "python", "arguments": {"x": 1}, oops</tool_call>'
+    world = await open_world(f"{bad} hm {CALL}{CALL}<|im_end|>")
+    agent = await world.start()
+    choice = (await agent.ask(tools=[PYTHON], parallel_tool_calls=False)).choices[0]
+    assert choice.message.content == f"{bad} hm"
+    assert len(choice.message.tool_calls) == 1
+    assert agent.turns[0].completions[0].token_ids == tuple(world.ids(f"{bad} hm {CALL}"))
+
+
+async def test_a_named_tool_is_called_once_and_no_other(open_world: OpenWorld) -> None:
+    shell = CALL.replace("python", "shell")
+    world = await open_world(f"oops</tool_call>{shell}{CALL}{CALL}<|im_end|>")
+    agent = await world.start()
+    named = {"type": "function", "function": {"name": "python"}}
+    choice = (await agent.ask(tools=[PYTHON, SHELL], tool_choice=named)).choices[0]
+    assert [call.function.name for call in choice.message.tool_calls] == ["python"]
+    assert choice.message.content.endswith(f"oops</tool_call>{shell}")
+    assert world.gateway.stats().malformed_tool_calls == 2
 
 
 async def test_without_tools_nothing_is_called(open_world: OpenWorld) -> None:

@@ -47,10 +47,16 @@ def chunk_of(result: GenerateResult, start: int, end: int) -> TokenChunk:
     return TokenChunk(token_ids=result.token_ids[start:end], logprobs=result.logprobs[start:end])
 
 
-def new_draft(renderer: Renderer, *stops: str, reading: Reading | None = None, is_single_call: bool = False) -> Draft:
+def new_draft(
+    renderer: Renderer,
+    *stops: str,
+    reading: Reading | None = None,
+    is_single_call: bool = False,
+    is_streamed: bool = False,
+) -> Draft:
     return Draft(
         detokenizer=renderer.detokenizer,
-        reader=(reading or PlainReading()).reader(),
+        reader=(reading or PlainReading()).reader(is_streamed=is_streamed),
         stop_token_ids=renderer.stop_token_ids,
         stops=stops,
         is_single_call=is_single_call,

@@ -163,6 +163,16 @@ async def test_a_broken_call_is_recorded_as_it_was_sent(open_world: OpenWorld) -
     assert world.gateway.stats().malformed_tool_calls == 1
 
 
+@pytest.mark.parametrize("rest", [", oops</tool_call>", "}", ""])
+async def test_a_malformed_call_is_none_to_run(open_world: OpenWorld, rest: str) -> None:
+    world = await open_world(f'<tool_call>{{"name": "python", "arguments": {{"code": "1"}}{rest}<|im_end|>')
+    chunks = await whole(await (await world.start()).ask(tools=TOOLS, stream=True))
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(call.function.arguments for call in calls) == '{"code": "1"'
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert world.gateway.stats().malformed_tool_calls == 1
+
+
 async def test_only_what_may_be_a_stop_text_is_held_back(open_world: OpenWorld) -> None:
     world = await open_world("aQbé", is_stepped=True)
     agent = await world.start()

@@ -19,7 +19,7 @@ class ToolUse(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolChoice:
-    """`tool_choice` and `parallel_tool_calls` of a body."""
+    """`tool_choice` and `parallel_tool_calls` of a body. A named tool is called once."""
 
     use: ToolUse
     name: str | None  # the one tool that must be called
@@ -31,7 +31,7 @@ class ToolChoice:
         use, name = _read_use(body.get("tool_choice"), tools)
         parallel = body.get("parallel_tool_calls")
         is_single = parallel is not None and not as_flag(parallel, "parallel_tool_calls")
-        return cls(use=use, name=name, is_single=is_single and use is not ToolUse.NONE)
+        return cls(use=use, name=name, is_single=name is not None or (is_single and use is not ToolUse.NONE))
 
     @property
     def may_call(self) -> bool:

@@ -101,10 +101,12 @@ class PendingTurn:
     def _draft(self) -> Draft:
         """What is not streamed is read when it is whole; until then only its end matters."""
         plan = self._plan
-        is_read = self._outlet is not None or plan.is_single_call
+        is_streamed = self._outlet is not None
         return Draft(
             detokenizer=self._services.renderer.detokenizer,
-            reader=plan.reading.reader() if is_read else PlainReader(),
+            reader=plan.reading.reader(is_streamed=is_streamed)
+            if is_streamed or plan.is_single_call
+            else PlainReader(),
             stop_token_ids=plan.sampling.stop_token_ids,
             stops=plan.order.stops,
             is_single_call=plan.is_single_call,

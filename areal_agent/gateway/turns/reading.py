@@ -17,7 +17,7 @@ class Reader(Protocol):
 
     @property
     def has_call(self) -> bool:
-        """Whether a tool call is complete."""
+        """Whether a tool call has been read: a whole one, or in a stream one that broke after it had begun to leave."""
         ...
 
     def open(self) -> tuple[AnswerDelta, ...]:
@@ -36,8 +36,8 @@ class Reading(Protocol):
         """Read a whole answer."""
         ...
 
-    def reader(self) -> Reader:
-        """Read an answer as it comes."""
+    def reader(self, *, is_streamed: bool) -> Reader:
+        """Read an answer as it comes. What is not streamed leaves as it would from the whole answer."""
         ...
 
 
@@ -49,6 +49,7 @@ class ChatReading:
     may_call_tools: bool
     is_thinking: bool  # the prompt has opened the reasoning
     opening: str = ""
+    only_tool: str | None = None  # a call of another is malformed
     accepts: Callable[[ToolCall], bool] | None = None  # a call that it refuses is malformed
 
     def parse(self, text: str) -> ParsedAnswer:
@@ -56,12 +57,17 @@ class ChatReading:
             self.opening + text,
             may_call_tools=self.may_call_tools,
             is_thinking=self.is_thinking,
+            only_tool=self.only_tool,
             accepts=self.accepts,
         )
 
-    def reader(self) -> "ChatReader":
+    def reader(self, *, is_streamed: bool) -> "ChatReader":
         reader = self.answer_format.reader(
-            may_call_tools=self.may_call_tools, is_thinking=self.is_thinking, accepts=self.accepts
+            may_call_tools=self.may_call_tools,
+            is_thinking=self.is_thinking,
+            are_calls_whole=not is_streamed,
+            only_tool=self.only_tool,
+            accepts=self.accepts,
         )
         return ChatReader(reader, self.opening)
 
@@ -93,7 +99,8 @@ class PlainReading:
     def parse(self, text: str) -> ParsedAnswer:
         return ParsedAnswer(content=text)
 
-    def reader(self) -> "PlainReader":
+    def reader(self, *, is_streamed: bool) -> "PlainReader":
+        del is_streamed
         return PlainReader()
 
 

@@ -2,7 +2,7 @@
 
 A call leaves from the moment when its name is known and its arguments have begun: first the name, then the arguments as
 they come. Before that, and where calls are taken whole, nothing leaves, for the text may prove to be no call. The last
-bracket of the arguments leaves when the whole call has been read: without it no agent takes a broken call for one to run.
+bracket of the arguments leaves when the whole call has been read: without it nobody can run a broken one.
 """
 
 from collections.abc import Callable

@@ -20,8 +20,8 @@ class AnswerReader:
     """One answer. `feed` it the text in any pieces, then `finish`; the deltas of both together are what it says.
 
     `has_thinking`: whether tags of reasoning have their meaning. `are_calls_whole`: a call leaves when it is complete,
-    and a malformed one is always content. `dialect` None: nothing is a call. `only_tool`: a call of another is malformed.
-    `accepts` judges whole calls: one that it refuses is malformed.
+    and a malformed one is always content. `dialect` None: nothing is a call. `only_tool`: a call of another tool is
+    malformed. `accepts` judges whole calls: one that it refuses is malformed.
     """
 
     def __init__(
