@@ -172,7 +172,7 @@ class ForkReason(StrEnum):
     """Why a turn did not simply continue the newest completion of its session."""
 
     NEW_CONVERSATION = "new_conversation"  # nothing recorded is a prefix of it: a sub-agent, or a compacted context
-    EDITED = "edited"  # it continues an older completion: what followed that was rewritten
+    EDITED = "edited"  # it goes on from an older prompt or completion: what followed that was rewritten
     REPEATED = "repeated"  # the same messages and tools again: a parallel sample, or a retry
     TOOLS_CHANGED = "tools_changed"  # the same messages under other tool definitions
     SYSTEM_CHANGED = "system_changed"  # the same messages under another system prompt

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from areal_agent.tokens.canonical import (
     call_ids,
     is_reasoning_repeated,
-    prefix_keys,
     reasoning_digest,
 )
 from areal_agent.tokens.continuation import Normalise
@@ -34,15 +33,14 @@ class AnswersByData:
         return [answer for answer in self._by_body.get(key.body, ()) if _is_same_scope(answer.prompt.key, key)]
 
     def find(
-        self, messages: Sequence[JsonObject], num_head: int, key: Key, normalise: Normalise
+        self, messages: Sequence[JsonObject], bodies: Sequence[bytes], key: Key, normalise: Normalise
     ) -> tuple[Answer | None, ForkReason | None]:
         """The answer that ends the longest prefix of normalised `messages`; if none does, why one nearly did.
 
-        `key` has the head and the tools of the request.
+        `key` has the head and the tools of the request, `bodies` identifies the prefixes of what follows the head.
         """
         reason = None
-        keys = prefix_keys(messages[num_head:])
-        for body in reversed(keys):
+        for body in reversed(bodies):
             answers = self._by_body.get(body, ())
             same = [
                 answer

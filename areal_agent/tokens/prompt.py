@@ -96,11 +96,12 @@ class Prompt:
     fork_at: int  # how many tokens of the parent's path it keeps
     new: "array[int]" = field(repr=False)
     num_opened: int = 0  # the last ones of `new` belong to the answer's block: thinking or a tool call, opened for it
+    opened: str = ""  # the thinking that the template opens for the answer
+    opening: str = ""  # what the answer was made to begin with, behind that
     is_thinking: bool = False  # it ends inside an opened <think>
-    opening: str = ""
     fork_reason: ForkReason | None  # what is known before the turn is recorded
     key: Key
-    num_repeats: int  # how many earlier requests of this session had the same messages and tools
+    num_repeats: int = 0  # how many earlier requests of this session had the same messages, tools and opening
     num_messages: int
     delta: tuple[JsonObject, ...] = field(repr=False)  # the parent's answer as it came back, and what follows it; raw
     depth: int = 1  # turns from the root
@@ -131,8 +132,8 @@ class Prompt:
 
     @property
     def identity(self) -> bytes:
-        """Equal for equal requests, in every run: messages and tools, and which repetition it is."""
-        return self.key.head + self.key.body + self.key.tools + self.num_repeats.to_bytes(8)
+        """Equal for equal requests, in every run: messages, tools, opening, and which repetition it is."""
+        return self.key.head + self.key.body + self.key.tools + self.num_repeats.to_bytes(8) + self.opening.encode()
 
     def forget_text(self, *, is_last: bool) -> None:
         """All answers were continued. Where thinking may be stripped later, turns will go back to this prompt."""

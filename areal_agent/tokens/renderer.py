@@ -9,7 +9,6 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -89,11 +88,9 @@ class Renderer:
         self._breaker_in_answers = Breaker(self._turn_texts, with_text=self._secret)
         try:
             self.end_texts = self._find_end_texts()
-            self.answer_header, opened = self._find_answer_header()
+            self.answer_header = self._find_answer_header()
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
-        self.opens_thinking = is_open(opened)
-        """Whether the template begins an answer for the model inside its thinking."""
         self._end_pattern = re.compile(any_of(self.end_texts))
         self.end_token_id = self._id_of(self.end_texts[0])
         self.thinking_end_id: int | None = self._backend.token_to_id("</think>")
@@ -159,12 +156,6 @@ class Renderer:
     def probe(self, number: int) -> str:
         """A text that no message can contain: it stands for the thinking of an answer in rendered text."""
         return f"{self._secret[::-1]}{number:08x}"
-
-    @cached_property
-    def opens_thinking(self) -> bool:
-        """Whether the template begins an answer to a plain question inside the reasoning."""
-        _, opened = self.split_opened(self._template.render([{"role": "user", "content": "x"}]))
-        return bool(opened) and "</think>" not in opened
 
     def split_opened(self, text: str) -> tuple[str, str]:
         """The text of a conversation without the thinking that the template opens for the model, and that."""
@@ -240,9 +231,9 @@ class Renderer:
         text = self._template.render(messages, tools, add_generation_prompt=False)
         return re.findall(any_of(self._turn_texts), text.rpartition(answer)[2]) if answer in text else []
 
-    def _find_answer_header(self) -> tuple[str, str]:
-        """What the template writes before every answer, and the thinking that it opens. Either may be nothing."""
+    def _find_answer_header(self) -> str:
+        """What the template writes before every answer, without the thinking that it opens. It may be nothing."""
         question = [{"role": "user", "content": "x"}]
         before = self._template.render(question, add_generation_prompt=False)
-        text, opened = self.split_opened(self._template.render(question))
-        return text.removeprefix(before) if text.startswith(before) else "", opened
+        text, _ = self.split_opened(self._template.render(question))
+        return text.removeprefix(before) if text.startswith(before) else ""

@@ -9,17 +9,19 @@ become branches, each with its reason. Knows nothing of HTTP, of sampling, and o
     u1 ─▶ [c1] ─ u2 ─▶ [c2] ─ u3 ─▶ [c3]      a root, continued twice
                     └▶ [c4]                   the same prompt again: a branch at c1, `repeated`
           [c1] ─ u2' ─▶ [c5]                  another second message: a branch at c1, `edited`
-    x1 ─▶ [c6]                                nothing recorded is a prefix: `new_conversation`
+    u1 ─ a ─ u2 ─▶ [c6]                       an answer that nobody sampled: a root, `edited`
+    x1 ─▶ [c7]                                nothing recorded is a prefix: `new_conversation`
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from areal_agent.tokens.answers_by_data import AnswersByData, best_by_echo
 from areal_agent.tokens.canonical import call_ids, extended_key, head_length, prefix_keys, reasoning_digest, tools_key
 from areal_agent.tokens.completions import Completions, completion_key
 from areal_agent.tokens.continuation import Continuation, Extension, Normalise
-from areal_agent.tokens.lines import Lines
+from areal_agent.tokens.lines import Line, Lines
 from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, packed
 from areal_agent.tokens.renderer import Renderer, is_open
 from areal_agent.tokens.requests import Requests
@@ -41,7 +43,12 @@ class _Request:
     echo: JsonObject | None  # how the parent's answer came back
     new: Sequence[JsonObject]
     reason: ForkReason | None
-    same_as: Prompt | None = None  # it was planned before, with this outcome
+
+
+class Opening(Protocol):
+    """What an answer is made to begin with; `is_thinking`: behind thinking that the template has opened."""
+
+    def __call__(self, *, is_thinking: bool) -> str: ...
 
 
 class Forest:
@@ -76,23 +83,26 @@ class Forest:
         tools: Sequence[JsonObject],
         *,
         normalise: Normalise,
-        opening: str = "",
+        opening: Opening | None = None,
     ) -> Prompt:
         """Place a request: the longest recorded prefix whose tokens can be reused, and the ids of what follows.
 
         `messages` are as the agent sent them; `normalise` is called for those that were not known in this place.
-        `opening` is what the answer is to begin with, besides the template's own: it ends the prompt.
+        `opening` ends the prompt: whatever it is, the request has the same place.
         Raises RequestError when a message is wrong, or the chat template refuses the messages.
         """
         self._normalise = normalise
         definitions = tools_key(tools)
         if definitions not in self._continuations:
             self._continuations[definitions] = Continuation(self._renderer, tools)
-        request = self._recognise(messages, definitions, normalise) or self._read(messages, definitions, normalise)
-        num_repeats = self._requests.add(request.key)
-        if request.same_as and request.same_as.opening == opening:
-            return replace(request.same_as, num_repeats=num_repeats, num_waiting=0, sent=messages)
-        return self._place(request, messages, num_repeats, normalise, opening)
+        line = self._lines.find(messages, definitions)
+        prompt = line and self._repeated(line, messages, opening)
+        if prompt is None:
+            request = line and self._recognise(line, messages, normalise)
+            request = request or self._read(messages, definitions, normalise)
+            prompt = self._place(request, messages, normalise, opening)
+        prompt.num_repeats = self._requests.add(prompt.key, prompt.opening)
+        return prompt
 
     def plan_completion(self, prompt: str | Sequence[int]) -> Prompt:
         """Place a prompt that is no conversation: it continues a recorded one with which it begins, answer included."""
@@ -117,18 +127,28 @@ class Forest:
             sent=prompt if isinstance(prompt, str) else self._renderer.detokenizer.text_of(prompt),
         )
 
-    def _recognise(self, messages: Sequence[JsonObject], tools: bytes, normalise: Normalise) -> _Request | None:
-        """Read a request that repeats or continues one of the newest conversations, to the letter."""
-        line = self._lines.find(messages, tools)
-        if line is None:
+    def _repeated(self, line: Line, messages: Sequence[JsonObject], opening: Opening | None) -> Prompt | None:
+        """The newest request of a line once more, unless another answer could now be its parent."""
+        tip = line.tip
+        if len(messages) > len(line.messages):
             return None
+        if tip.parent and self._answers.of(replace(tip.key, body=tip.parent.body)) != [tip.parent]:
+            return None
+        prompt = replace(tip, num_waiting=0, sent=messages)
+        begins_with = _text(opening, tip.opened)
+        if begins_with != tip.opening:
+            self._begin_answer(prompt, begins_with)
+        return prompt
+
+    def _recognise(self, line: Line, messages: Sequence[JsonObject], normalise: Normalise) -> _Request | None:
+        """Read a request that continues a line to the letter."""
         tip, length = line.tip, len(line.messages)
         if len(messages) == length:
-            return self._repeated(tip)
+            return None
         echo = normalise(messages[length], length)
         key = replace(tip.key, body=extended_key(tip.key.body, echo))
         answers = self._answers.of(key)
-        if any(answer.prompt.parent is not tip.parent for answer in answers):
+        if not all(_is_same_place(answer.prompt, tip) for answer in answers):
             return None
         parent = best_by_echo(answers, echo)
         if parent is None:
@@ -137,21 +157,16 @@ class Forest:
         key = replace(key, body=[key.body, *prefix_keys(new, key.body)][-1])
         return _Request(key=key, parent=parent, echo=echo, new=new, reason=None)
 
-    def _repeated(self, tip: Prompt) -> _Request | None:
-        """The request of `tip` once more, unless another answer could now be its parent."""
-        if tip.parent and self._answers.of(replace(tip.key, body=tip.parent.body)) != [tip.parent]:
-            return None
-        return _Request(key=tip.key, parent=tip.parent, echo=None, new=(), reason=None, same_as=tip)
-
     def _read(self, messages: Sequence[JsonObject], tools: bytes, normalise: Normalise) -> _Request:
         """Read any request, all of it."""
         normalised = [normalise(message, index) for index, message in enumerate(messages)]
         num_head = head_length(normalised)
         head = [b"", *prefix_keys(normalised[:num_head])][-1]
-        body = [b"", *prefix_keys(normalised[num_head:])][-1]
-        key = Key(head=head, body=body, tools=tools)
-        parent, reason = self._answers.find(normalised, num_head, key, normalise)
+        bodies = [b"", *prefix_keys(normalised[num_head:])]
+        key = Key(head=head, body=bodies[-1], tools=tools)
+        parent, reason = self._answers.find(normalised, bodies, key, normalise)
         if parent is None:
+            reason = ForkReason.EDITED if self._requests.has_recorded(key, bodies[:-1]) else reason
             return _Request(key=key, parent=None, echo=None, new=normalised, reason=reason)
         position = parent.prompt.num_messages
         return _Request(key=key, parent=parent, echo=normalised[position], new=normalised[position + 1 :], reason=None)
@@ -159,19 +174,14 @@ class Forest:
     # ------------------------------------------------------------------------------------------------- place
 
     def _place(
-        self,
-        request: _Request,
-        messages: Sequence[JsonObject],
-        num_repeats: int,
-        normalise: Normalise,
-        opening: str,
+        self, request: _Request, messages: Sequence[JsonObject], normalise: Normalise, opening: Opening | None
     ) -> Prompt:
         """Give a request its tokens: behind its parent's, if the template lets them stand."""
         continuation, parent = self._continuations[request.key.tools], request.parent
         if parent and request.echo is not None:
             extension = continuation.extend(parent, request.echo, request.new, normalise)
             if extension is not None:
-                prompt = self._prompt(request, parent, extension, messages, num_repeats, opening)
+                prompt = self._prompt(request, parent, extension, messages, opening)
                 if not self._is_audit_due(prompt) or self._audit(prompt, normalise):
                     return prompt
             request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
@@ -179,7 +189,7 @@ class Forest:
         extension = continuation.root(
             request.new if is_all_new else [normalise(message, index) for index, message in enumerate(messages)]
         )
-        return self._prompt(request, None, extension, messages, num_repeats, opening)
+        return self._prompt(request, None, extension, messages, opening)
 
     def _prompt(
         self,
@@ -187,20 +197,15 @@ class Forest:
         parent: Answer | None,
         extension: Extension,
         messages: Sequence[JsonObject],
-        num_repeats: int,
-        opening: str,
+        opening: Opening | None,
     ) -> Prompt:
-        opened = self._renderer.ids_of(extension.opened) + self._renderer.ids_of(opening)
-        return Prompt(
+        prompt = Prompt(
             parent=parent,
             fork_at=extension.fork_at,
-            new=packed(extension.new_ids + opened),
-            num_opened=len(opened),
-            is_thinking=is_open(extension.opened + opening),
-            opening=opening,
+            new=packed(extension.new_ids),
+            opened=extension.opened,
             fork_reason=extension.fork_reason or request.reason,
             key=request.key,
-            num_repeats=num_repeats,
             num_messages=len(messages),
             delta=tuple(messages[parent.prompt.num_messages if parent else 0 :]),
             depth=parent.prompt.depth + 1 if parent else 1,
@@ -209,6 +214,17 @@ class Forest:
             stand_in=extension.stand_in,
             sent=messages,
         )
+        self._begin_answer(prompt, _text(opening, extension.opened))
+        return prompt
+
+    def _begin_answer(self, prompt: Prompt, opening: str) -> None:
+        """End a prompt with what the template opens for the answer and what that is made to begin with."""
+        begun = packed(self._renderer.ids_of(prompt.opened) + self._renderer.ids_of(opening))
+        prompt.new = prompt.new[: len(prompt.new) - prompt.num_opened] + begun
+        prompt.num_opened = len(begun)
+        prompt.opening = opening
+        prompt.is_thinking = is_open(prompt.opened + opening)
+        prompt.known_path = None
 
     # ------------------------------------------------------------------------------------------------ record
 
@@ -277,6 +293,15 @@ class Forest:
         self.num_mismatches += 1
         self._renderer.may_elide = False
         return False
+
+
+def _text(opening: Opening | None, opened: str) -> str:
+    return opening(is_thinking=is_open(opened)) if opening else ""
+
+
+def _is_same_place(one: Prompt, other: Prompt) -> bool:
+    """Whether the messages of two prompts with the same key are the same in all that the key leaves out, too."""
+    return one is other or (one.parent is other.parent and one.delta == other.delta)
 
 
 def _as_it_is(message: JsonObject, index: int) -> JsonObject:

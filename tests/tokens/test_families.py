@@ -1,18 +1,21 @@
 """The model families: Qwen2.5, Qwen3, Llama 3, Mistral, DeepSeek V3 and R1.
 
 - any conversation with canonical answers, tool loops and chats, has the ids of the template's full rendering, turn by
-  turn, and every answer stands in it as it was sampled, except for thinking that the template strips
+  turn, and every answer stands in it as it was sampled, except for thinking that the template strips; a call that is
+  forced in any place has the same prompt and its beginning
 - a turn adds what is new, and no more
 - a template that moves its tools to the last question starts a new root there
 - thinking that is stripped costs a fork at the first stripped answer; in a tool loop it stays; kept, it never forks
 - however its thinking is stripped, each sampled token is in the loss once
 - an answer that was forced to begin in some way is a block with its beginning
+- it ends the thinking before where the template has opened some in this place, and only there
 - the prompt says whether the template opened the thinking
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,14 @@ class Chat:
         self.full += messages
         self.prompts.append(self.forest.plan(list(self.messages), self.tools, normalise=as_it_is))
         return self.prompts[-1]
+
+    def force(self) -> Prompt:
+        """Ask for what was asked last with an answer that must be a call."""
+        opening = partial(self.renderer.answer_format.opening, "f")
+        prompt = self.forest.plan(list(self.messages), self.tools, normalise=as_it_is, opening=opening)
+        said = {"role": "assistant", "content": "a forced call"}
+        self.forest.record(prompt, [Reply(completion_id=f"f{len(self.prompts)}", token_ids=(9,), message=said)])
+        return prompt
 
     def say(self, content: str, *, calls: bool = False, thought: str = "") -> None:
         prompt = self.prompts[-1]
@@ -172,13 +183,20 @@ turns = st.lists(st.tuples(texts, words, st.booleans(), st.booleans()), min_size
 
 
 @settings(max_examples=40, deadline=None)
-@given(name=st.sampled_from(NAMES), system=st.none() | words, turns=turns, has_tools=st.booleans())
+@given(
+    name=st.sampled_from(NAMES),
+    system=st.none() | words,
+    turns=turns,
+    has_tools=st.booleans(),
+    forces=st.booleans(),
+)
 def test_prompts_have_the_ids_of_the_full_rendering(
     families: dict[str, Renderer],
     name: str,
     system: str | None,
     turns: list[tuple[str, str, bool, bool]],
     has_tools: bool,
+    forces: bool,
 ) -> None:
     chat = Chat(renderer=families[name], tools=TOOLS if has_tools else ())
     if system is not None:
@@ -189,6 +207,9 @@ def test_prompts_have_the_ids_of_the_full_rendering(
     for text, content, calls, thinks in turns:
         prompt = chat.hear(result(text) if is_called else user(text))
         assert list(prompt.token_ids()) == chat.rendered_ids()
+        if forces:
+            forced = chat.force()
+            assert list(forced.token_ids()) == chat.rendered_ids() + families[name].ids_of(forced.opening)
         chat.say(content, calls=calls, thought="hm" if thinks and name in THINKING else "")
         is_called = calls
         if prompt.parent and prompt.fork_at == prompt.parent.path_length:
@@ -300,7 +321,7 @@ def test_a_forced_beginning_belongs_to_the_answer(families: dict[str, Renderer])
     renderer = families["qwen25"]
     forest, hello = Forest(renderer), user("hello")
     opening = '<tool_call>\n{"name": "f", "arguments": '
-    first = forest.plan([hello], TOOLS, normalise=as_it_is, opening=opening)
+    first = forest.plan([hello], TOOLS, normalise=as_it_is, opening=lambda *, is_thinking: opening)
     assert renderer.text_of(first.new_ids, has_ended=False).endswith("assistant\n" + opening)
     call = {"id": "", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -312,10 +333,18 @@ def test_a_forced_beginning_belongs_to_the_answer(families: dict[str, Renderer])
     assert text == renderer.render([hello, message, result("1")], TOOLS)
 
 
+def test_a_forced_call_ends_thinking_only_where_it_was_opened(families: dict[str, Renderer]) -> None:
+    chat = Chat(renderer=families["deepseek_r1"], tools=TOOLS)
+    chat.hear(user("hello"))
+    assert chat.force().opening.startswith("\n</think>")
+    chat.say("a step", calls=True)
+    chat.hear(result("1"))
+    assert "</think>" not in chat.force().opening
+
+
 @pytest.mark.parametrize(("name", "is_thinking"), [("qwen3", False), ("deepseek", False), ("deepseek_r1", True)])
 def test_the_prompt_says_whether_thinking_is_opened(
     families: dict[str, Renderer], name: str, is_thinking: bool
 ) -> None:
     prompt = Forest(families[name]).plan([user("hello")], (), normalise=as_it_is)
     assert prompt.is_thinking is is_thinking
-    assert families[name].opens_thinking is is_thinking

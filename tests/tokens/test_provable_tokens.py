@@ -3,7 +3,8 @@
 - the prompt of a turn that continues an answer begins with exactly its prompt and its sampled ids
 - what is trained is what was sampled: each sampled token is in the loss of exactly one record, with its own
   log-probability, and prompt tokens are in none
-- where every answer is what the template would render, the prompt ids are the template's own
+- where every answer is what the template would render, the prompt ids are the template's own and those of what the
+  answer is made to begin with: for every request, whatever was asked, repeated and edited before
 - a request that is recognised as it was sent goes where its data says, with the same tokens and reason
 - text from tools and users never becomes a special token
 """
@@ -64,17 +65,26 @@ class Agent:
     by_data: Forest = field(init=False)  # hears the same, and recognises nothing as it was sent
     conversations: list[list[dict[str, Any]]] = field(default_factory=lambda: [[]])
     turns: list[Turn] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.forest = Forest(self.renderer)
         self.by_data = Forest(self.renderer, max_lines=0)
 
-    def turn(self, history: list[dict[str, Any]], text: str, samples: list[list[int]], *, is_ended: bool) -> None:
+    def turn(
+        self,
+        history: list[dict[str, Any]],
+        text: str,
+        samples: list[list[int]],
+        *,
+        is_ended: bool,
+        begins_with: str = "",
+    ) -> None:
         messages = [*history, {"role": "tool" if history else "user", "content": text}]
-        prompt = self.forest.plan(messages, (), normalise=as_it_is)
-        same = self.by_data.plan(messages, (), normalise=as_it_is)
-        replies = [self._reply(ids, is_ended=is_ended) for ids in samples]
+        prompt = self._plan(self.forest, messages, begins_with)
+        same = self._plan(self.by_data, messages, begins_with)
+        replies = [self._reply(ids, is_ended=is_ended, begins_with=begins_with) for ids in samples]
         fork_reason = self.forest.record(prompt, replies)
         assert self.by_data.record(same, replies) is fork_reason
         assert (parent_of(same), same.fork_at, same.new_ids) == (parent_of(prompt), prompt.fork_at, prompt.new_ids)
@@ -101,11 +111,16 @@ class Agent:
                 fork_reason=fork_reason,
             )
         )
+        self.prompts.append(prompt)
         self.conversations += [[*messages, dict(reply.message)] for reply in replies]
 
-    def _reply(self, ids: list[int], *, is_ended: bool) -> Reply:
+    @staticmethod
+    def _plan(forest: Forest, messages: list[dict[str, Any]], begins_with: str) -> Prompt:
+        return forest.plan(messages, (), normalise=as_it_is, opening=lambda *, is_thinking: begins_with)
+
+    def _reply(self, ids: list[int], *, is_ended: bool, begins_with: str) -> Reply:
         token_ids = (*ids, self.renderer.end_token_id) if is_ended else tuple(ids)
-        answer = HERMES.parse(self.renderer.text_of(token_ids, has_ended=is_ended))
+        answer = HERMES.parse(begins_with + self.renderer.text_of(token_ids, has_ended=is_ended))
         calls = [
             {"id": "", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in answer.tool_calls
@@ -128,28 +143,41 @@ class Agent:
         )
 
 
+moves = st.tuples(
+    st.integers(0, 99),  # which conversation goes on
+    st.sampled_from(["go on", "repeat", "edit", "edit the answer"]),
+    texts,
+)
 steps = st.lists(
     st.tuples(
-        st.integers(0, 99),  # which conversation goes on
-        st.sampled_from(["go on", "repeat", "edit"]),
-        texts,
+        moves,
         st.lists(sampled_ids, min_size=1, max_size=2),
         st.booleans(),
+        st.sampled_from(["", "", "<tool_call>", "so"]),
     ),
     min_size=1,
     max_size=8,
 )
 
 
-def play(renderer: Renderer, moves: list[tuple[int, str, str, list[list[int]], bool]]) -> Agent:
+def history_of(agent: Agent, move: tuple[int, str, str]) -> tuple[list[dict[str, Any]], str]:
+    """What stands before the next message, and that message."""
+    choice, kind, text = move
+    history = agent.conversations[choice % len(agent.conversations)]
+    if kind == "repeat" and history:
+        return history[:-2], history[-2]["content"]
+    if kind == "edit" and len(history) > 2:
+        return [*history[:-2], {"role": "tool", "content": text}, history[-1]], text
+    if kind == "edit the answer" and history:
+        return [*history[:-1], {**history[-1], "content": "an answer that nobody sampled"}], text
+    return history, text
+
+
+def play(renderer: Renderer, steps: list[tuple[tuple[int, str, str], list[list[int]], bool, str]]) -> Agent:
     agent = Agent(renderer=renderer)
-    for choice, move, text, samples, is_ended in moves:
-        history = agent.conversations[choice % len(agent.conversations)]
-        if move == "repeat" and history:
-            history, text = history[:-2], history[-2]["content"]
-        if move == "edit" and len(history) > 2:
-            history = [*history[:-2], {"role": "tool", "content": text}, history[-1]]
-        agent.turn(history, text, samples, is_ended=is_ended)
+    for move, samples, is_ended, begins_with in steps:
+        history, text = history_of(agent, move)
+        agent.turn(history, text, samples, is_ended=is_ended, begins_with=begins_with)
     return agent
 
 
@@ -169,9 +197,9 @@ def trajectory_of(turns: list[Turn]) -> Trajectory:
 
 
 @settings(max_examples=150, deadline=None)
-@given(moves=steps)
-def test_what_is_trained_is_what_was_sampled(renderer: Renderer, moves: Any) -> None:
-    agent = play(renderer, moves)
+@given(steps=steps)
+def test_what_is_trained_is_what_was_sampled(renderer: Renderer, steps: Any) -> None:
+    agent = play(renderer, steps)
     records = token_records(trajectory_of(agent.turns))
     trained = [
         (logprob, token_id, version)
@@ -217,21 +245,19 @@ tool_calls = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
-@given(turns=st.lists(st.tuples(texts, words, st.lists(tool_calls, max_size=2)), min_size=1, max_size=5))
+@settings(max_examples=150, deadline=None)
+@given(steps=st.lists(st.tuples(moves, words, st.lists(tool_calls, max_size=2), st.booleans()), min_size=1, max_size=7))
 def test_canonical_histories_have_the_templates_own_ids(
-    renderer: Renderer, turns: list[tuple[str, str, list[ToolCall]]]
+    renderer: Renderer, steps: list[tuple[tuple[int, str, str], str, list[ToolCall], bool]]
 ) -> None:
     agent = Agent(renderer=renderer)
-    history: list[dict[str, Any]] = []
-    for text, content, calls in turns:
-        agent.turn(history, text, [renderer.ids_of(HERMES.format(content, calls))], is_ended=True)
-        *messages, answer = agent.conversations[-1]
-        last = agent.turns[-1]
-        path = agent.forest.plan(messages, (), normalise=as_it_is).token_ids()
-        assert list(path) == renderer.ids_of(renderer.render(messages))
-        assert path[last.fork_at :] == last.new_prompt_ids
-        history = [*messages, answer]
+    for move, content, calls, is_forced in steps:
+        history, text = history_of(agent, move)
+        opening = "<tool_call>" if calls and is_forced else ""
+        said = HERMES.format("" if opening else content, calls)
+        agent.turn(history, text, [renderer.ids_of(said.removeprefix(opening))], is_ended=True, begins_with=opening)
+        rendered = renderer.ids_of(renderer.render(agent.conversations[-1][:-1]))
+        assert list(agent.prompts[-1].token_ids()) == rendered + renderer.ids_of(opening)
 
 
 @settings(max_examples=200, deadline=None)

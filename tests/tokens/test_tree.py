@@ -5,13 +5,16 @@
 - an answer is recognised by what it says, not by its layout: white space, null content, ids, JSON spacing
 - its reasoning may be left out, and stand beside or in its content; a number is not a truth value
 - a prompt that is repeated branches where it left: `repeated`; one whose later messages are edited: `edited`
+- it may be repeated with another beginning of its answer, at any turn: the prompt is the same but for that
+- an answer that was changed, or left out, is a root: `edited`, as long as a recorded request stands before it
 - concurrent calls each continue their own answer, whatever their order
 - a first message of another kind is a root: `new_conversation`; so are the same messages under other tools:
   `tools_changed`, and under another system message: `system_changed`
 - of two answers that say the same, the one whose tool-call ids are repeated is continued, then the unused one
 - a template that rewrites the history starts a new root: `template_rewrites_history`; one that strips thinking forks
   there: `template_strips_thinking`
-- a request's identity is the same in every session, and tells repetitions apart
+- a request's identity is the same in every session, whatever else was asked there, and tells repetitions and openings
+  apart
 """
 
 from collections.abc import Sequence
@@ -21,7 +24,7 @@ from typing import Any
 import pytest
 
 from areal_agent.tokens.renderer import HistoryThinking, Renderer
-from areal_agent.tokens.tree import Forest, Prompt, Reply
+from areal_agent.tokens.tree import Forest, Opening, Prompt, Reply
 from areal_agent.types import ForkReason, JsonObject
 
 HELLO = {"role": "user", "content": "hello"}
@@ -57,8 +60,8 @@ class Chat:
             ],
         )
 
-    def say(self, *messages: JsonObject, tools: Sequence[JsonObject] = ()) -> Prompt:
-        return self.forest.plan(messages, tools, normalise=as_it_is)
+    def say(self, *messages: JsonObject, tools: Sequence[JsonObject] = (), opening: Opening | None = None) -> Prompt:
+        return self.forest.plan(messages, tools, normalise=as_it_is, opening=opening)
 
     def turn(self, *messages: JsonObject, reply: str, tools: Sequence[JsonObject] = ()) -> ForkReason | None:
         return self.answer(self.say(*messages, tools=tools), assistant(reply))
@@ -75,6 +78,10 @@ def assistant(content: str, *calls: JsonObject) -> dict[str, Any]:
 
 def call(call_id: str, **arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def begins_call(*, is_thinking: bool) -> str:
+    return "</think><tool_call>" if is_thinking else "<tool_call>"
 
 
 def parent_of(prompt: Prompt) -> str | None:
@@ -143,6 +150,53 @@ def test_a_repeated_prompt_branches(chat: Chat) -> None:
     assert chat.turn(HELLO, reply="ho") is ForkReason.REPEATED
     chat.turn(HELLO, assistant("hi"), MORE, reply="yes")
     assert chat.turn(HELLO, assistant("hi"), MORE, reply="no") is ForkReason.REPEATED
+
+
+@pytest.mark.parametrize("messages", [(HELLO,), (HELLO, assistant("hi"), MORE)], ids=["first turn", "second turn"])
+@pytest.mark.parametrize("openings", [(None, begins_call, None), (begins_call, None, begins_call)])
+def test_a_repeated_prompt_may_begin_its_answer_in_another_way(
+    chat: Chat, messages: Sequence[JsonObject], openings: Sequence[Opening | None]
+) -> None:
+    chat.answer(chat.say(HELLO), assistant("hi"), (300, 7, 250, chat.renderer.end_token_id))
+    plain = chat.say(*messages)
+    reasons: list[ForkReason | None] = []
+    for opening in openings:
+        prompt = chat.say(*messages, opening=opening)
+        assert list(prompt.token_ids()) == [*plain.token_ids(), *chat.renderer.ids_of("<tool_call>" if opening else "")]
+        assert (parent_of(prompt), prompt.fork_at) == (parent_of(plain), plain.fork_at)
+        reasons.append(chat.answer(prompt, assistant("so")))
+    assert reasons[1:] == [ForkReason.REPEATED] * 2
+
+
+def test_an_answer_with_a_beginning_of_its_own_is_continued(chat: Chat) -> None:
+    chat.turn(HELLO, reply="hi")
+    forced = chat.say(HELLO, opening=begins_call)
+    sampled = (300, 7, chat.renderer.end_token_id)
+    chat.answer(forced, assistant("", call("c", x=1)), sampled)
+    prompt = chat.say(HELLO, assistant("", call("c", x=1)), MORE)
+    assert parent_of(prompt) == "c2"
+    assert prompt.token_ids()[: prompt.fork_at] == forced.token_ids() + sampled
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (HELLO, assistant("changed"), MORE),
+        (HELLO, {**assistant("hi"), "reasoning_content": "I never thought so"}, MORE),
+        (HELLO, MORE),
+    ],
+    ids=["its text", "its reasoning", "left out"],
+)
+def test_a_first_answer_that_was_changed_is_an_edit(chat: Chat, messages: Sequence[JsonObject]) -> None:
+    chat.turn(HELLO, reply="hi")
+    prompt = chat.say(*messages)
+    assert parent_of(prompt) is None
+    assert chat.answer(prompt, assistant("so")) is ForkReason.EDITED
+
+
+def test_what_stands_before_an_edit_has_the_same_system_message(chat: Chat) -> None:
+    chat.turn({"role": "system", "content": "be brief"}, HELLO, reply="hi")
+    assert chat.turn(HELLO, assistant("changed"), MORE, reply="so") is ForkReason.NEW_CONVERSATION
 
 
 def test_an_edited_history_branches_where_it_left(chat: Chat) -> None:
@@ -270,3 +324,13 @@ def test_identity_is_the_same_in_every_session(renderer: Renderer) -> None:
 def test_identity_tells_repetitions_apart(chat: Chat) -> None:
     identities = {chat.say(HELLO).identity, chat.say(HELLO).identity, chat.say(HELLO, tools=TOOLS).identity}
     assert len(identities) == 3
+
+
+def test_identity_tells_openings_apart(chat: Chat) -> None:
+    assert chat.say(HELLO).identity != chat.say(HELLO, opening=begins_call).identity
+
+
+def test_identity_does_not_depend_on_other_openings(renderer: Renderer) -> None:
+    one, other = Chat(renderer), Chat(renderer)
+    one.answer(one.say(HELLO, opening=begins_call), assistant("hi"))
+    assert one.say(HELLO).identity == other.say(HELLO).identity

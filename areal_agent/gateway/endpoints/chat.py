@@ -6,6 +6,7 @@ Every parameter of OpenAI's is honoured, or refused by name when its value asks 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from areal_agent.errors import RequestError
@@ -19,7 +20,7 @@ from areal_agent.gateway.turns.question import Question
 from areal_agent.gateway.turns.reading import ChatReading
 from areal_agent.tokens.answers.reader import THINK_END
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.tree import Forest, Prompt
+from areal_agent.tokens.tree import Forest, Opening, Prompt
 from areal_agent.types import JsonObject
 
 _HONOURED = ORDER_FIELDS | {
@@ -97,19 +98,19 @@ class ChatRequest:
         return forest.plan(self.messages, self.tools, normalise=read_message, opening=self._opening(renderer))
 
     def reading(self, renderer: Renderer, prompt: Prompt) -> ChatReading:
-        opening = self._opening(renderer)
         return ChatReading(
             answer_format=renderer.answer_format,
             may_call_tools=self.tool_choice.may_call,
-            is_thinking=prompt.is_thinking or THINK_END in opening,
-            opening=opening,
+            is_thinking=prompt.is_thinking or THINK_END in prompt.opening,
+            opening=prompt.opening,
+            only_tool=self.tool_choice.name,
             accepts=self.accepts,
         )
 
-    def _opening(self, renderer: Renderer) -> str:
+    def _opening(self, renderer: Renderer) -> Opening | None:
         if self.tool_choice.use is not ToolUse.REQUIRED:
-            return ""
-        return renderer.answer_format.opening(self.tool_choice.name, is_thinking=renderer.opens_thinking)
+            return None
+        return partial(renderer.answer_format.opening, self.tool_choice.name)
 
 
 def _read_messages(value: object) -> list[JsonObject]:
