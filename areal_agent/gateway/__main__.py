@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
-from areal_agent.gateway.admin_key import AdminKey
+from areal_agent.gateway.admin_key import VARIABLE, AdminKey
 from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.online.bound import Bound
 from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S
@@ -171,6 +171,7 @@ async def _serve(place: Place, admin_key: AdminKey, drain_timeout_s: float) -> N
         asyncio.get_running_loop().add_signal_handler(number, stop)
     async with open_standalone(place) as standalone:
         collect_garbage_rarely()
+        admin_key.keep()  # not before: a start that fails leaves no key behind
         print(_welcome(standalone, place, admin_key), flush=True)
         await stopped.wait()
         print("closing: calls in flight may finish; Ctrl-C again ends at once", file=sys.stderr, flush=True)
@@ -181,6 +182,7 @@ async def _serve(place: Place, admin_key: AdminKey, drain_timeout_s: float) -> N
 def _welcome(standalone: Standalone, place: Place, admin_key: AdminKey) -> str:
     """What a person needs to go on. The first line says that it serves, and where."""
     url = standalone.base_url
+    key_file = f"rollout.gateway_admin_key_file={admin_key.file}" if admin_key.file else f"(key: set {VARIABLE})"
     return "\n".join(
         (
             f"gateway ready at {url}",
@@ -189,7 +191,8 @@ def _welcome(standalone: Standalone, place: Place, admin_key: AdminKey) -> str:
             f"{standalone.num_orphans} were cut off and are orphans",
             f"next: POST {url}/rl/start_session with the admin key and a task_id gives an agent its base_url and key;",
             f"a trainer goes on with: python -m areal_agent.train --config FILE rollout.gateway_url={url} "
-            f"engine.url={place.engine_url}",
+            f"engine.url={place.engine_url} {key_file}",
+            "  (its FILE has neither workflow nor tasks: agents, environments and rewards are yours)",
         )
     )
 

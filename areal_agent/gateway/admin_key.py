@@ -1,6 +1,5 @@
 """Where the admin key of a gateway that stands alone comes from. It never says a key, only where it is."""
 
-import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,12 +20,14 @@ class AdminKey:
 
     key: str = field(repr=False)
     source: str
+    file: Path | None = None  # that holds it
+    is_new: bool = False  # the file is yet to be written: `keep`
 
     @classmethod
     def obtain(
         cls, *, given: str | None, file: Path | None, environment: Mapping[str, str], host: str, folder: Path
     ) -> Self:
-        """The key from the command line, a file or the environment; else one of its own, made once in `folder`.
+        """The key from the command line, a file or the environment; else its own, in `folder` or to be kept there.
 
         A gateway that is reached from other machines makes none: its key has to be chosen. Raises ConfigError.
         """
@@ -35,7 +36,7 @@ class AdminKey:
         if given is not None:
             return cls(key=_checked(given, "--admin-key"), source="as given on the command line")
         if file is not None:
-            return cls(key=_read(file), source=f"in {file}")
+            return cls(key=_read(file), source=f"in {file}", file=file)
         if VARIABLE in environment:
             return cls(key=_checked(environment[VARIABLE], VARIABLE), source=f"in the environment, as {VARIABLE}")
         if host not in LOOPBACK_NAMES:
@@ -43,12 +44,31 @@ class AdminKey:
                 f"--host {host} lets other machines in, and there is no admin key: give --admin-key-file or set "
                 f"{VARIABLE}, or listen on 127.0.0.1"
             )
-        return cls(key=_made_once(folder / FILE_NAME), source=f"in {folder / FILE_NAME} (mode 0600)")
+        own, source = folder / FILE_NAME, f"in {folder / FILE_NAME} (mode 0600)"
+        if own.exists():
+            return cls(key=_read(own), source=source, file=own)
+        return cls(key=new_key(), source=source, file=own, is_new=True)
+
+    def keep(self) -> None:
+        """Write a key that was made into its file, for its owner alone; once the gateway serves. Raises ConfigError."""
+        if self.file is None or not self.is_new:
+            return
+        try:
+            fd = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(fd, "w") as file:
+                file.write(self.key + "\n")
+        except OSError as error:
+            raise ConfigError(f"the admin key file {self.file} cannot be written: {error.strerror}") from None
 
 
 def find_admin_key(file: str | Path | None, environment: Mapping[str, str]) -> str:
     """The key of a gateway elsewhere, for a trainer: from a file, else from the environment. Raises ConfigError."""
     if file is not None:
+        if not Path(file).exists():
+            raise ConfigError(
+                f"rollout.gateway_admin_key_file: there is no {file}; start the gateway first, from this folder, or "
+                "name the file that it named when it started"
+            )
         return _read(Path(file))
     if VARIABLE not in environment:
         raise ConfigError(
@@ -56,15 +76,6 @@ def find_admin_key(file: str | Path | None, environment: Mapping[str, str]) -> s
             "the gateway named when it started"
         )
     return _checked(environment[VARIABLE], VARIABLE)
-
-
-def _made_once(path: Path) -> str:
-    """The key in the file, which is made when it is not there; readable by its owner only."""
-    with contextlib.suppress(FileExistsError):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(new_key() + "\n")
-    return _read(path)
 
 
 def _read(path: Path) -> str:

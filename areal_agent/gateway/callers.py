@@ -7,6 +7,11 @@ from areal_agent.gateway.auth import caller_hash, is_same_key, key_hash
 from areal_agent.gateway.session import Session
 from areal_agent.gateway.sessions import Sessions
 
+WHERE_THE_ADMIN_KEY_IS = (
+    "a gateway that stands alone says where it is when it starts (by default: in the file admin_key, in the folder of "
+    "its ledger)"
+)
+
 
 class Callers:
     """Tells callers by the hash of their key."""
@@ -21,9 +26,14 @@ class Callers:
 
     def require_admin(self, request: web.Request) -> None:
         caller = caller_hash(request.headers)
-        if not self._is_admin(caller):
-            self._session_of(caller)
-            raise RequestError("this needs the admin key of the gateway, not that of a session", status=403)
+        if self._is_admin(caller):
+            return
+        fault = "this call takes the admin key of the gateway"
+        if self._sessions.with_key(caller) is not None:
+            raise RequestError(f"{fault}, not that of a session; {WHERE_THE_ADMIN_KEY_IS}", status=403)
+        raise RequestError(
+            f"{fault}, and the API key is another; {WHERE_THE_ADMIN_KEY_IS}", status=401, code="invalid_api_key"
+        )
 
     def require_any(self, request: web.Request) -> None:
         caller = caller_hash(request.headers)

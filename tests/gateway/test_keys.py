@@ -1,6 +1,7 @@
 """Who may do what:
 
 - no key, or a wrong one: 401; the key of a session where the admin's is asked, or the other way round: 403
+- what takes the admin key says so, and where that is
 - a session's key reaches its own session and nothing else
 - health needs no key
 """
@@ -19,6 +20,13 @@ async def test_without_a_valid_key(open_world: OpenWorld, path: str, key: str | 
     world = await open_world()
     status, answer = await world.call(path, {}, key=key)
     assert (status, answer["error"]["type"]) == (401, "authentication_error")
+
+
+@pytest.mark.parametrize("path", ADMIN_PATHS)
+async def test_a_wrong_admin_key_is_told_where_the_right_one_is(open_world: OpenWorld, path: str) -> None:
+    world = await open_world()
+    message = (await world.call(path, {}, key="sk-wrong"))[1]["error"]["message"]
+    assert "takes the admin key of the gateway" in message and "in the file admin_key" in message
 
 
 @pytest.mark.parametrize("path", SESSION_PATHS)

@@ -2,7 +2,8 @@
 
 1. it says where it serves and where its key is, in a file for its owner alone; SIGTERM lets it end with grace; 2. what
 a killed one left open is an orphan for the next, which takes the same key; 3. another address needs a chosen key;
-4. keys come from one place, and are words; 5. whatever stands in the way is one line with the remedy.
+4. keys come from one place, and are words; 5. whatever stands in the way is one line with the remedy, and
+leaves no key; 6. a trainer whose gateway has made no key yet is told to start that first.
 """
 
 import json
@@ -23,7 +24,7 @@ import pytest
 
 from areal_agent.errors import ConfigError
 from areal_agent.gateway.__main__ import main
-from areal_agent.gateway.admin_key import VARIABLE, AdminKey
+from areal_agent.gateway.admin_key import VARIABLE, AdminKey, find_admin_key
 from areal_agent.ledger.lock import FileLock
 from areal_agent.ledger.verify import verify
 
@@ -83,6 +84,7 @@ def test_it_serves_and_ends_with_grace_and_the_next_one_goes_on(
         key_file = folder / "admin_key"
         key = key_file.read_text().strip()
         assert f"in {key_file} (mode 0600)" in log.read_text() and key not in log.read_text()
+        assert f"engine.url={engine_url} rollout.gateway_admin_key_file={key_file}\n" in log.read_text()
         assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
         session = post(f"{url}/rl/start_session", key, task_id="t")
         assert session["anthropic_base_url"] + "/v1" == session["base_url"]
@@ -116,10 +118,17 @@ def test_a_key_comes_from_one_place(tmp_path: Path) -> None:
     assert key_of(tmp_path, given="given", environment=environment).key == "given"
     assert key_of(tmp_path, file=file, environment=environment).key == "from-file"
     assert key_of(tmp_path, environment=environment).key == "from-environment"
-    assert key_of(tmp_path).key == key_of(tmp_path).key
+    made = key_of(tmp_path)
+    made.keep()
+    assert key_of(tmp_path).key == made.key
     assert "from-file" not in repr(key_of(tmp_path, file=file))
     with pytest.raises(ConfigError, match="both name a key"):
         key_of(tmp_path, given="given", file=file)
+
+
+def test_a_key_file_that_is_not_there_yet(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .*admin_key; start the gateway first, from this folder"):
+        find_admin_key(tmp_path / "admin_key", {})
 
 
 @pytest.mark.parametrize("key", ["", "two words", "schlüssel", "a\nb"])
@@ -150,6 +159,7 @@ def test_whatever_stands_in_the_way_is_one_line(
     with pytest.raises(ConfigError, match=message) as raised:
         main([word for option in values.items() for word in option])
     assert "\n" not in str(raised.value)
+    assert not (tmp_path / "ledger" / "admin_key").exists()  # nobody takes it for that of a gateway which serves
 
 
 def test_a_locked_ledger_and_a_taken_port_are_one_line(engine_url: str, small_model: Path, tmp_path: Path) -> None:

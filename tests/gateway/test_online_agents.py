@@ -1,0 +1,122 @@
+"""The agents of examples/online_rl before a real gateway, its ledger and a scripted engine:
+
+1. a call that fails ends its rollout as an error: its siblings make the group, and the next groups are played; 2. a
+rollout that fails before its first call leaves nothing open either; 3. a group that takes no more is passed over;
+4. interrupted, they end every session that is open; 5. a key that the gateway refuses ends them, with its message.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import sandboxes
+from areal_agent.engine.fake import Operation
+from areal_agent.errors import EngineError
+from areal_agent.gateway.online.consumer import Consumer
+from areal_agent.gateway.online.wire import decode_lease
+from areal_agent.ledger.ledger import Ledger
+from examples.online_rl.agent import Agents, Refused
+
+from .conftest import ADMIN_KEY, OpenWorld, World
+
+GROUP_SIZE = 3
+TASKS: list[dict[str, Any]] = [{"id": "task", "messages": [{"role": "user", "content": "hello"}], "answer": "1"}]
+
+
+@dataclass(kw_only=True)
+class Place:
+    """A gateway with a trainer's side, and what agents need besides."""
+
+    world: World
+    consumer: Consumer
+    pool: sandboxes.Pool
+
+    def agents(self, kind: Callable[..., Agents] = Agents, key: str = ADMIN_KEY) -> Agents:
+        return kind(self.world.url, key, self.pool, GROUP_SIZE)
+
+
+@pytest.fixture
+async def open_place(open_world: OpenWorld, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(None)
+    consumer = await Consumer.open(ledger)
+    async with sandboxes.open_pool(backend="subprocess") as pool:
+
+        async def open_it(**options: Any) -> Place:
+            answers = ["hello world<|im_end|>"] * (2 * GROUP_SIZE)
+            world = await open_world(*answers, journal=consumer, archive=ledger, consumer=consumer, **options)
+            return Place(world=world, consumer=consumer, pool=pool)
+
+        yield open_it
+    await ledger.aclose()
+
+
+class OneIsCut(Agents):
+    """Its second rollout loses its connection before the first call."""
+
+    num_begun = 0
+
+    async def _solve(self, task: dict[str, Any], session: dict[str, Any]) -> float:
+        self.num_begun += 1
+        if self.num_begun == 2:
+            raise httpx.ConnectTimeout("all attempts failed")
+        return await super()._solve(task, session)
+
+
+async def test_a_call_that_fails_costs_one_rollout(open_place: Callable[..., Any]) -> None:
+    place: Place = await open_place()
+    place.world.engine.fail_next(Operation.GENERATE, EngineError("the engine is being restarted"))
+    agents = place.agents()
+    await agents.play_forever(TASKS, range(2))
+    await agents.aclose()
+    assert place.consumer.state().statuses == {"completed": 5, "error": 1}
+    status, body = await place.world.call("/rl/lease", {"step": 1, "num_groups": 2})
+    assert status == 200
+    assert sorted(len(group.trajectories) for group in decode_lease(body).groups) == [2, 3]
+
+
+async def test_a_rollout_that_is_cut_before_its_first_call(open_place: Callable[..., Any]) -> None:
+    place: Place = await open_place()
+    agents = place.agents(OneIsCut)
+    await agents.play_forever(TASKS, range(2))
+    await agents.aclose()
+    state = place.consumer.state()
+    assert (state.statuses, state.num_running) == ({"completed": 5, "error": 1}, 0)
+
+
+async def test_a_group_that_takes_no_more_is_passed_over(
+    open_place: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place: Place = await open_place()
+    agents = place.agents()
+    await agents.play_forever(TASKS, (0, 0, 1))
+    await agents.aclose()
+    assert "has its 3 session(s) already" in capsys.readouterr().err
+    assert place.consumer.state().statuses == {"completed": 6}
+
+
+async def test_what_is_open_is_ended_when_they_are_interrupted(open_place: Callable[..., Any]) -> None:
+    place: Place = await open_place(is_stepped=True)
+    agents = place.agents()
+    playing = asyncio.create_task(agents.play_forever(TASKS, range(2)))
+    await place.world.engine.wait_for_requests(GROUP_SIZE)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await agents.aclose()
+    state = place.consumer.state()
+    assert (state.statuses, state.num_running) == ({"cancelled": 3}, 0)
+
+
+async def test_a_key_that_is_refused_ends_them(open_place: Callable[..., Any]) -> None:
+    place: Place = await open_place()
+    agents = place.agents(key="sk-wrong")
+    with pytest.raises(ExceptionGroup) as raised:
+        await agents.play_forever(TASKS, range(2))
+    await agents.aclose()
+    assert raised.group_contains(Refused, match="takes the admin key of the gateway")
