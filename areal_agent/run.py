@@ -295,7 +295,7 @@ class Run:
 
     async def _start_processes(self, model: Path, checkpoint: Checkpoint | None) -> None:
         config, folder = self.config, self.folder
-        self.progress.phase("starting engine and trainer")
+        self.progress.phase("starting the trainer" if config.is_online else "starting engine and trainer")
         weights = checkpoint.path if checkpoint else model
         shared_memory = self._stack.enter_context(shared_memory_folder())
         self._trainer_process, self._trainer = await self._stack.enter_async_context(
