@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from areal_agent.tokens.canonical import (
     call_ids,
+    has_same_asides,
     is_reasoning_repeated,
-    reasoning_digest,
 )
 from areal_agent.tokens.continuation import Normalise
 from areal_agent.tokens.prompt import Answer, Key
@@ -45,7 +45,7 @@ class AnswersByData:
             same = [
                 answer
                 for answer in answers
-                if _is_same_scope(answer.prompt.key, key) and _has_same_reasoning(answer, messages, normalise)
+                if _is_same_scope(answer.prompt.key, key) and _has_same_asides(answer, messages, normalise)
             ]
             if same:
                 return _best(same, messages), None
@@ -75,15 +75,14 @@ def _is_same_scope(one: Key, other: Key) -> bool:
     return one.head == other.head and one.tools == other.tools
 
 
-def _has_same_reasoning(answer: Answer, messages: Sequence[JsonObject], normalise: Normalise) -> bool:
-    """Whether reasoning is repeated or left out where it was sampled, and repeated where the agent brought it."""
+def _has_same_asides(answer: Answer, messages: Sequence[JsonObject], normalise: Normalise) -> bool:
+    """Whether reasoning is repeated or left out where it was sampled, and it and names repeated where the agent brought
+    them."""
     for one in answer.lineage():
         if not is_reasoning_repeated(one.reasoning, messages[one.prompt.num_messages]):
             return False
         first = one.prompt.num_messages - len(one.prompt.new_messages)
         for index, recorded in enumerate(one.prompt.new_messages, first):
-            if recorded.get("role") == "assistant" and reasoning_digest(messages[index]) != reasoning_digest(
-                normalise(recorded, index)
-            ):
+            if recorded.get("role") == "assistant" and not has_same_asides(messages[index], normalise(recorded, index)):
                 return False
     return True

@@ -2,8 +2,13 @@
 
 A normalised message has its content as one string, and the arguments of its tool calls as the parsed object (or the
 text, if it is no JSON object). White space around an answer, `null` instead of an empty content, ids of tool calls and
-the layout of their JSON are not part of what a message says: client libraries change all of them. Nor is the
-reasoning of an answer part of its key, because many clients leave it out: `is_reasoning_repeated` compares it.
+the layout of their JSON are not part of what a message says: client libraries change all of them. Nor are the reasoning
+of an answer, which many clients leave out, and its name, which agent frameworks add: `is_reasoning_repeated` and
+`has_same_asides` compare them where that matters.
+
+One echo is not recognised: arguments that come back as an object, not as text, with an integer beyond 64 bits. The
+reader of request bodies makes it a float, whose digits are fewer; to take both for the same would take an edited number
+for the sampled one.
 """
 
 import json
@@ -71,6 +76,11 @@ def is_reasoning_repeated(recorded: bytes | None, echo: JsonObject) -> bool:
     return echoed is None or echoed == recorded
 
 
+def has_same_asides(one: JsonObject, other: JsonObject) -> bool:
+    """Whether two equal messages that nobody sampled are equal in what their key leaves out, too."""
+    return one.get("name") == other.get("name") and reasoning_digest(one) == reasoning_digest(other)
+
+
 def call_ids(message: JsonObject) -> tuple[str, ...]:
     """The ids of a message's tool calls."""
     return tuple(call.get("id", "") for call in message.get("tool_calls") or ())
@@ -81,7 +91,7 @@ def _canonical(message: JsonObject) -> bytes:
     if role != "assistant":
         return orjson.dumps((role, message.get("content") or "", message.get("name")))
     calls = [_canonical_call(call) for call in message.get("tool_calls") or ()]
-    return orjson.dumps((role, split_thinking(message)[1], message.get("name"), calls))
+    return orjson.dumps((role, split_thinking(message)[1], calls))
 
 
 def _canonical_call(call: JsonObject) -> tuple[str, str]:

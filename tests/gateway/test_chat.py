@@ -2,6 +2,7 @@
 
 - an answer has its text, finish reason, usage and an id of its own
 - tool calls reach the agent, their result reaches the model, and the sampled tokens are reused verbatim
+- a call without arguments may come back with an empty text in their place
 - a malformed call is text and counted; with `tool_choice: none` a call is text
 - `n` answers are sampled with seeds of their own and rewarded by their own ids
 - sampling parameters reach the engine: the request's, else the session's, else the defaults
@@ -57,6 +58,18 @@ async def test_tools_and_verbatim_tokens(open_world: OpenWorld) -> None:
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
     assert agent.turns[1].fork_reason is None
     assert [message["role"] for message in agent.turns[1].request_delta] == ["tool"]
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "{ }"])
+async def test_a_call_without_arguments_is_recognised(open_world: OpenWorld, arguments: str) -> None:
+    world = await open_world('<tool_call>{"name": "python", "arguments": {}}</tool_call><|im_end|>', "so<|im_end|>")
+    agent = await world.start()
+    question = {"role": "user", "content": "go"}
+    reply = await agent.ask([question], tools=TOOLS)
+    answer = reply.choices[0].message.model_dump()
+    answer["tool_calls"][0]["function"]["arguments"] = arguments
+    await agent.ask([question, answer, {"role": "tool", "tool_call_id": "x", "content": "1"}], tools=TOOLS)
+    assert agent.turns[1].parent == reply.id
 
 
 async def test_a_malformed_call_is_text_and_counted(open_world: OpenWorld) -> None:

@@ -3,6 +3,8 @@
 - a conversation that goes on keeps every token, and adds only what is new
 - a conversation may have hundreds of turns
 - an answer is recognised by what it says, not by its layout: white space, null content, ids, JSON spacing
+- it may come back with a name, unless the template writes that before it; an answer that the agent brought keeps its
+  own
 - its reasoning may be left out, and stand beside or in its content; a number is not a truth value
 - a prompt that is repeated branches where it left: `repeated`; one whose later messages are edited: `edited`
 - it may be repeated with another beginning of its answer, at any turn: the prompt is the same but for that
@@ -22,10 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from areal_agent.tokens.renderer import HistoryThinking, Renderer
 from areal_agent.tokens.tree import Forest, Opening, Prompt, Reply
 from areal_agent.types import ForkReason, JsonObject
+
+from .conftest import CHATML
 
 HELLO = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "more"}
@@ -143,6 +148,36 @@ def test_an_answer_is_recognised_by_what_it_says(chat: Chat, echo: JsonObject) -
 def test_another_answer_is_not_recognised(chat: Chat, echo: JsonObject) -> None:
     chat.answer(chat.say(HELLO), assistant("hm", call("c", x=1)), (9,))
     assert parent_of(chat.say(HELLO, echo, MORE)) is None
+
+
+def test_an_answer_may_come_back_with_a_name(chat: Chat) -> None:
+    chat.turn(HELLO, reply="hi")
+    prompt = chat.say(HELLO, {**assistant("hi"), "name": "Alice"}, MORE)
+    assert parent_of(prompt) == "c1"
+    assert chat.answer(prompt, assistant("so")) is None
+
+
+def test_a_name_that_the_template_writes_starts_a_root(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        CHATML.replace("+ message.role +", "+ message.role + (' ' + message.name if message.name else '') +")
+    )
+    chat = Chat(Renderer.load(tmp_path))
+    chat.turn(HELLO, reply="hi")
+    messages = [HELLO, {**assistant("hi"), "name": "Alice"}, MORE]
+    prompt = chat.say(*messages)
+    assert list(prompt.token_ids()) == chat.renderer.ids_of(chat.renderer.render(messages))
+    assert "Alice" in chat.renderer.text_of(prompt.token_ids(), has_ended=False)
+    assert chat.answer(prompt, assistant("so")) is ForkReason.TEMPLATE_REWRITES_HISTORY
+
+
+@pytest.mark.parametrize("aside", ["name", "reasoning_content"])
+def test_an_answer_that_the_agent_brought_keeps_what_stands_beside_it(chat: Chat, aside: str) -> None:
+    example = {**assistant("an example"), aside: "Alice"}
+    chat.turn(HELLO, {**example, aside: "Bob"}, MORE, reply="hi")
+    chat.turn(HELLO, example, MORE, reply="hi")
+    assert parent_of(chat.say(HELLO, example, MORE, assistant("hi"), MORE)) == "c2"
+    assert parent_of(chat.say(HELLO, {**example, aside: "Bob"}, MORE, assistant("hi"), MORE)) == "c1"
 
 
 def test_a_repeated_prompt_branches(chat: Chat) -> None:

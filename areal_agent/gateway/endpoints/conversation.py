@@ -105,7 +105,7 @@ def _tool_call(value: object, param: str) -> JsonObject:
         arguments = as_shallow_object(arguments, f"{param}.function.arguments")
     else:
         text = as_text(arguments, f"{param}.function.arguments")
-        arguments = parse_json_object(text)
+        arguments = parse_json_object(text) if text.strip() else {}  # some clients echo no arguments as no text
         arguments = text if arguments is None else arguments
     return {
         "id": as_text(call.get("id") or "", f"{param}.id"),
