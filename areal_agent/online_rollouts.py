@@ -3,9 +3,14 @@
 A batch comes by lease; the weights go to the engine behind that gateway; a published version moves the gateway's
 staleness bound, and a checkpoint acknowledges the leases. The gateway may be gone for a while: every call is made
 again.
+
+A run has a name at the gateway, kept in its own ledger. One that begins takes the gateway over from whoever had it:
+what that one trained stays trained, and what waits is this one's.
 """
 
+import logging
 import os
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,14 +22,20 @@ from areal_agent.errors import ArealAgentError, ConfigError, EngineError, Gatewa
 from areal_agent.gateway.admin_key import find_admin_key
 from areal_agent.gateway.online.wire import GatewayStatus, State
 from areal_agent.gateway.stats import add_up
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.executor import RolloutStats
 from areal_agent.rollout.online import OnlineGateway
 from areal_agent.serving import EvalReport
 from areal_agent.source import SourceCounts
 from areal_agent.types import RolloutBatch, Task
 
+logger = logging.getLogger(__name__)
+
 LEASE_WAIT_S = 30.0
 """How long one call for a batch waits at the gateway before it is made again."""
+
+TRAINER_NOTE = "online_trainer"
+"""The note in the run's ledger on what the run is called at the gateway."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +46,8 @@ class OnlineRollouts:
     engine: HttpEngine
     gateway: OnlineGateway
     step: int  # the version that was published last
+    lease_wait_s: float = LEASE_WAIT_S
+    _has_warned: bool = False
     _state: State | None = None
     _last: GatewayStatus | None = None
     _earlier: list[GatewayStatus] = field(default_factory=list[GatewayStatus])  # of processes that ended meanwhile
@@ -47,10 +60,11 @@ class OnlineRollouts:
         straggler_wait_s = config.rollout.straggler_wait_s if config.straggler == "wait" else 0.0
         while True:
             batch, self._state = await self.gateway.lease(
-                step, num_groups=config.batch_size, wait_s=LEASE_WAIT_S, straggler_wait_s=straggler_wait_s
+                step, num_groups=config.batch_size, wait_s=self.lease_wait_s, straggler_wait_s=straggler_wait_s
             )
             if batch is not None:
                 return batch
+            self._warn_if_idle(step, self._state)
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         raise ConfigError("rollout_batch needs rollouts of the run's own; with rollout.gateway_url call prepare_batch")
@@ -101,17 +115,39 @@ class OnlineRollouts:
         """None that can be waited for: a gateway may be gone for a while, and what fails is raised where it fails."""
         return {}
 
+    def _warn_if_idle(self, step: int, state: State) -> None:
+        """Say once why a batch does not come: nobody plays, or not in groups that make a batch."""
+        if self._has_warned or state.num_running > 0:
+            return
+        self._has_warned = True
+        logger.warning(
+            "no batch for step %d within %g s, and no agent plays at %s: %d answers wait there, and %s more may start; "
+            "a step takes %d groups of %d (batch_size, group_size). Start agents that play groups of %d",
+            step,
+            self.lease_wait_s,
+            self.gateway.url,
+            state.num_finished,
+            state.capacity,
+            self.config.batch_size,
+            self.config.group_size,
+            self.config.group_size,
+        )
+
 
 @asynccontextmanager
-async def open_online_rollouts(config: Config, step: int) -> AsyncGenerator[OnlineRollouts]:
-    """Connect, and let what was leased after the checkpoint of `step` wait again. Raises ConfigError."""
+async def open_online_rollouts(config: Config, ledger: Ledger, step: int) -> AsyncGenerator[OnlineRollouts]:
+    """Connect, and let what was leased after the checkpoint of `step` wait again. Raises ConfigError.
+
+    `ledger` is the run's own.
+    """
     assert config.engine.url is not None  # the config has seen to both
     assert config.rollout.gateway_url is not None
     async with AsyncExitStack() as stack:
         engine = HttpEngine(config.engine.url)
         stack.push_async_callback(engine.aclose)
         admin_key = find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
-        gateway = OnlineGateway(config.rollout.gateway_url, admin_key)
+        trainer = await trainer_name(ledger)
+        gateway = OnlineGateway(config.rollout.gateway_url, admin_key, trainer=trainer)
         stack.push_async_callback(gateway.aclose)
         try:
             await engine.info()
@@ -120,5 +156,30 @@ async def open_online_rollouts(config: Config, step: int) -> AsyncGenerator[Onli
             raise ConfigError(f"engine.url: {error}") from error
         except GatewayError as error:
             raise ConfigError(f"rollout.gateway_url: {error}") from error
-        await gateway.give_back(step)
+        await take_over(gateway, trainer, step)
         yield OnlineRollouts(config=config, engine=engine, gateway=gateway, step=step)
+
+
+async def trainer_name(ledger: Ledger) -> str:
+    """What the run is called at a gateway; the same whenever it is resumed."""
+    name = await ledger.get_note(TRAINER_NOTE)
+    if name is None:
+        name = f"run-{secrets.token_hex(8)}"
+        await ledger.set_note(TRAINER_NOTE, name)
+    return str(name)
+
+
+async def take_over(gateway: OnlineGateway, trainer: str, step: int) -> None:
+    """Go on from the checkpoint of `step`; say so when somebody else has trained there."""
+    found = (await gateway.status()).state
+    num_returned = await gateway.give_back(step, adopt=True)
+    if found.trainer != trainer and (found.trainer or found.leased):
+        logger.warning(
+            "the gateway at %s has served %s up to step %d: what that trained stays trained; this run takes over "
+            "the %d answers that wait there, %d of them leased and never trained",
+            gateway.url,
+            f"trainer {found.trainer}" if found.trainer else "a nameless trainer",
+            found.leased,
+            found.num_finished + num_returned,
+            num_returned,
+        )

@@ -20,7 +20,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,9 +31,9 @@ from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.clock import TimeAccount
-from areal_agent.observe.metrics import MetricsLog
+from areal_agent.observe.metrics import MetricsLog, read_metrics
 from areal_agent.observe.progress import Progress
-from areal_agent.observe.rows import Row, describe_batch, view_of
+from areal_agent.observe.rows import Row, Uncounted, describe_batch, view_of
 from areal_agent.online_rollouts import open_online_rollouts
 from areal_agent.own_rollouts import open_own_rollouts
 from areal_agent.preflight import Preflight
@@ -89,6 +89,7 @@ class Run:
         self._row: Row = {}
         self._push_stall_s = 0.0
         self._counted: dict[str, float] = {}
+        self._uncounted = Uncounted()
         self._producing: asyncio.Task[None] | None = None
         self._watchers: list[asyncio.Task[None]] = []
 
@@ -119,6 +120,8 @@ class Run:
         """
         if self._producing is None:
             self._counted = await self._count()  # rows begin here: start and evaluation are not in them
+            rows = await asyncio.to_thread(read_metrics, self.folder.metrics)
+            self._uncounted = Uncounted.between(rows, self.step, time.time())
             self._producing = self._spawn(self._source.produce(), "admit loop")
         with self._account.during("waiting_for_rollouts"):
             return await self._source.take(self.step + 1)
@@ -141,6 +144,7 @@ class Run:
             report = await self._trainer.train_step(batch)
         self.step = batch.step
         self._row = describe_batch(batch, self.config.eval.success_reward)
+        self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
         self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
         return report
 
@@ -290,8 +294,23 @@ class Run:
         self._stack.callback(self._metrics.close)
         await self._start_processes(model, checkpoint)
         if config.is_online:  # whatever its engine has served until now
-            await self._swap(self.version)
+            await self._swap(await self._unused_version())
         await self._start_watching()
+
+    async def _unused_version(self) -> WeightVersion:
+        """The version of now, in an incarnation beyond what an engine elsewhere served for other runs.
+
+        Answers that are under way there go on under these weights, and their versions may not go back.
+        """
+        served = (await self._source.engine.info()).weight_version
+        number = self.version.incarnation
+        if served > self.version:
+            number = served.incarnation + 1
+        earlier = await self.recall("incarnation")
+        if earlier is not None:
+            number = max(number, earlier + 1)
+        await self.remember("incarnation", number)
+        return replace(self.version, incarnation=number)
 
     async def _start_processes(self, model: Path, checkpoint: Checkpoint | None) -> None:
         config, folder = self.config, self.folder
@@ -302,7 +321,7 @@ class Run:
             start_trainer(config.trainer.threads, folder.logs)
         )
         self._source: Source = await self._stack.enter_async_context(
-            open_online_rollouts(config, self.step)
+            open_online_rollouts(config, self._ledger, self.step)
             if config.is_online
             else open_own_rollouts(self.preflight, self._ledger, weights=weights, tokenizer=model, version=self.version)
         )

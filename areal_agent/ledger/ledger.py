@@ -6,7 +6,7 @@ bookkeeping of what becomes of a trajectory, in whatever file its session is: wa
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -183,6 +183,18 @@ class Ledger:
     async def leased(self, step: int) -> tuple[Trajectory, ...]:
         """What is leased for train step `step` and not yet trained."""
         return await self._reader.run(partial(questions.leased, step=step))
+
+    async def siblings(self, group_ids: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+        """By group: the sessions of it that have ended for training, orphans left out. Reads through all sessions."""
+        return await self._reader.run(partial(questions.siblings, group_ids=tuple(group_ids)))
+
+    async def leased_groups(self) -> frozenset[str]:
+        """The groups of which something is leased or trained. Reads through all sessions."""
+        return await self._reader.run(questions.leased_groups)
+
+    async def last_checkpoint(self) -> int:
+        """The step of the newest checkpoint that is committed; 0 when there is none."""
+        return await self._reader.run(questions.last_checkpoint)
 
     async def session_with_key(self, key_hash: str) -> str | None:
         """The id of the session, open or closed, that has this key; None when there is none."""

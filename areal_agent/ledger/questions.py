@@ -4,6 +4,7 @@ Plain functions over a snapshot of its files; the caller owns the snapshot.
 """
 
 import heapq
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -43,6 +44,25 @@ def leased(snapshot: Snapshot, step: int) -> tuple[Trajectory, ...]:
         (step,),
     )
     return tuple(trajectory(snapshot, session_id) for (session_id,) in ids.fetchall())
+
+
+def siblings(snapshot: Snapshot, group_ids: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+    """By group: the sessions of it that have ended for training, orphans left out."""
+    found: dict[str, list[str]] = {group_id: [] for group_id in group_ids}
+    for connection in snapshot:
+        for group_id, session_id in reads.siblings(connection, json.dumps(list(found))):
+            found[group_id].append(session_id)
+    return {group_id: tuple(session_ids) for group_id, session_ids in found.items()}
+
+
+def leased_groups(snapshot: Snapshot) -> frozenset[str]:
+    """The groups of which something is leased or trained."""
+    return frozenset(group_id for connection in snapshot for group_id in reads.leased_groups(connection))
+
+
+def last_checkpoint(snapshot: Snapshot) -> int:
+    """The step of the newest checkpoint that is committed; 0 when there is none."""
+    return reads.number(snapshot[0], "coalesce(max(step), 0) FROM checkpoints")
 
 
 def session_with_key(snapshot: Snapshot, key_hash: str) -> str | None:

@@ -133,6 +133,24 @@ def waiting(connection: sqlite3.Connection) -> Iterator[WaitingSession]:
         yield WaitingSession(*row)
 
 
+def siblings(connection: sqlite3.Connection, group_ids: str) -> Iterator[tuple[str, str]]:
+    """Group and session of what has ended for training in these groups (JSON: a list of ids), orphans left out."""
+    yield from connection.execute(
+        "SELECT s.group_id, s.id FROM endings e JOIN sessions s ON s.number = e.session "
+        f"WHERE s.purpose = '{SessionPurpose.TRAIN}' AND e.status != '{Status.ORPHAN}' "
+        "AND s.group_id IN (SELECT value FROM json_each(?)) ORDER BY e.number",
+        (group_ids,),
+    )
+
+
+def leased_groups(connection: sqlite3.Connection) -> Iterator[str]:
+    """Ids of groups with a session that is leased or trained."""
+    for (group_id,) in connection.execute(
+        "SELECT DISTINCT group_id FROM sessions WHERE id IN (SELECT session FROM leases)"
+    ):
+        yield group_id
+
+
 def next_group_number(connection: sqlite3.Connection) -> int:
     """One more than the highest number of a group id like `g000012`; 0 when there is none."""
     return number(

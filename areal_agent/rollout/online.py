@@ -30,8 +30,8 @@ class OnlineGateway:
 
     ::
 
-        gateway = OnlineGateway("http://127.0.0.1:8000", admin_key)
-        await gateway.give_back(after_step=0)
+        gateway = OnlineGateway("http://127.0.0.1:8000", admin_key, trainer="run-1")
+        await gateway.give_back(after_step=0, adopt=True)             # takes it over if another trainer has it
         await gateway.publish(0, batch_answers=32, max_staleness=2)
         batch = await gateway.lease(1, num_groups=8, wait_s=60)       # a RolloutBatch, or None
         ...                                                           # train, push
@@ -39,8 +39,9 @@ class OnlineGateway:
         await gateway.acknowledge(1, "checkpoints/step_000001")       # the checkpoint is safe
     """
 
-    def __init__(self, url: str, admin_key: str, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str, admin_key: str, *, trainer: str | None = None, patience_s: float = PATIENCE_S) -> None:
         self.url = url.rstrip("/")
+        self._trainer = trainer  # what it is called at the gateway, over its restarts
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._patience_s = patience_s  # how long it may be gone
         self._session: aiohttp.ClientSession | None = None
@@ -62,6 +63,7 @@ class OnlineGateway:
             "/rl/lease",
             {
                 "step": step,
+                "trainer": self._trainer,
                 "num_groups": num_groups,
                 "num_trajectories": num_trajectories,
                 "wait_s": wait_s,
@@ -75,16 +77,27 @@ class OnlineGateway:
     async def publish(self, step: int, *, batch_answers: int | None = None, max_staleness: int | None = None) -> State:
         """Version `step` serves; with the other two, under this staleness bound."""
         return await self._state(
-            "/rl/publish", {"step": step, "batch_answers": batch_answers, "max_staleness": max_staleness}
+            "/rl/publish",
+            {
+                "step": step,
+                "trainer": self._trainer,
+                "batch_answers": batch_answers,
+                "max_staleness": max_staleness,
+            },
         )
 
     async def acknowledge(self, step: int, checkpoint: str) -> State:
         """A checkpoint that contains every step up to `step` is safe: what was leased for those is trained."""
-        return await self._state("/rl/acknowledge", {"step": step, "checkpoint": checkpoint})
+        return await self._state("/rl/acknowledge", {"step": step, "trainer": self._trainer, "checkpoint": checkpoint})
 
-    async def give_back(self, after_step: int) -> int:
-        """This trainer goes on from the checkpoint of `after_step`: later leases wait again; how many trajectories."""
-        return int((await self._post("/rl/return", {"after_step": after_step}))["num_returned"])
+    async def give_back(self, after_step: int, *, adopt: bool = False) -> int:
+        """This trainer goes on from the checkpoint of `after_step`: later leases wait again; how many trajectories.
+
+        With `adopt` also where another trainer has been: what that one trained stays trained. Where this one has been,
+        and lost its later checkpoints, what those had trained waits again.
+        """
+        body = {"after_step": after_step, "trainer": self._trainer, "adopt": adopt}
+        return int((await self._post("/rl/return", body))["num_returned"])
 
     async def drop(self, session_ids: Sequence[str], reason: Drop) -> State:
         """These rollouts, which wait, are not to be trained."""

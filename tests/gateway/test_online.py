@@ -7,12 +7,13 @@ dropped, counted, and gives its room back; 8. a reward may come late, over a res
 never comes is a missing reward; 10. a lease waits for enough, and for stragglers; 11. by trajectories it takes whole
 groups; 12. drops are idempotent and all or none; 13. evaluations are leased to nobody; 14. steps out of order and bad
 bodies are refused; 15. an end may be said again, an export comes from the ledger; 16. a trajectory without a trained
-token is no reason to lease less.
+token is no reason to lease less; 17. a group is as large as it was after a return and a restart, a sibling that was cut
+off may come again, and a leased group takes none; 18. a lease takes fewer groups when no further one would be let in;
+19. the status counts no group that was given up.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,77 +21,13 @@ import numpy as np
 import pytest
 
 from areal_agent.gateway.online.bound import Bound
-from areal_agent.gateway.online.consumer import Consumer
-from areal_agent.gateway.online.wire import LeaseReply, decode_lease
-from areal_agent.ledger.ledger import Ledger
+from areal_agent.gateway.online.wire import decode_lease
 from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, Fate, Status, Trajectory, WeightVersion
 
-from .conftest import Agent, OpenWorld, World
-
-GROUP_WAIT_S = 60.0
-
-
-class Clock:
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass(kw_only=True)
-class Online:
-    """One life of a gateway: its world, its ledger, and what a trainer says to it."""
-
-    world: World
-    ledger: Ledger
-    clock: Clock
-    path: Path
-
-    async def post(self, path: str, **body: Any) -> tuple[int, Any]:
-        return await self.world.call(f"/rl/{path}", body)
-
-    async def done(self, path: str, **body: Any) -> Any:
-        status, answer = await self.post(path, **body)
-        assert status == 200, answer
-        return answer
-
-    async def lease(self, step: int, **body: Any) -> LeaseReply:
-        return decode_lease(await self.done("lease", step=step, **({"num_groups": 1} | body)))
-
-    async def play(self, group_id: str, size: int = 1, *, reward: float | None = 1.0, **end: Any) -> list[Agent]:
-        """Whole rollouts of one turn: a group."""
-        agents = [await self.world.start(group_id=group_id, group_size=size) for _ in range(size)]
-        for agent in agents:
-            await agent.post_chat()
-            if reward is not None:
-                await agent.reward(reward=reward)
-            await agent.end(**end)
-        return agents
-
-    async def restarted(self, open_world: OpenWorld) -> "Online":
-        """The next process on the same ledger; this one's is gone."""
-        await self.ledger.aclose()
-        return await open_online(open_world, self.path, clock=self.clock)
-
-
-async def open_online(
-    open_world: OpenWorld, path: Path, *, bound: Bound | None = None, clock: Clock | None = None, script: Any = None
-) -> Online:
-    clock = clock or Clock()
-    ledger = await Ledger.open(path, create=True)
-    await ledger.begin_incarnation(None)
-    consumer = await Consumer.open(ledger, bound=bound, group_wait_s=GROUP_WAIT_S, clock=clock)
-
-    def hello(request: Any) -> list[int]:
-        return world.ids("hello world<|im_end|>")
-
-    world = await open_world(script=script or hello, journal=consumer, archive=ledger, consumer=consumer)
-    return Online(world=world, ledger=ledger, clock=clock, path=path)
+from .conftest import OpenWorld
+from .online import GROUP_WAIT_S, Online, fate, ids, ids_of, open_online
 
 
 @pytest.fixture
@@ -100,18 +37,6 @@ async def online(open_world: OpenWorld, tmp_path: Path) -> AsyncIterator[Online]
     online = await open_online(open_world, tmp_path / "ledger.sqlite", bound=bound)
     yield online
     await online.ledger.aclose()
-
-
-def ids_of(reply: LeaseReply) -> list[list[str]]:
-    return [[one.session_id for one in group.trajectories] for group in reply.groups]
-
-
-def ids(agents: list[Agent]) -> list[str]:
-    return sorted(agent.id for agent in agents)
-
-
-async def fate(online: Online, agent: Agent) -> Fate | None:
-    return (await online.ledger.trajectory(agent.id)).fate
 
 
 def assert_equal(leased: Trajectory, kept: Trajectory) -> None:
@@ -390,6 +315,73 @@ async def test_an_open_session_is_not_exported(online: Online) -> None:
     agent = await online.world.start()
     status, answer = await online.world.call("/export_trajectories", {"session_id": agent.id})
     assert (status, answer["error"]["code"]) == (409, "session_open")
+
+
+async def test_a_returned_group_is_as_large_as_it_was(online: Online, open_world: OpenWorld) -> None:
+    await online.play("a", 2)
+    await online.lease(1)
+    await online.done("return", after_step=0)
+    await require_full_group_of_two(online)
+    later = await online.restarted(open_world)
+    await require_full_group_of_two(later)
+    await later.ledger.aclose()
+
+
+async def require_full_group_of_two(online: Online) -> None:
+    for size, refusal in ((50, 400), (2, 409)):
+        status, _ = await online.post("start_session", task_id="t", group_id="a", group_size=size)
+        assert status == refusal
+    assert (await online.done("status"))["state"]["capacity"] == 6
+
+
+async def test_the_next_process_waits_for_a_sibling_that_was_cut_off(online: Online, open_world: OpenWorld) -> None:
+    ended, _ = [await online.world.start(group_id="a", group_size=3) for _ in range(2)]
+    failed = await online.world.start(group_id="a", group_size=3)
+    await ended.post_chat()
+    await ended.reward(reward=1)
+    await ended.end()
+    await failed.end(status="error")
+    later = await online.restarted(open_world)
+    assert (await later.lease(1)).groups == ()
+    replaced = await later.world.start(group_id="a", group_size=3)
+    assert (await later.post("start_session", task_id="t", group_id="a", group_size=3))[0] == 409
+    await replaced.post_chat()
+    await replaced.reward(reward=1)
+    await replaced.end()
+    assert ids_of(await later.lease(1)) == [ids([ended, replaced])]
+    await later.ledger.aclose()
+
+
+async def test_a_leased_group_takes_no_sibling(online: Online, open_world: OpenWorld) -> None:
+    await online.play("a", 2)
+    await online.lease(1)
+    later = await online.restarted(open_world)
+    status, answer = await later.post("start_session", task_id="t", group_id="a", group_size=2)
+    assert (status, answer["error"]["code"]) == (409, "group_leased")
+    await later.ledger.aclose()
+
+
+async def test_a_lease_takes_what_there_is_when_no_group_fits_beside_it(online: Online) -> None:
+    agents = await online.play("a", 6)  # room for 2
+    assert ids_of(await online.lease(1, num_groups=2)) == [ids(agents)]
+
+
+async def test_a_lease_that_waits_ends_when_a_group_is_kept_out(online: Online) -> None:
+    agents = await online.play("a", 2)
+    assert (await online.lease(1, num_groups=2)).groups == ()
+    leasing = asyncio.create_task(online.lease(1, num_groups=2, wait_s=600))
+    while not leasing.done():
+        status, _ = await online.post("start_session", task_id="t", group_id="b", group_size=8)
+        assert status == 429
+    assert ids_of(await leasing) == [ids(agents)]
+
+
+async def test_the_status_counts_no_group_that_was_given_up(online: Online) -> None:
+    agent = await online.world.start(group_id="a", group_size=4)
+    await agent.end(status="error")
+    assert (await online.done("status"))["state"]["capacity"] == 4
+    online.clock.now_s = GROUP_WAIT_S
+    assert (await online.done("status"))["state"]["capacity"] == 8
 
 
 async def test_a_trajectory_without_a_trained_token_is_filtered(online: Online) -> None:

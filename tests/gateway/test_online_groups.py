@@ -5,10 +5,14 @@
 group takes no further sibling, and its size is said once; 6. a group is ready when all have ended with their rewards;
 7. what is missing is waited for so long, and no longer; 8. a group of which nothing can be trained gives its room
 back; 9. a session that could not be opened leaves nothing behind; 10. the oldest tokens come first; 11. what is too
-old is told, and so are running groups that will be; 12. a group read from the ledger goes on when a sibling names its
-size; 13. a batch counts as B answers, however many it had.
+old is told, and so are running groups that will be; 12. a group read from the ledger goes on as large as it was, and
+is ready when it is complete; 13. a batch counts as B answers at least, and as more until its version serves; 14. a
+group that is leased takes no sibling; 15. whether only a lease can go on.
 """
 
+from dataclasses import asdict
+
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,15 +191,82 @@ def test_what_is_too_old_is_told_and_so_is_what_will_be() -> None:
     assert ready_ids(groups) == ["b"]
 
 
-def test_a_group_from_the_ledger_goes_on_when_a_sibling_names_its_size() -> None:
+def restore(groups: Groups, *ended: str, size: int) -> None:
+    """A group `a` of the ledger; of what has ended in it, all but the first wait."""
+    groups.restore("a", size=size, ended=ended, waiting=[waiting(name) for name in ended[1:]], now_s=0.0)
+
+
+def test_a_group_from_the_ledger_goes_on_as_large_as_it_was() -> None:
     groups = make_groups(batch_answers=8)
-    for name in ("a-0", "a-1", "a-0"):
-        groups.restore("a", waiting(name), 0.0)
-    assert (ready_ids(groups), groups.num_finished) == (["a"], 2)
-    groups.start("a-2", "a", 3, 0.0)
-    assert (ready_ids(groups), groups.num_running) == ([], 3)
-    groups.end("a-2", waiting("a-2"), 0.0)
+    for _ in range(2):  # what is known already stays as it is
+        restore(groups, "a-0", "a-1", "a-2", size=4)
+    assert (ready_ids(groups), groups.num_running) == ([], 4)
+    with pytest.raises(RequestError, match="was started with 4"):
+        groups.start("a-3", "a", 5, 0.0)
+    groups.start("a-3", "a", 4, 0.0)
+    groups.end("a-3", waiting("a-3"), 0.0)
+    assert (ready_ids(groups), groups.num_finished) == (["a"], 4)
+
+
+def test_a_group_from_the_ledger_that_is_complete_is_ready() -> None:
+    groups = make_groups(batch_answers=8)
+    restore(groups, "a-0", "a-1", size=2)
     assert ready_ids(groups) == ["a"]
+    with pytest.raises(RequestError, match=r"has its 2 session\(s\) already"):
+        groups.start("a-2", "a", None, 0.0)
+
+
+def test_what_is_leased_and_restored_waits_again_beside_a_sibling_that_runs() -> None:
+    groups = make_groups(batch_answers=8)
+    for name in ("a-0", "a-1"):
+        groups.start(name, "a", 3, 0.0)
+    groups.end("a-0", waiting("a-0"), 0.0)
+    groups.lease(["a-0"])
+    groups.restore("a", size=3, ended=["a-0"], waiting=[waiting("a-0")], now_s=0.0)
+    groups.end("a-1", waiting("a-1"), 0.0)
+    assert [list(group.waiting) for group in groups.ready(WAIT_S)] == [["a-0", "a-1"]]
+
+
+def test_a_group_that_is_leased_takes_no_sibling_until_it_is_returned() -> None:
+    groups = make_groups(batch_answers=8)
+    finish(groups, "a-0", group_id="a")
+    groups.lease(["a-0"])
+    with pytest.raises(RequestError, match="'a' is leased or trained already") as refused:
+        groups.start("a-1", "a", None, 0.0)
+    assert (refused.value.status, refused.value.param) == (409, "group_id")
+    groups.restore("a", size=2, ended=["a-0"], waiting=[waiting("a-0")], now_s=0.0)
+    groups.restore_leased([])
+    groups.start("a-1", "a", 2, 0.0)
+
+
+def test_only_a_lease_can_go_on_when_no_group_fits_beside_those_that_wait() -> None:
+    groups = make_groups(batch_answers=8)
+    finish(groups, *(f"a-{number}" for number in range(5)), group_id="a")
+    assert groups.is_stuck(0.0)  # room for 3: not for a group like that
+    groups.start("b-0", "b", 2, 0.0)
+    assert not groups.is_stuck(0.0)
+    groups.end("b-0", waiting("b-0"), 0.0)
+    assert not groups.is_stuck(0.0)  # its sibling may yet come
+    assert groups.is_stuck(WAIT_S)
+
+
+def test_a_group_that_was_kept_out_is_one_that_does_not_fit() -> None:
+    groups = make_groups(batch_answers=8)
+    finish(groups, "a-0", group_id="a")
+    assert not groups.is_stuck(0.0)
+    with pytest.raises(RequestError, match="room for 7 of the 8"):
+        groups.start("b-0", "b", 8, 0.0)
+    assert groups.is_stuck(0.0)
+    finish(groups, "c-0", group_id="c")
+    assert not groups.is_stuck(0.0)  # others come in
+
+
+def test_a_group_that_can_never_fit_keeps_nobody_waiting() -> None:
+    groups = make_groups(batch_answers=8)
+    finish(groups, "a-0", group_id="a")
+    with pytest.raises(RequestError, match="never admits"):
+        groups.start("b-0", "b", 9, 0.0)
+    assert not groups.is_stuck(0.0)
 
 
 def test_a_batch_counts_as_b_answers() -> None:
@@ -206,3 +277,15 @@ def test_a_batch_counts_as_b_answers() -> None:
     assert groups.capacity == 4
     groups.progress = Progress(published=1, leased=1)
     assert groups.capacity == 8
+
+
+def test_what_a_batch_had_beyond_b_counts_until_its_version_serves() -> None:
+    bound = Bound(batch_answers=4, max_staleness=1)
+    groups = make_groups(batch_answers=4, max_staleness=1)
+    finish(groups, *(f"a-{number}" for number in range(8)), group_id="a")
+    groups.progress = groups.progress.to_batch(1, 8, bound)
+    groups.lease([f"a-{number}" for number in range(8)])
+    assert groups.capacity == 0  # eight were let in beside version 0
+    assert Progress.read(orjson.loads(orjson.dumps(asdict(groups.progress)))) == groups.progress
+    groups.progress = groups.progress.to_version(1)
+    assert (groups.capacity, groups.progress) == (8, Progress(published=1, leased=1))

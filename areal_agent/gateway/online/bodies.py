@@ -6,6 +6,7 @@ from typing import Self
 from areal_agent.errors import RequestError
 from areal_agent.gateway.fields import (
     as_bounded_number,
+    as_flag,
     as_integer,
     as_list,
     as_member,
@@ -22,15 +23,16 @@ MAX_WAIT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishRequest:
-    """Version `step` serves now. With the other two the trainer names its bound; both or neither."""
+    """Version `step` serves now. With the counts the trainer names its bound; both or neither."""
 
     step: int
+    trainer: str | None
     batch_answers: int | None
     max_staleness: int | None
 
     @classmethod
     def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("step", "batch_answers", "max_staleness"))
+        refuse_unknown(body, ("step", "trainer", "batch_answers", "max_staleness"))
         batch_answers = _optional_count(body, "batch_answers", low=1)
         max_staleness = _optional_count(body, "max_staleness", low=0)
         if (batch_answers is None) != (max_staleness is None):
@@ -38,7 +40,12 @@ class PublishRequest:
             raise RequestError(
                 f"{missing} is missing; the staleness bound needs both batch_answers and max_staleness", param=missing
             )
-        return cls(step=_count(body, "step", low=0), batch_answers=batch_answers, max_staleness=max_staleness)
+        return cls(
+            step=_count(body, "step", low=0),
+            trainer=_trainer(body),
+            batch_answers=batch_answers,
+            max_staleness=max_staleness,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +53,7 @@ class LeaseRequest:
     """Whole groups for train step `step`: so many groups, or as many as hold so many trajectories."""
 
     step: int
+    trainer: str | None
     num_groups: int | None
     num_trajectories: int | None
     wait_s: float  # how long to wait until there are enough
@@ -54,7 +62,9 @@ class LeaseRequest:
 
     @classmethod
     def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("step", "num_groups", "num_trajectories", "wait_s", "straggler_wait_s", "records"))
+        refuse_unknown(
+            body, ("step", "trainer", "num_groups", "num_trajectories", "wait_s", "straggler_wait_s", "records")
+        )
         num_groups = _optional_count(body, "num_groups", low=1)
         num_trajectories = _optional_count(body, "num_trajectories", low=1)
         if (num_groups is None) == (num_trajectories is None):
@@ -64,6 +74,7 @@ class LeaseRequest:
             refuse("records", wants_records, "true or false")
         return cls(
             step=_count(body, "step", low=1),
+            trainer=_trainer(body),
             num_groups=num_groups,
             num_trajectories=num_trajectories,
             wait_s=_seconds(body, "wait_s"),
@@ -77,24 +88,39 @@ class AcknowledgeRequest:
     """A checkpoint that contains every step up to `step` is safe: what was leased for those is trained."""
 
     step: int
+    trainer: str | None
     checkpoint: str
 
     @classmethod
     def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("step", "checkpoint"))
-        return cls(step=_count(body, "step", low=1), checkpoint=as_text(body.get("checkpoint"), "checkpoint"))
+        refuse_unknown(body, ("step", "trainer", "checkpoint"))
+        return cls(
+            step=_count(body, "step", low=1),
+            trainer=_trainer(body),
+            checkpoint=as_text(body.get("checkpoint"), "checkpoint"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReturnRequest:
-    """The trainer goes on from the checkpoint of `after_step`: what was leased for later steps waits again."""
+    """The trainer goes on from the checkpoint of `after_step`: what was leased for later steps waits again.
+
+    With `adopts` it takes the gateway over from another trainer, whose fates stand; or, its own already, has lost the
+    later checkpoints: what those had trained waits again, too.
+    """
 
     after_step: int
+    trainer: str | None
+    adopts: bool
 
     @classmethod
     def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("after_step",))
-        return cls(after_step=_count(body, "after_step", low=0))
+        refuse_unknown(body, ("after_step", "trainer", "adopt"))
+        return cls(
+            after_step=_count(body, "after_step", low=0),
+            trainer=_trainer(body),
+            adopts=as_flag(body.get("adopt"), "adopt"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +142,11 @@ class DropRequest:
 
 def _count(body: JsonObject, key: str, *, low: int) -> int:
     return as_integer(body.get(key), key, low=low, high=MAX_COUNT)
+
+
+def _trainer(body: JsonObject) -> str | None:
+    """Who calls; a trainer that says nothing is one, too."""
+    return None if body.get("trainer") is None else as_name(body["trainer"], "trainer")
 
 
 def _optional_count(body: JsonObject, key: str, *, low: int) -> int | None:

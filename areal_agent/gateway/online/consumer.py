@@ -16,16 +16,30 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, replace
 from typing import Self
 
 from areal_agent.cancellation import uninterrupted
 from areal_agent.errors import LedgerError, RequestError
 from areal_agent.gateway.control import RewardRequest
-from areal_agent.gateway.online.bodies import AcknowledgeRequest, DropRequest, LeaseRequest, PublishRequest
+from areal_agent.gateway.online.bodies import (
+    AcknowledgeRequest,
+    DropRequest,
+    LeaseRequest,
+    PublishRequest,
+    ReturnRequest,
+)
 from areal_agent.gateway.online.bound import Bound, Progress
-from areal_agent.gateway.online.group import Group
+from areal_agent.gateway.online.choice import Choice
+from areal_agent.gateway.online.group import Group, Waiting
 from areal_agent.gateway.online.groups import Groups
+from areal_agent.gateway.online.lineage import Lineage, conflict, is_other, lineage_for, require_nothing_undone
+from areal_agent.gateway.online.notes import (
+    TrainerNote,
+    read_group_sizes,
+    read_trainer,
+    write_group_size,
+    write_trainer,
+)
 from areal_agent.gateway.online.trainable import as_waiting, in_groups, lease_terms, why_untrainable, with_reward
 from areal_agent.gateway.online.wire import LeaseReply, State
 from areal_agent.ledger.ledger import Ledger
@@ -35,20 +49,18 @@ from areal_agent.types import Drop, SessionRecord, Trajectory, TrajectoryGroup, 
 DEFAULT_GROUP_WAIT_S = 60.0
 """How long a group waits for siblings that do not start and for rewards that do not come."""
 
-NOTE = "online"
-"""The ledger's note on how far the trainer is, and what bound it named."""
-
 
 class Consumer:
     """`protocols.Journal` for the gateway, and the trainer's calls. Make it with `open`; use it from one event loop."""
 
-    def __init__(self, ledger: Ledger, groups: Groups, clock: Callable[[], float]) -> None:
+    def __init__(self, ledger: Ledger, groups: Groups, lineage: Lineage | None, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._groups = groups
+        self._choice = Choice(groups)
+        self._lineage = lineage  # None: no trainer has come yet
         self._clock = clock
         self._writing = asyncio.Lock()  # a lease, a drop, a late reward: each reads, then writes
         self._changed = asyncio.Event()  # set and replaced at every change
-        self._stragglers_until: dict[int, float] = {}  # by train step
         self._rolling = BusyClock()
         self._statuses: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()
@@ -63,14 +75,9 @@ class Consumer:
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         """Take up what the ledger has waiting. `bound` replaces the one that a trainer named before, if any."""
-        note = await ledger.get_note(NOTE) or {}
-        named = note.get("bound")
-        groups = Groups(
-            wait_s=group_wait_s,
-            bound=bound or (Bound(**named) if named else None),
-            progress=Progress(**note.get("progress", {})),
-        )
-        consumer = cls(ledger, groups, clock)
+        note = await read_trainer(ledger)
+        groups = Groups(wait_s=group_wait_s, bound=bound or note.bound, progress=note.progress)
+        consumer = cls(ledger, groups, note.lineage, clock)
         await consumer._restore()
         return consumer
 
@@ -80,7 +87,12 @@ class Consumer:
         """Let a session for training in, or raise RequestError: 429 at the staleness bound."""
         now_s = self._clock()
         self._groups.give_up_unstarted(now_s)
-        self._groups.start(session_id, group_id, group_size, now_s)
+        try:
+            self._groups.start(session_id, group_id, group_size, now_s)
+        except RequestError:
+            if self._groups.is_stuck(now_s):  # a lease of what there is would make room
+                self._notify()
+            raise
         self._rolling.begin()
 
     def withdraw(self, session_id: str) -> None:
@@ -90,6 +102,9 @@ class Consumer:
         self._notify()
 
     async def open_session(self, session: SessionRecord) -> None:
+        group_size = self._groups.size_of_first(session.id)
+        if group_size is not None:
+            await write_group_size(self._ledger, session.group_id, group_size)
         await self._ledger.open_session(session)
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
@@ -120,15 +135,16 @@ class Consumer:
 
     async def publish(self, request: PublishRequest) -> None:
         """Version `step` serves: the bound moves."""
+        lineage = lineage_for(request.trainer, self._lineage)
         progress = self._groups.progress
         if request.step < progress.published:
-            raise _conflict(
+            raise conflict(
                 f"version {progress.published} is published already, {request.step} is older; a trainer that resumed "
                 "from a checkpoint says so by /rl/return"
             )
         if request.batch_answers is not None and request.max_staleness is not None:
             self._groups.bound = Bound(batch_answers=request.batch_answers, max_staleness=request.max_staleness)
-        await self._advance(Progress(published=request.step, leased=max(request.step, progress.leased)))
+        await self._advance(progress.to_version(request.step), lineage)
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Whole groups for a train step, the oldest first, leased; none when there are not enough in time.
@@ -142,18 +158,15 @@ class Consumer:
             now_s = self._clock()
             if groups or now_s >= deadline_s:
                 return LeaseReply(step=request.step, groups=groups, state=self.state())
-            await self._wait(changed, min(deadline_s, self._next_look_s(request.step, now_s, deadline_s)) - now_s)
+            await self._wait(changed, self._choice.next_look_s(request.step, now_s, deadline_s) - now_s)
 
     async def acknowledge(self, request: AcknowledgeRequest) -> None:
         """A checkpoint is safe: what was leased up to its step is trained."""
-        if request.step > self._groups.progress.leased:
-            raise _conflict(f"step {request.step} was never leased for; the last was {self._groups.progress.leased}")
-        with _refusals():
-            await self._ledger.commit_checkpoint(request.step, request.checkpoint)
+        await uninterrupted(self._acknowledge(request))
 
-    async def give_back(self, after_step: int) -> int:
+    async def give_back(self, request: ReturnRequest) -> int:
         """The trainer goes on from the checkpoint of `after_step`: later leases wait again; how many trajectories."""
-        return await uninterrupted(self._give_back(after_step))
+        return await uninterrupted(self._give_back(request))
 
     async def drop(self, request: DropRequest) -> None:
         """Give waiting sessions their fate, all or none. Those that have this very fate already are no error."""
@@ -161,7 +174,9 @@ class Consumer:
 
     def state(self) -> State:
         groups = self._groups
+        groups.give_up_unstarted(self._clock())
         return State(
+            trainer=self._lineage.trainer if self._lineage else None,
             published=groups.progress.published,
             leased=groups.progress.leased,
             num_running=groups.num_running,
@@ -176,28 +191,29 @@ class Consumer:
 
     async def _try_lease(self, request: LeaseRequest) -> tuple[TrajectoryGroup, ...]:
         async with self._writing:
-            again = await self._leased_before(request.step)
+            lineage = lineage_for(request.trainer, self._lineage)
+            again = await self._leased_before(request.step, lineage)
             if again:
                 return again
             await self._drop_hopeless(request.step)
-            while (taken := self._enough(request)) and not self._must_wait(request):
-                groups = await self._lease(request.step, taken)
+            while taken := self._choice.groups(request, self._clock()):
+                groups = await self._lease(request.step, taken, lineage)
                 if groups:
                     return groups
             return ()
 
-    async def _leased_before(self, step: int) -> tuple[TrajectoryGroup, ...]:
+    async def _leased_before(self, step: int, lineage: Lineage) -> tuple[TrajectoryGroup, ...]:
         """The batch of this step when it was handed out before. Raises RequestError for a step that cannot be next."""
         leased = self._groups.progress.leased
-        again = in_groups(await self._ledger.leased(step)) if step <= leased else ()
+        again = in_groups(await self._ledger.leased(lineage.ledger_step(step))) if step <= leased else ()
         if not again and step not in (leased, leased + 1):
-            raise _conflict(
+            raise conflict(
                 f"step {step} cannot be leased for; the next is {leased + 1}. A trainer that starts from a checkpoint "
                 "says so by /rl/return"
             )
         return again
 
-    async def _lease(self, step: int, taken: Sequence[Group]) -> tuple[TrajectoryGroup, ...]:
+    async def _lease(self, step: int, taken: Sequence[Group], lineage: Lineage) -> tuple[TrajectoryGroup, ...]:
         """Lease these groups; none when a trajectory without a trained token had to be dropped first."""
         trajectories = [await self._ledger.trajectory(session_id) for group in taken for session_id in group.waiting]
         terms = await asyncio.to_thread(lease_terms, trajectories)
@@ -205,28 +221,18 @@ class Consumer:
         if useless:
             await self._drop(useless)
             return ()
-        await self._advance(replace(self._groups.progress, leased=step))  # first: a crash between is no second batch
+        num_answers = sum(group.size for group in taken)
+        progress = self._groups.progress.to_batch(step, num_answers, self._groups.bound)
+        await self._advance(progress, lineage)  # first: a crash between is no second batch
         with _refusals():
             await self._ledger.lease(
-                step,
+                lineage.ledger_step(step),
                 {session_id: one.digest for session_id, one in terms.items()},
                 {session_id: one.num_loss_tokens for session_id, one in terms.items()},
             )
         self._groups.lease(terms)
-        self._stragglers_until.clear()
+        self._choice.done()
         return in_groups(trajectories)
-
-    def _enough(self, request: LeaseRequest) -> tuple[Group, ...]:
-        """The oldest ready groups, as many as were asked for; none when there are fewer."""
-        ready = self._groups.ready(self._clock())
-        if request.num_groups is not None:
-            return ready[: request.num_groups] if len(ready) >= request.num_groups else ()
-        missing = request.num_trajectories or 0
-        for number, group in enumerate(ready, start=1):
-            missing -= len(group.waiting)
-            if missing <= 0:
-                return ready[:number]
-        return ()
 
     async def _drop_hopeless(self, step: int) -> None:
         """Drop what is beyond the bound, and what was not rewarded in time."""
@@ -234,18 +240,6 @@ class Consumer:
         self._groups.give_up_unstarted(now_s)
         drops = dict.fromkeys(self._groups.unrewarded(now_s), Drop.MISSING_REWARD)
         await self._drop(drops | dict.fromkeys(self._groups.stale(step), Drop.STALE))
-
-    def _must_wait(self, request: LeaseRequest) -> bool:
-        """Whether there are stragglers that may yet end before the batch has to go without them."""
-        if not self._groups.stragglers(request.step):
-            return False
-        now_s = self._clock()
-        return now_s < self._stragglers_until.setdefault(request.step, now_s + request.straggler_wait_s)
-
-    def _next_look_s(self, step: int, now_s: float, deadline_s: float) -> float:
-        """When time alone may have changed what can be leased."""
-        times = (self._groups.next_expiry_s(now_s), self._stragglers_until.get(step))
-        return min((time_s for time_s in times if time_s is not None and time_s > now_s), default=deadline_s)
 
     async def _wait(self, changed: asyncio.Event, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -256,14 +250,20 @@ class Consumer:
 
     async def _restore(self) -> None:
         """Take up what the ledger has waiting and the groups have not."""
-        now_s = self._clock()
         drops: dict[str, Drop] = {}
+        waiting: dict[str, list[Waiting]] = {}
         for trajectory in await self._ledger.waiting():
             drop = why_untrainable(trajectory)
             if drop:
                 drops[trajectory.session_id] = drop
             else:
-                self._groups.restore(trajectory.group_id, as_waiting(trajectory), now_s)
+                waiting.setdefault(trajectory.group_id, []).append(as_waiting(trajectory))
+        sizes = await read_group_sizes(self._ledger, waiting)
+        ended = await self._ledger.siblings(waiting)
+        now_s = self._clock()
+        for group_id, members in waiting.items():
+            self._groups.restore(group_id, size=sizes[group_id], ended=ended[group_id], waiting=members, now_s=now_s)
+        self._groups.restore_leased(await self._ledger.leased_groups())
         await self._drop(drops)
         self._notify()
 
@@ -272,7 +272,7 @@ class Consumer:
             trajectory = await self._ledger.trajectory(session_id)
             if not self._groups.is_waiting(session_id):
                 standing = trajectory.fate or "leased for a train step"
-                raise _conflict(
+                raise conflict(
                     f"session {session_id!r} is {standing}: a reward can be set until then", code="reward_too_late"
                 )
             rewards = with_reward(trajectory, request)
@@ -282,11 +282,30 @@ class Consumer:
                 self._groups.reward(session_id, self._clock())
         self._notify()
 
-    async def _give_back(self, after_step: int) -> int:
+    async def _acknowledge(self, request: AcknowledgeRequest) -> None:
         async with self._writing:
+            lineage = lineage_for(request.trainer, self._lineage)
+            leased = self._groups.progress.leased
+            if request.step > leased:
+                raise conflict(f"step {request.step} was never leased for; the last was {leased}")
             with _refusals():
-                num_returned = await self._ledger.return_leases(after_step)
-            await self._advance(Progress(published=after_step, leased=after_step))
+                await self._ledger.commit_checkpoint(lineage.ledger_step(request.step), request.checkpoint)
+
+    async def _give_back(self, request: ReturnRequest) -> int:
+        async with self._writing:
+            last_checkpoint = await self._ledger.last_checkpoint()
+            if request.adopts and is_other(request.trainer, self._lineage):
+                lineage = Lineage(trainer=request.trainer, base=last_checkpoint).after(request.after_step)
+                kept_step = last_checkpoint  # what the other one leased since was for checkpoints that nobody has
+            else:
+                lineage = lineage_for(request.trainer, self._lineage)
+                if not request.adopts:
+                    require_nothing_undone(request.after_step, lineage, last_checkpoint)
+                lineage = lineage.after(request.after_step)
+                kept_step = lineage.ledger_step(request.after_step)
+            with _refusals():
+                num_returned = await self._ledger.return_leases(kept_step)
+            await self._advance(Progress(published=request.after_step, leased=request.after_step), lineage)
             await self._restore()
         return num_returned
 
@@ -302,19 +321,15 @@ class Consumer:
             self._drops.update(reason.value for reason in drops.values())
             self._groups.give_up(drops, self._clock())
 
-    async def _advance(self, progress: Progress) -> None:
+    async def _advance(self, progress: Progress, lineage: Lineage) -> None:
         self._groups.progress = progress
-        bound = self._groups.bound
-        await self._ledger.set_note(NOTE, {"progress": asdict(progress), "bound": asdict(bound) if bound else None})
+        self._lineage = lineage
+        await write_trainer(self._ledger, TrainerNote(progress=progress, bound=self._groups.bound, lineage=lineage))
         self._notify()
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _conflict(message: str, *, code: str = "conflict") -> RequestError:
-    return RequestError(message, status=409, code=code)
 
 
 @contextlib.contextmanager
@@ -323,4 +338,4 @@ def _refusals() -> Generator[None]:
     try:
         yield
     except LedgerError as error:
-        raise _conflict(str(error)) from error
+        raise conflict(str(error)) from error

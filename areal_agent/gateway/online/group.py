@@ -23,7 +23,6 @@ class Group:
     sessions: list[str] = field(default_factory=list[str])  # that have started
     running: set[str] = field(default_factory=set[str])
     waiting: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
-    is_restored: bool = False  # read from the ledger: how many siblings it was to have is not known
 
     @property
     def num_started(self) -> int:

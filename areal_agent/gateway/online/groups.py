@@ -9,10 +9,10 @@ when all of them have ended with their rewards. What is missing (a sibling that 
 for so long, counted from the last thing that happened to the group. Pure accounting: no clock, no ledger.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.online.bound import Bound, Progress, capacity, require_room
+from areal_agent.gateway.online.bound import Bound, Progress, capacity, require_possible, require_room
 from areal_agent.gateway.online.group import Group, Waiting
 from areal_agent.staleness import is_stale
 
@@ -26,6 +26,8 @@ class Groups:
         self._wait_s = wait_s
         self._groups: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}  # by session
+        self._leased: set[str] = set()  # groups of which something is leased or trained
+        self._refused_size: int | None = None  # of the group that was kept out at the bound, unless one came in since
 
     # -------------------------------------------------------------------------------------- at the door
 
@@ -49,8 +51,9 @@ class Groups:
     def start(self, session_id: str, group_id: str, size: int | None, now_s: float) -> None:
         """Admit a session: a sibling of an admitted group always, the first of a group when all of it fits.
 
-        Raises RequestError: 429 at the bound, 409 when the group is full, 400 for a size that cannot be.
+        Raises RequestError: 429 at the bound, 409 when the group is full or leased, 400 for a size that cannot be.
         """
+        self._require_unleased(group_id)
         group = self._groups.get(group_id)
         if group is None:
             group = self._admit(group_id, size or 1, now_s)
@@ -81,19 +84,29 @@ class Groups:
             group.waiting[session_id] = waiting
         self._forget_if_empty(group, now_s)
 
-    def restore(self, group_id: str, waiting: Waiting, now_s: float) -> None:
-        """Take back a session that the ledger has waiting. One that is known already stays as it is."""
-        if waiting.session_id in self._group_of:
-            return
+    def restore(
+        self, group_id: str, *, size: int, ended: Iterable[str], waiting: Sequence[Waiting], now_s: float
+    ) -> None:
+        """Take back what the ledger has of a group: the sessions that have ended, and those of them that wait."""
         group = self._groups.get(group_id)
         if group is None:
-            group = self._groups[group_id] = Group(
-                id=group_id, size=0, started_step=waiting.oldest, changed_s=now_s, is_restored=True
-            )
-        group.sessions.append(waiting.session_id)
+            oldest = min(one.oldest for one in waiting)
+            group = self._groups[group_id] = Group(id=group_id, size=size, started_step=oldest, changed_s=now_s)
+        for session_id in ended:
+            if session_id not in group.sessions:
+                group.sessions.append(session_id)
+                self._group_of[session_id] = group_id
         group.size = max(group.size, group.num_started)
-        group.waiting[waiting.session_id] = waiting
-        self._group_of[waiting.session_id] = group_id
+        group.waiting.update((one.session_id, one) for one in waiting)
+
+    def restore_leased(self, group_ids: Iterable[str]) -> None:
+        """Exactly these groups have something that is leased or trained."""
+        self._leased = set(group_ids)
+
+    def size_of_first(self, session_id: str) -> int | None:
+        """How many siblings the group is to have, if this session began it."""
+        group = self._group(session_id)
+        return group.size if group is not None and group.sessions[0] == session_id else None
 
     def is_running(self, session_id: str) -> bool:
         """Whether it was admitted and has not ended."""
@@ -119,6 +132,17 @@ class Groups:
         """The groups that could be leased now, the oldest tokens first."""
         found = [group for group in self._groups.values() if self._is_ready(group, now_s)]
         return tuple(sorted(found, key=lambda group: (group.oldest, group.id)))
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether only a lease can make anything happen: all groups are ready, and no further one is let in.
+
+        The next group is taken to be as large as the one that was refused last, or as the smallest that is here.
+        """
+        capacity = self.capacity
+        if capacity is None or not self._groups:
+            return False
+        next_size = self._refused_size or min(group.size for group in self._groups.values())
+        return capacity < next_size and all(self._is_ready(group, now_s) for group in self._groups.values())
 
     def unrewarded(self, now_s: float) -> tuple[str, ...]:
         """Sessions whose reward has been waited for long enough."""
@@ -170,6 +194,7 @@ class Groups:
         for session_id in session_ids:
             group = self._group(session_id)
             if group is not None:
+                self._leased.add(group.id)
                 group.waiting.pop(session_id, None)
                 if not (group.running or group.waiting):
                     self._remove(group)
@@ -183,15 +208,25 @@ class Groups:
 
     def _admit(self, group_id: str, size: int, now_s: float) -> Group:
         if self.bound is not None:
+            require_possible(size, self.bound)
+            self._refused_size = size  # unless there is room
             require_room(size, self.bound, self.progress, num_running=self.num_running, num_finished=self.num_finished)
+        self._refused_size = None
         group = Group(id=group_id, size=size, started_step=self.progress.published, changed_s=now_s)
         self._groups[group_id] = group
         return group
 
+    def _require_unleased(self, group_id: str) -> None:
+        if group_id in self._leased:
+            raise RequestError(
+                f"group {group_id!r} is leased or trained already, and takes no further sibling; name another group_id",
+                status=409,
+                param="group_id",
+                code="group_leased",
+            )
+
     def _join(self, group: Group, size: int | None) -> None:
         """Check that the group has a place left for one more sibling."""
-        if size is not None and group.is_restored and size >= group.num_started:
-            group.size, group.is_restored = size, False
         if size is not None and size != group.size:
             raise RequestError(
                 f"group_size is {size}, but group {group.id!r} was started with {group.size}",

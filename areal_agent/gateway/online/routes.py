@@ -53,7 +53,7 @@ class TrainerCalls:
         return self._state()
 
     async def _return(self, body: JsonObject) -> web.Response:
-        num_returned = await self._consumer.give_back(ReturnRequest.read(body).after_step)
+        num_returned = await self._consumer.give_back(ReturnRequest.read(body))
         return json_reply({"num_returned": num_returned, "state": self._consumer.state()})
 
     async def _drop(self, body: JsonObject) -> web.Response:

@@ -39,6 +39,7 @@ DAMAGE = (KeyError, TypeError, ValueError, AttributeError)
 class State:
     """Where a gateway stands: whole answers, failed siblings included."""
 
+    trainer: str | None  # who has it; None: nobody yet, or one that does not say
     published: int  # the weight version that serves, as the trainer said
     leased: int  # the last train step that a batch was handed out for
     num_running: int

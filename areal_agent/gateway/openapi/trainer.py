@@ -29,6 +29,7 @@ _ONLY_STATE = answer_object({"state": ref("TrainerState")})
 SCHEMAS: dict[str, JsonSchema] = {
     "TrainerState": answer_object(
         {
+            "trainer": nullable(text()),
             "published": integer(),
             "leased": integer(),
             "num_running": integer(low=0),
@@ -40,12 +41,14 @@ SCHEMAS: dict[str, JsonSchema] = {
         }
     ),
     "Publish": closed_object(
-        {"step": _VERSION} | optional(batch_answers=integer(1, _MAX_COUNT), max_staleness=integer(0, _MAX_COUNT)),
+        {"step": _VERSION}
+        | optional(trainer=NAME, batch_answers=integer(1, _MAX_COUNT), max_staleness=integer(0, _MAX_COUNT)),
         ["step"],
     ),
     "Lease": closed_object(
         {"step": _STEP}
         | optional(
+            trainer=NAME,
             num_groups=integer(1, _MAX_COUNT),
             num_trajectories=integer(1, _MAX_COUNT),
             wait_s=_SECONDS,
@@ -57,8 +60,12 @@ SCHEMAS: dict[str, JsonSchema] = {
     "Leased": answer_object(
         {"step": integer(), "groups": list_of({"type": "object"}), "state": ref("TrainerState")},
     ),
-    "Acknowledge": closed_object({"step": _STEP, "checkpoint": text()}, ["step", "checkpoint"]),
-    "Return": closed_object({"after_step": _VERSION}, ["after_step"]),
+    "Acknowledge": closed_object(
+        {"step": _STEP, "checkpoint": text()} | optional(trainer=NAME), ["step", "checkpoint"]
+    ),
+    "Return": closed_object(
+        {"after_step": _VERSION} | optional(trainer=NAME, adopt={"type": "boolean"}), ["after_step"]
+    ),
     "Drop": closed_object(
         {"session_ids": list_of(NAME), "reason": one_of(*(drop.value for drop in Drop))}, ["session_ids", "reason"]
     ),

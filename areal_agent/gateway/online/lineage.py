@@ -1,0 +1,67 @@
+"""Whose steps a gateway counts, and who may go on with them. It knows no ledger and no HTTP. Pure.
+
+The ledger numbers train steps once and for all: over all trainers they only go up. Every trainer counts its own from
+where its checkpoint is. `offset` lies between: the trainer's step s is the ledger's step `offset + s`. So a trainer
+that takes a gateway over begins after everything that was trained before, and undoes none of it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from areal_agent.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lineage:
+    """The steps of one trainer, in the ledger's numbers."""
+
+    trainer: str | None = None  # None: one that does not say who it is
+    base: int = 0  # the ledger's last checkpoint when it came: what others trained is never undone
+    offset: int = 0
+
+    def ledger_step(self, step: int) -> int:
+        return self.offset + step
+
+    def after(self, step: int) -> Self:
+        """It goes on from its own checkpoint of `step`."""
+        return replace(self, offset=max(self.offset, self.base - step))
+
+
+def lineage_for(trainer: str | None, held: Lineage | None) -> Lineage:
+    """The lineage that a call of this trainer is in. The first one takes a gateway that nobody has.
+
+    Raises RequestError (409) when another trainer has it.
+    """
+    if held is None:
+        return Lineage(trainer=trainer)
+    if held.trainer != trainer:
+        raise conflict(
+            f"this gateway is {_name(held.trainer)}'s, not {_name(trainer)}'s; to take it over, with what waits, call "
+            '/rl/return {"trainer": ..., "after_step": ..., "adopt": true}: what was trained stays trained',
+            code="other_trainer",
+        )
+    return held
+
+
+def is_other(trainer: str | None, held: Lineage | None) -> bool:
+    return held is not None and held.trainer != trainer
+
+
+def require_nothing_undone(after_step: int, lineage: Lineage, last_checkpoint: int) -> None:
+    """Raises RequestError (409) when going on after `after_step` would undo what a checkpoint has trained."""
+    committed = last_checkpoint - lineage.offset
+    if after_step < committed:
+        raise conflict(
+            f"after_step is {after_step}, but the checkpoint of step {committed} is acknowledged: what it trained "
+            'would wait again. If that checkpoint is lost, say "adopt": true; a new run names a "trainer" of its own '
+            'and says "adopt": true, which undoes nothing',
+            code="would_undo",
+        )
+
+
+def conflict(message: str, *, code: str = "conflict") -> RequestError:
+    return RequestError(message, status=409, code=code)
+
+
+def _name(trainer: str | None) -> str:
+    return "a nameless trainer" if trainer is None else f"trainer {trainer!r}"

@@ -1,0 +1,124 @@
+"""Who trains from a gateway, and what that may undo.
+
+1. a call of another trainer is refused, and the remedy is said; 2. nothing that a checkpoint has trained is undone
+unasked; 3. a trainer that takes over keeps what others trained, begins after it, and has what waits; 4. the one before
+is refused from then on, and may take over in its turn; 5. over a restart of the gateway; 6. a trainer that has lost
+its own checkpoint trains again what that held, and nothing of what others trained; 7. whatever trainers do, the ledger
+is proved.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from areal_agent.gateway.online.bound import Bound
+from areal_agent.ledger.verify import verify
+from areal_agent.types import Fate, WeightVersion
+
+from .conftest import Agent, OpenWorld
+from .online import Online, fate, ids_of, open_online
+
+
+@pytest.fixture
+async def online(open_world: OpenWorld, tmp_path: Path) -> AsyncIterator[Online]:
+    online = await open_online(open_world, tmp_path / "ledger.sqlite", bound=Bound(batch_answers=4, max_staleness=1))
+    yield online
+    await online.ledger.aclose()
+
+
+async def train(online: Online, step: int, trainer: str | None, *, commits: bool = True) -> Agent:
+    """A whole train step of one rollout."""
+    online.world.engine.version = WeightVersion(step=step - 1)
+    (agent,) = await online.play(f"{trainer}-{step}")
+    reply = await online.lease(step, trainer=trainer)
+    assert ids_of(reply) == [[agent.id]]
+    await online.done("publish", step=step, trainer=trainer)
+    if commits:
+        await online.done("acknowledge", step=step, trainer=trainer, checkpoint=f"{trainer}/{step}")
+    return agent
+
+
+async def fates(online: Online, *agents: Agent) -> list[Fate | None]:
+    return [await fate(online, agent) for agent in agents]
+
+
+@pytest.mark.parametrize("stranger", ["b", None])
+async def test_a_call_of_another_trainer_is_refused(online: Online, stranger: str | None) -> None:
+    agent = await train(online, 1, "a")
+    for path, body in {
+        "publish": {"step": 2},
+        "lease": {"step": 2, "num_groups": 1},
+        "acknowledge": {"step": 1, "checkpoint": "c"},
+        "return": {"after_step": 1},
+    }.items():
+        status, answer = await online.post(path, trainer=stranger, **body)
+        assert (status, answer["error"]["code"]) == (409, "other_trainer"), path
+        assert "is trainer 'a''s" in answer["error"]["message"] and '"adopt": true' in answer["error"]["message"]
+    state = (await online.done("status"))["state"]
+    assert (state["trainer"], state["published"], await fate(online, agent)) == ("a", 1, Fate(trained_step=1))
+
+
+async def test_nothing_committed_is_undone_unasked(online: Online) -> None:
+    agents = [await train(online, step, None) for step in (1, 2)]
+    status, answer = await online.post("return", after_step=0)
+    assert (status, answer["error"]["code"]) == (409, "would_undo")
+    assert "the checkpoint of step 2 is acknowledged" in answer["error"]["message"]
+    assert await fates(online, *agents) == [Fate(trained_step=1), Fate(trained_step=2)]
+
+
+async def test_who_takes_over_keeps_what_was_trained_and_has_what_waits(online: Online) -> None:
+    first = await train(online, 1, "a")
+    leased = await train(online, 2, "a", commits=False)
+    returned = await online.done("return", after_step=0, trainer="b", adopt=True)
+    assert returned["num_returned"] == 1
+    state = returned["state"]
+    assert (state["trainer"], state["published"], state["num_finished"], state["capacity"]) == ("b", 0, 1, 7)
+    assert ids_of(await online.lease(1, trainer="b")) == [[leased.id]]
+    assert ids_of(await online.lease(1, trainer="b")) == [[leased.id]]
+    await online.done("publish", step=1, trainer="b")
+    await online.done("acknowledge", step=1, trainer="b", checkpoint="b/1")
+    assert await fates(online, first, leased) == [Fate(trained_step=1), Fate(trained_step=2)]
+    assert verify(online.path).violations == ()
+
+
+async def test_the_trainer_before_is_refused_and_may_take_over_in_its_turn(online: Online) -> None:
+    first = await train(online, 1, "a")
+    for _ in range(2):  # an answer was lost
+        await online.done("return", after_step=0, trainer="b", adopt=True)
+    second = await train(online, 1, "b")
+    assert (await online.post("publish", step=2, trainer="a"))[0] == 409
+    await online.done("return", after_step=1, trainer="a", adopt=True)
+    third = await train(online, 2, "a")
+    trained = await fates(online, first, second, third)
+    assert trained == [Fate(trained_step=1), Fate(trained_step=2), Fate(trained_step=3)]
+    assert verify(online.path).violations == ()
+
+
+async def test_the_next_process_knows_whose_steps_they_are(online: Online, open_world: OpenWorld) -> None:
+    first = await train(online, 1, "a")
+    await online.done("return", after_step=0, trainer="b", adopt=True)
+    second = await train(online, 1, "b")
+    later = await online.restarted(open_world)
+    assert (await later.post("publish", step=2, trainer="a"))[0] == 409
+    third = await train(later, 2, "b")
+    assert await fates(later, first, second, third) == [Fate(trained_step=step) for step in (1, 2, 3)]
+    await later.ledger.aclose()
+    assert verify(online.path).violations == ()
+
+
+async def test_a_lost_checkpoint_is_trained_again_and_nothing_of_others(online: Online) -> None:
+    others = await train(online, 1, "a")
+    await online.done("return", after_step=5, trainer="b", adopt=True)
+    kept, lost = await train(online, 6, "b"), await train(online, 7, "b")
+    assert (await online.post("return", after_step=6, trainer="b"))[0] == 409
+    returned = await online.done("return", after_step=6, trainer="b", adopt=True)
+    assert returned["num_returned"] == 1
+    assert await fates(online, others, lost) == [Fate(trained_step=1), None]
+    assert (await fate(online, kept)) is not None
+    await online.done("return", after_step=0, trainer="b", adopt=True)
+    assert await fates(online, others, kept, lost) == [Fate(trained_step=1), None, None]
+    reply = await online.lease(1, trainer="b", num_groups=2)
+    assert sorted(ids_of(reply)) == sorted([[kept.id], [lost.id]])
+    await online.done("acknowledge", step=1, trainer="b", checkpoint="b/1")
+    assert verify(online.path).violations == ()
