@@ -83,6 +83,7 @@ class Gateway:
             journal=journal,
             counters=self._counters,
             max_context_tokens=max_context_tokens,
+            vocab_size=vocab_size,
             has_grammar=has_grammar,
         )
         self._model_name = model_name
@@ -186,6 +187,7 @@ class Gateway:
     # ------------------------------------------------------------------------------------------- rollouts
 
     def _make_session(self, record: SessionRecord, start: StartRequest) -> Session:
+        start.sampling.require_ids_below(self._services.vocab_size, "sampling.")
         options = SessionOptions(defaults=start.sampling, truncates=start.truncates)
         return Session(record, options=options, services=self._services, on_ended=self._retire)
 

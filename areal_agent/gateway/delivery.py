@@ -2,9 +2,10 @@
 
 ::
 
-    session.stream ─▶ outlet ─▶ chunks ─▶ (the turns are in the journal) ─▶ finish reasons, usage, [DONE]
+    session.begin ─▶ outlet ─▶ chunks ─▶ (the turns are in the journal) ─▶ finish reasons, usage, [DONE]
 
-Who hangs up stops the engine. What fails in the middle of a stream becomes its last event: the status has left already.
+Who hangs up stops the engine; what was sampled until then is recorded. A stream begins with the first token: what fails
+before has a status of its own. What fails later becomes the last event, for the status has left already.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ async def deliver(
     """Answer a request, to the last byte; what reaches the agent is marked as delivered."""
     if exchange.order.is_streamed:
         return await _deliver_in_chunks(http, session, exchange, body, counters)
-    answer = await session.answer(exchange)
+    answer = await _until_hung_up(session.begin(exchange), exchange)
     reply = json_reply(body.whole(answer))
     await reply.prepare(http)
     await reply.write_eof()
@@ -56,9 +57,11 @@ async def _deliver_in_chunks(
     http: web.Request, session: Session, exchange: Exchange, body: AnswerBody, counters: Counters
 ) -> web.StreamResponse:
     outlet = Outlet()
-    answering = session.stream(exchange, outlet)
+    answering = session.begin(exchange, outlet)
     reply = web.StreamResponse(headers=STREAM_HEADERS)
     try:
+        if not await outlet.has_begun():
+            await asyncio.shield(answering)
         await reply.prepare(http)
         await reply.write(_events(body.first(exchange.prompt_ids)))
         async for pieces in outlet.batches():
@@ -71,11 +74,21 @@ async def _deliver_in_chunks(
         exchange.hang_up()
         raise
     except Exception as error:  # the boundary: an agent that reads a stream learns of a failure by an event
+        if not reply.prepared:
+            raise
         fault = as_request_error(error, http)
         counters.errors[fault.status] += 1
         await reply.write(_events([error_object(fault)]))
         await reply.write_eof()
     return reply
+
+
+async def _until_hung_up(answering: "asyncio.Task[Answer]", exchange: Exchange) -> Answer:
+    try:
+        return await asyncio.shield(answering)
+    except asyncio.CancelledError:
+        exchange.hang_up()
+        raise
 
 
 def _events(chunks: Iterable[JsonObject]) -> bytes:

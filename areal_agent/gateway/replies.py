@@ -17,6 +17,9 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 UNREAD_BODY_STATUSES = (408, 413, 415)
 """Answers to a body that was not read to its end: nothing more can be said on that connection."""
 
+ENGINE_RETRY_S = 1
+"""When an engine that does not answer, or has too much to do, may be asked again."""
+
 
 def json_reply(data: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(
@@ -85,8 +88,10 @@ def _fault(error: Exception, call: str, headers: Mapping[str, str]) -> RequestEr
             return RequestError(f"the engine refused the request: {error}", code="engine_rejected")
         case EngineError():
             logger.warning("%s: %s", without_keys(call, headers), error)
-            status = 503 if isinstance(error, EngineUnreachable) else 502
-            return RequestError(f"the engine failed: {error}", status=status, code="engine_failed")
+            status, retry_after_s = (503, ENGINE_RETRY_S) if isinstance(error, EngineUnreachable) else (502, None)
+            return RequestError(
+                f"the engine failed: {error}", status=status, code="engine_failed", retry_after_s=retry_after_s
+            )
         case _:
             logger.error("%s failed", without_keys(call, headers), exc_info=error)
             return RequestError(f"internal error ({type(error).__name__}); see the gateway's log", status=500)

@@ -46,6 +46,12 @@ class SamplingWishes:
             max_tokens=_read_max_tokens(body, where),
         )
 
+    def require_ids_below(self, vocab_size: int, where: str = "") -> None:
+        """Raises RequestError for a bias of a token that the model does not have."""
+        largest = max((token_id for token_id, _ in self.logit_bias or ()), default=0)
+        if largest >= vocab_size:
+            refuse(f"{where}logit_bias", {str(largest): "..."}, f"made of token ids below {vocab_size}")
+
     def over(self, defaults: "SamplingWishes") -> "SamplingWishes":
         """These, and the defaults where these say nothing."""
         return replace(defaults, **self._said())
@@ -99,6 +105,8 @@ def _read_logit_bias(body: JsonObject, where: str) -> tuple[tuple[int, float], .
         _read_token_id(key, param): as_bounded_number(bias, f"{param}[{key}]", low=-MAX_BIAS, high=MAX_BIAS)
         for key, bias in biases.items()
     }
+    if len(by_id) < len(biases):
+        refuse(param, biases, "an object that names each token id once, without leading zeros")
     return tuple(by_id.items())
 
 

@@ -19,5 +19,6 @@ class Services:
     journal: Journal
     counters: Counters
     max_context_tokens: int
+    vocab_size: int  # of the model: its tokenizer may know fewer ids
     has_grammar: bool = False  # the engine can hold answers to a JSON schema
     abort_grace_s: float = ABORT_GRACE_S

@@ -73,7 +73,7 @@ class Session:
         self._log = TurnLog(record.id, services)
         self._rewards = RewardBook()
         self._calls = EngineCalls(services.sampler, services.counters, abort_grace_s=services.abort_grace_s)
-        self._streams: set[asyncio.Task[Answer]] = set()
+        self._answers: set[asyncio.Task[Answer]] = set()
         self._ending: asyncio.Task[Trajectory] | None = None
         self._num_running = 0  # exchanges
         self._none_runs = asyncio.Event()
@@ -91,6 +91,7 @@ class Session:
                 param="response_format",
                 code="unsupported_parameter",
             )
+        request.order.wishes.require_ids_below(self._services.vocab_size)
         questions = request.questions()
         answer_id = f"{request.id_prefix}-{secrets.token_hex(12)}"
         num_choices = request.order.num_choices
@@ -116,13 +117,14 @@ class Session:
                 self._require_open()  # an engine that aborts because the session ends has not failed
                 raise
 
-    def stream(self, exchange: Exchange, outlet: Outlet) -> "asyncio.Task[Answer]":
+    def begin(self, exchange: Exchange, outlet: Outlet | None = None) -> "asyncio.Task[Answer]":
         """As `answer`, in a task of the session's: it outlives an agent that hangs up, until the record is whole."""
         task = asyncio.create_task(self.answer(exchange, outlet))
-        self._streams.add(task)
-        task.add_done_callback(self._streams.discard)
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to hear of it
-        task.add_done_callback(lambda _: outlet.close())
+        if outlet is not None:
+            task.add_done_callback(lambda _: outlet.close())
         return task
 
     async def _place_turn(
@@ -132,7 +134,7 @@ class Session:
         own_ids = ids[first_index : first_index + request.order.num_choices]
         if prompt.num_tokens >= self._services.max_context_tokens:
             if not self._options.truncates:
-                raise self._no_room(prompt)
+                raise self._no_room(prompt, request.prompt_param)
             return TruncatedTurn(prompt_ids=prompt.token_ids(), completion_ids=own_ids, first_index=first_index)
         plan = TurnPlan(
             prompt=prompt,
@@ -161,12 +163,12 @@ class Session:
         key = self.record.seed.to_bytes(8)
         return int.from_bytes(blake2b(prompt.identity, digest_size=8, key=key).digest()) & MAX_SEED
 
-    def _no_room(self, prompt: Prompt) -> RequestError:
+    def _no_room(self, prompt: Prompt, param: str) -> RequestError:
         return RequestError(
             f"This model's maximum context length is {self._services.max_context_tokens} tokens. However, your "
-            f"messages resulted in {prompt.num_tokens} tokens, which leaves no room for an answer. Please reduce the "
-            "length of the messages.",
-            param="messages",
+            f"{param} resulted in {prompt.num_tokens} tokens, which leaves no room for an answer. Please reduce the "
+            f"length of the {param}.",
+            param=param,
             code="context_length_exceeded",
         )
 

@@ -4,6 +4,7 @@ openai and httpx are named here for their types only: `import areal_agent` stays
 """
 
 import asyncio
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -27,9 +28,13 @@ def as_reward(value: object) -> float:
     number = item() if callable(item) else value
     if not isinstance(number, numbers.Real):
         raise TypeError(f"a reward is a number, got {value!r} ({type(value).__name__})")
-    if not abs(number) <= MAX_REWARD:
+    try:
+        reward = float(number)
+    except OverflowError:  # an integer can be larger than any float
+        reward = math.inf
+    if not abs(reward) <= MAX_REWARD:
         raise ValueError(f"a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, got {value!r}; scale it down")
-    return float(number)
+    return reward
 
 
 class SharedResources:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import GenerateRequest, GenerateResult, SessionRecord, TokenChunk, Trajectory, Turn
+from areal_agent.types import SessionRecord, Trajectory, Turn
 
 ADMIN_KEY = "sk-admin"
 VOCAB_SIZE = 300
@@ -60,20 +60,15 @@ class MemoryJournal:
 
 
 class WatchedEngine(FakeEngine):
-    """A scripted engine that says when a call was cancelled."""
+    """A scripted engine that says when a request was ended."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.was_cancelled = asyncio.Event()
+        self.was_aborted = asyncio.Event()
 
-    async def generate(
-        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
-    ) -> GenerateResult:
-        try:
-            return await super().generate(request, on_chunk)
-        except asyncio.CancelledError:
-            self.was_cancelled.set()
-            raise
+    async def abort(self, request_id: str) -> None:
+        await super().abort(request_id)
+        self.was_aborted.set()
 
 
 @dataclass(kw_only=True)

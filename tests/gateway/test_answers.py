@@ -8,11 +8,12 @@
 - reasoning comes apart from the content, and is counted; ids and log-probabilities come on request, and are those of
   the record; bytes are exact
 - JSON by a grammar where the engine has one, else a 400
-- a context without room is an empty answer where the session asks for that
+- a context without room is an empty answer where the session asks for that; an engine may say nothing at all
 """
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 
 from areal_agent.engine.fake import fake_logprob
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import Distribution, FinishReason
+from areal_agent.types import Distribution, FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
 from .conftest import OpenWorld
 
@@ -230,6 +231,26 @@ async def test_images_are_refused_clearly(open_world: OpenWorld) -> None:
     with pytest.raises(openai.BadRequestError, match="no images") as caught:
         await (await world.start()).ask([{"role": "user", "content": parts}])
     assert caught.value.param == "messages[0].content[0]"
+
+
+async def test_an_answer_without_a_token(open_world: OpenWorld) -> None:
+    world = await open_world(engine=SilentEngine())
+    agent = await world.start()
+    choice = (await agent.ask()).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("", "stop")
+    assert agent.turns[0].completions[0].token_ids == ()
+
+
+class SilentEngine:
+    """Stops before its first token."""
+
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
+        return GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.STOP)
+
+    async def abort(self, request_id: str) -> None:
+        pass
 
 
 async def test_an_aborted_answer_is_not_continued_from(open_world: OpenWorld) -> None:

@@ -6,6 +6,7 @@
 - stop texts, echo, log-probabilities, ids and streams; what is not supported is a 400 that names it
 """
 
+import asyncio
 from typing import Any
 
 import openai
@@ -90,11 +91,13 @@ async def test_log_probabilities_are_columns(open_world: OpenWorld) -> None:
 async def test_a_stream(open_world: OpenWorld) -> None:
     world = await open_world("xyz<|im_end|>", "uv<|im_end|>", is_stepped=True)
     agent = await world.start()
-    stream = await complete(agent, ["a", "b"], stream=True, echo=True, stream_options={"include_usage": True})
+    asking = asyncio.create_task(
+        complete(agent, ["a", "b"], stream=True, echo=True, stream_options={"include_usage": True})
+    )
     await world.engine.wait_for_requests(2)
     while world.engine.step(1):
         pass
-    *chunks, usage = [chunk async for chunk in stream]
+    *chunks, usage = [chunk async for chunk in await asking]
     texts, ends = ["", ""], ["", ""]
     for chunk in chunks:
         (choice,) = chunk.choices
@@ -145,4 +148,4 @@ async def test_a_prompt_without_room_is_openais_error(open_world: OpenWorld) -> 
     world = await open_world(max_context_tokens=20)
     with pytest.raises(openai.BadRequestError) as caught:
         await complete(await world.start(), "long " * 30)
-    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")

@@ -101,7 +101,7 @@ async def test_hanging_up_is_no_error(open_world: OpenWorld, caplog: pytest.LogC
     await world.engine.wait_for_requests(1)
     asking.close()
     sending.close()
-    await world.engine.was_cancelled.wait()
+    await world.engine.was_aborted.wait()
     assert (await agent.end())[0] == 200
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert world.gateway.stats().errors == {}

@@ -1,7 +1,7 @@
 """What happens when things go wrong, or end:
 
 - a turn is in the journal before its answer leaves
-- an agent that hangs up aborts its engine request; if its turn is being written, the turn stays
+- an agent that hangs up ends its engine request, and what that gave is kept; a turn that is being written stays
 - the end of a session aborts what is in flight and keeps its partial answer, masked from training
 - an engine that does not answer an abort does not hold up the end; an engine that aborts by itself is an engine error
 - a journal that fails to open a session leaves none behind
@@ -56,17 +56,20 @@ async def test_a_turn_is_journaled_before_its_answer_leaves(open_world: OpenWorl
     assert len(agent.turns) == 1
 
 
-async def test_hanging_up_aborts_the_engine_request(open_world: OpenWorld) -> None:
+async def test_hanging_up_ends_the_engine_request_and_keeps_what_it_gave(open_world: OpenWorld) -> None:
     world = await open_world("abc", is_stepped=True)
     agent = await world.start()
     call = asyncio.create_task(agent.post_chat())
     await world.engine.wait_for_requests(1)
     assert world.gateway.stats().num_engine_requests == 1
+    world.engine.step(2)
     await hang_up(call)
-    await world.engine.was_cancelled.wait()
+    await world.journal.is_writing.wait()
     assert world.engine.aborted_ids == [world.engine.requests[0].request_id]
     assert world.engine.num_in_flight == 0
-    assert agent.turns == []
+    await agent.end(status="timeout")
+    (completion,) = world.journal.closed[agent.id].turns[0].completions
+    assert (completion.token_ids, completion.finish_reason) == (tuple(world.ids("ab")), FinishReason.ABORT)
 
 
 async def test_hanging_up_does_not_undo_a_turn(open_world: OpenWorld) -> None:
@@ -172,6 +175,7 @@ async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> Non
         journal=journal,
         counters=Counters(),
         max_context_tokens=100,
+        vocab_size=renderer.vocab_size,
         abort_grace_s=0.01,
     )
     session = Session(record, options=SessionOptions(), services=services, on_ended=ended.append)
@@ -207,6 +211,7 @@ async def test_engine_failures_are_error_objects(open_world: OpenWorld, failure:
         await agent.ask(n=2)
     assert caught.value.status_code == status
     assert world.gateway.stats().errors == {status: 2}
+    assert caught.value.response.headers.get("Retry-After") == ("1" if status == 503 else None)
     assert agent.turns == []
     assert (await agent.end(status="infra"))[0] == 200
 

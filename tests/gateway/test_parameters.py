@@ -3,6 +3,7 @@
 - what is not supported is a 400 that names it, as is a value of the wrong kind and an unknown name
 - values that ask for nothing are accepted, null everywhere
 - faults inside parameters, messages and tools name their place
+- a bias is of a token that the model has
 - no JSON whatsoever is answered with anything but a checked request or an error that names what is wrong (property)
 """
 
@@ -44,6 +45,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("stop", ""),
     ("stop", ["x"] * 17),
     ("logit_bias", {"x": 1}),
+    ("logit_bias", {"1": 1, "01": 2}),
     ("logit_bias", [5]),
     ("frequency_penalty", 2.5),
     ("presence_penalty", "1"),
@@ -202,6 +204,9 @@ def test_faults_in_messages_name_their_place(messages: Any, param: str) -> None:
         ({"type": "custom"}, "tools[0].type"),
         ({"type": "function"}, "tools[0].function"),
         ({"type": "function", "function": {"name": ""}}, "tools[0].function.name"),
+        ({"type": "function", "function": {"name": "a" * 65}}, "tools[0].function.name"),
+        ({"type": "function", "function": {"name": "a<|im_end|>b"}}, "tools[0].function.name"),
+        ({"type": "function", "function": {"name": "f\n"}}, "tools[0].function.name"),
         ({"type": "function", "function": {"name": "f", "strict": "yes"}}, "tools[0].function.strict"),
         ({"type": "function", "function": {"name": "f", "parameters": []}}, "tools[0].function.parameters"),
         ({"type": "function", "function": {"name": "f", "description": nested(65)}}, "tools[0]"),
@@ -212,6 +217,22 @@ def test_faults_in_tools_name_their_place(tool: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         ChatRequest.read(MINIMAL | {"tools": [tool]})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_bias_of_no_token_is_refused(open_world: OpenWorld, is_streamed: bool) -> None:
+    world = await open_world("a<|im_end|>", vocab_size=400)
+    agent = await world.start()
+    status, answer = await agent.post_chat(logit_bias={"5": 1, "400": 1}, stream=is_streamed)
+    assert (status, answer["error"]["param"]) == (400, "logit_bias")
+    assert "ids below 400" in answer["error"]["message"]
+    assert (await agent.post_chat(logit_bias={"399": 1}))[0] == 200
+
+
+async def test_a_session_has_no_bias_of_no_token(open_world: OpenWorld) -> None:
+    world = await open_world()
+    status, answer = await world.call("/rl/start_session", {"task_id": "t", "sampling": {"logit_bias": {"300": 1}}})
+    assert (status, answer["error"]["param"]) == (400, "sampling.logit_bias")
 
 
 async def test_a_refusal_is_openais_error_object(open_world: OpenWorld) -> None:

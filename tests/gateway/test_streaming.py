@@ -6,7 +6,7 @@
 - text is held back where it may be a stop text or the beginning of a character, and only there
 - log-probabilities and token ids leave with their text; put together they are those of the record
 - who hangs up stops the engine: what was sampled is recorded, and masked
-- a failure in the middle is an event, and a session that ends is one; before the first byte it is a status
+- a failure in the middle is an event, and a session that ends is one; before the first token it is a status
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from areal_agent.errors import EngineUnreachable
+from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
@@ -47,11 +47,14 @@ async def next_content(stream: AsyncIterator[Any]) -> str:
 async def test_tokens_leave_as_they_are_sampled(open_world: OpenWorld) -> None:
     world = await open_world("abc<|im_end|>", is_stepped=True)
     agent = await world.start()
-    stream = aiter(await agent.ask(stream=True))
+    asking = asyncio.create_task(agent.ask(stream=True))
+    await world.engine.wait_for_requests(1)
+    world.engine.step(1)
+    stream = aiter(await asking)
     first = await anext(stream)
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
-    await world.engine.wait_for_requests(1)
-    for letter in "abc":
+    assert await next_content(stream) == "a"
+    for letter in "bc":
         world.engine.step(1)
         assert await next_content(stream) == letter
     world.engine.step(1)
@@ -89,10 +92,11 @@ async def test_usage_comes_last_when_asked_for(open_world: OpenWorld) -> None:
 async def test_answers_are_told_apart_by_their_index(open_world: OpenWorld) -> None:
     world = await open_world("ab<|im_end|>", "cd<|im_end|>", is_stepped=True)
     agent = await world.start()
-    stream = await agent.ask(stream=True, n=2)
+    asking = asyncio.create_task(agent.ask(stream=True, n=2))
     await world.engine.wait_for_requests(2)
     for _ in range(3):
         world.engine.step(1)
+    stream = await asking
     texts, ends = {0: "", 1: ""}, {}
     async for chunk in stream:
         (choice,) = chunk.choices
@@ -110,10 +114,10 @@ async def test_reasoning_and_calls_leave_in_pieces(open_world: OpenWorld) -> Non
     )
     agent = await world.start()
     question: list[Any] = [{"role": "user", "content": "x"}]
-    stream = await agent.ask(question, tools=TOOLS, stream=True)
+    asking = asyncio.create_task(agent.ask(question, tools=TOOLS, stream=True))
     await world.engine.wait_for_requests(1)
     step_to_the_end(world)
-    chunks = await whole(stream)
+    chunks = await whole(await asking)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     reasoning = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
     assert "".join(reasoning) == "well, so"
@@ -176,10 +180,12 @@ async def test_a_malformed_call_is_none_to_run(open_world: OpenWorld, rest: str)
 async def test_only_what_may_be_a_stop_text_is_held_back(open_world: OpenWorld) -> None:
     world = await open_world("aQbé", is_stepped=True)
     agent = await world.start()
-    stream = aiter(await agent.ask(stream=True, stop="QQ", max_tokens=100))
+    asking = asyncio.create_task(agent.ask(stream=True, stop="QQ", max_tokens=100))
     await world.engine.wait_for_requests(1)
     contents = list[str]()
-    for _ in range(len(world.ids("aQb"))):
+    world.engine.step(1)
+    stream = aiter(await asking)
+    for _ in range(len(world.ids("Qb"))):
         world.engine.step(1)
     for _ in range(2):
         contents.append(await next_content(stream))
@@ -192,10 +198,10 @@ async def test_a_stop_text_ends_the_stream(open_world: OpenWorld) -> None:
     world = await open_world("a\n\nbcdefgh<|im_end|>", "z<|im_end|>", is_stepped=True)
     agent = await world.start()
     question: list[Any] = [{"role": "user", "content": "x"}]
-    stream = await agent.ask(question, stream=True, stop=["\n\n"])
+    asking = asyncio.create_task(agent.ask(question, stream=True, stop=["\n\n"]))
     await world.engine.wait_for_requests(1)
     world.engine.step(4)
-    chunks = await whole(stream)
+    chunks = await whole(await asking)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a"
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert world.engine.aborted_ids == [world.engine.requests[0].request_id]
@@ -213,10 +219,12 @@ async def test_a_stop_text_ends_the_stream(open_world: OpenWorld) -> None:
 async def test_tokens_and_their_log_probabilities_leave_with_the_text(open_world: OpenWorld) -> None:
     world = await open_world("aé🙂b<|im_end|>", is_stepped=True)
     agent = await world.start()
-    stream = await agent.ask(stream=True, logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
+    asking = asyncio.create_task(
+        agent.ask(stream=True, logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
+    )
     await world.engine.wait_for_requests(1)
     step_to_the_end(world)
-    chunks = await whole(stream)
+    chunks = await whole(await asking)
     (turn,) = agent.turns
     (completion,) = turn.completions
     rows = [row for chunk in chunks if chunk.choices[0].logprobs for row in chunk.choices[0].logprobs.content]
@@ -231,9 +239,10 @@ async def test_tokens_and_their_log_probabilities_leave_with_the_text(open_world
 async def test_who_hangs_up_stops_the_engine(open_world: OpenWorld) -> None:
     world = await open_world("abcdef<|im_end|>", is_stepped=True)
     agent = await world.start()
-    stream = await agent.ask(stream=True)
+    asking = asyncio.create_task(agent.ask(stream=True))
     await world.engine.wait_for_requests(1)
     world.engine.step(2)
+    stream = await asking
     chunks = aiter(stream)
     assert [await next_content(chunks) for _ in "ab"] == ["a", "b"]
     await stream.close()
@@ -276,16 +285,31 @@ async def test_a_failure_in_the_middle_is_an_event(open_world: OpenWorld) -> Non
 async def test_the_end_of_the_session_is_an_event(open_world: OpenWorld) -> None:
     world = await open_world("abcdef", is_stepped=True)
     agent = await world.start()
-    stream = aiter(await agent.ask(stream=True))
+    asking = asyncio.create_task(agent.ask(stream=True))
     await world.engine.wait_for_requests(1)
     world.engine.step(1)
+    stream = aiter(await asking)
     assert await next_content(stream) == "a"
     assert (await agent.end())[1]["num_sampled_tokens"] == 1
     with pytest.raises(openai.APIError, match="takes no calls any more"):
         await whole(stream)
 
 
-async def test_before_the_first_byte_a_fault_is_a_status(open_world: OpenWorld) -> None:
+@pytest.mark.parametrize(
+    ("failure", "status"), [(EngineUnreachable("gone"), 503), (EngineRejected("no"), 400)], ids=["gone", "refused"]
+)
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+async def test_before_the_first_token_a_failure_is_a_status(
+    open_world: OpenWorld, failure: Exception, status: int, tool_choice: Any
+) -> None:
+    world = await open_world(script=[failure])
+    with pytest.raises(openai.APIStatusError) as caught:
+        await (await world.start()).ask(stream=True, tools=TOOLS, tool_choice=tool_choice)
+    assert caught.value.status_code == status
+    assert world.gateway.stats().errors == {status: 1}
+
+
+async def test_before_the_first_token_a_fault_is_a_status(open_world: OpenWorld) -> None:
     world = await open_world(max_context_tokens=20)
     agent = await world.start()
     with pytest.raises(openai.BadRequestError, match="maximum context length"):

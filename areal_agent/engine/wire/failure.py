@@ -13,8 +13,8 @@ class Failure:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the request is wrong, and not the engine."""
-        return 400 <= self.status < 500
+        """Whether the request is wrong, and not the engine; one that has too much to do (429) refuses nothing."""
+        return 400 <= self.status < 500 and self.status != 429
 
 
 def encode_failure(failure: Failure) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def encode_result(request: GenerateRequest, result: GenerateResult, *, num_sent:
 def _encode_finish(result: GenerateResult) -> dict[str, Any]:
     match result.finish_reason:
         case FinishReason.STOP:
-            return {"type": "stop", "matched": result.token_ids[-1]}
+            return {"type": "stop", "matched": result.token_ids[-1] if result.token_ids else None}
         case FinishReason.LENGTH:
             return {"type": "length", "length": len(result.token_ids)}
         case FinishReason.ABORT:

@@ -62,6 +62,7 @@ class ChatRequest:
     order: Order
 
     id_prefix = "chatcmpl"
+    prompt_param = "messages"
 
     @classmethod
     def read(cls, body: JsonObject) -> Self:

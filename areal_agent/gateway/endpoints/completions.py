@@ -47,6 +47,7 @@ class CompletionsRequest:
     order: Order
 
     id_prefix = "cmpl"
+    prompt_param = "prompt"
     json_schema = None
     is_single_call = False
 

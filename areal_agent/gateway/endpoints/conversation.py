@@ -3,6 +3,7 @@
 Normalised: content is one string, arguments of tool calls are the parsed object, keys without a value are gone.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,6 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.fields import (
     as_flag,
     as_list,
-    as_name,
     as_object,
     as_shallow_object,
     as_text,
@@ -19,6 +19,9 @@ from areal_agent.gateway.fields import (
 )
 from areal_agent.tokens.json_text import parse_json_object
 from areal_agent.types import JsonObject
+
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""OpenAI's, and with a dot. A name begins a forced call as it is: it must be no text of a special token."""
 
 _KEYS: Mapping[str, frozenset[str]] = {
     "system": frozenset({"role", "content", "name"}),
@@ -120,7 +123,9 @@ def _check_tool(value: object, param: str) -> None:
         refuse(f"{param}.type", tool.get("type"), "'function'")
     function = as_object(tool.get("function"), f"{param}.function")
     refuse_unknown(function, {"name", "description", "parameters", "strict"}, f"{param}.function.")
-    as_name(function.get("name"), f"{param}.function.name")
+    name = function.get("name")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        refuse(f"{param}.function.name", name, "of 1 to 64 letters, digits, '_', '-' and '.'")
     as_flag(function.get("strict"), f"{param}.function.strict")
     if function.get("parameters") is not None:
         as_object(function["parameters"], f"{param}.function.parameters")

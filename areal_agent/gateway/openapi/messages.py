@@ -13,6 +13,8 @@ from areal_agent.gateway.openapi.parts import (
     text,
 )
 
+_TOOL_NAME: JsonSchema = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+
 _CONTENT: JsonSchema = {
     "anyOf": [text(), list_of(closed_object({"type": {"const": "text"}, "text": text()}, ["type", "text"]))]
 }
@@ -50,14 +52,15 @@ MESSAGE_SCHEMAS: dict[str, JsonSchema] = {
         "properties": {
             "type": {"const": "function"},
             "function": closed_object(
-                {"name": NAME} | optional(description={}, parameters={"type": "object"}, strict={"type": "boolean"}),
+                {"name": _TOOL_NAME}
+                | optional(description={}, parameters={"type": "object"}, strict={"type": "boolean"}),
                 ["name"],
             ),
         },
         "required": ["type", "function"],
     },
     "NamedTool": closed_object(
-        {"type": {"const": "function"}, "function": closed_object({"name": NAME}, ["name"])}, ["type", "function"]
+        {"type": {"const": "function"}, "function": closed_object({"name": _TOOL_NAME}, ["name"])}, ["type", "function"]
     ),
     "ResponseFormat": {
         "oneOf": [

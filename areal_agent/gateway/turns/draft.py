@@ -65,6 +65,7 @@ class Draft:
         self._num_decoded = 0  # characters
         self._num_out = 0  # characters that are past the stop texts
         self._texts: list[str] = []
+        self._is_open = False
         self._num_fed = 0  # tokens, those after the end included
         self._num_told = 0  # tokens in the gains so far
         self._num_rows_told = 0
@@ -75,13 +76,10 @@ class Draft:
         """What the answer says, as far as it may leave."""
         return "".join(self._texts)
 
-    def open(self) -> tuple[AnswerDelta, ...]:
-        """What is said before the first token: the beginning of a forced call."""
-        return self._reader.open()
-
     def feed(self, chunk: TokenChunk) -> tuple[AnswerDelta, ...]:
-        """Take tokens; tells what may leave."""
-        deltas: list[AnswerDelta] = []
+        """Take tokens; tells what may leave. The beginning of a forced call leaves with the first of them."""
+        deltas = [] if self._is_open else [*self._reader.open()]
+        self._is_open = True
         top_logprobs = chunk.top_logprobs or ((),) * len(chunk.token_ids)
         for row in zip(chunk.token_ids, chunk.logprobs, top_logprobs, strict=True):
             deltas += () if self.has_ended else self._take(*row)

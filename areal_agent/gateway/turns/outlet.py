@@ -35,6 +35,11 @@ class Outlet:
         self._is_closed = True
         self._has_news.set()
 
+    async def has_begun(self) -> bool:
+        """Wait for the first piece; false when it was closed without one."""
+        await self._has_news.wait()
+        return bool(self._pieces)
+
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """All pieces, until it is closed and empty."""
         while self._pieces or not self._is_closed:

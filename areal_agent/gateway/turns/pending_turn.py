@@ -89,8 +89,6 @@ class PendingTurn:
         if not is_watched and order.num_top_logprobs is None:
             return await self._calls.sample(self._requests)
         self._drafts = [self._draft() for _ in self._requests]
-        for index, draft in enumerate(self._drafts):
-            self._put(index, draft.open())
         watch = Watch(on_chunk=self._on_chunk, on_result=self._on_result)
         results = await self._calls.sample(self._requests, watch if is_watched else None)
         if not is_watched:
@@ -148,8 +146,10 @@ class PendingTurn:
 
     def _text_of(self, result: GenerateResult) -> str:
         detokenizer, token_ids = self._services.renderer.detokenizer, result.token_ids
-        has_end = result.finish_reason is FinishReason.STOP and (
-            token_ids[-1] in detokenizer.special_ids or token_ids[-1] in self._plan.sampling.stop_token_ids
+        has_end = (
+            bool(token_ids)
+            and result.finish_reason is FinishReason.STOP
+            and (token_ids[-1] in detokenizer.special_ids or token_ids[-1] in self._plan.sampling.stop_token_ids)
         )
         return detokenizer.text_of(token_ids[:-1] if has_end else token_ids)
 

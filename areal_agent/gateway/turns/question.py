@@ -43,6 +43,11 @@ class Request(Protocol):
     @property
     def id_prefix(self) -> str: ...
 
+    @property
+    def prompt_param(self) -> str:
+        """The parameter that holds its prompts."""
+        ...
+
     def questions(self) -> Sequence[Question]:
         """Its prompts, at least one."""
         ...
