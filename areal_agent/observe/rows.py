@@ -6,7 +6,7 @@ Names are `group/metric`; times in seconds, counts without a unit. It knows batc
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -48,6 +48,29 @@ def describe_batch(batch: RolloutBatch, success_reward: float) -> Row:
     }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uncounted:
+    """The time that no row tells of: between the rows of the last process and the first of this one. Unix seconds."""
+
+    since_s: float = 0.0
+    until_s: float = 0.0
+
+    @classmethod
+    def between(cls, rows: Iterable[Row], step: int, until_s: float) -> Self:
+        """From the end of the row of `step`, where this process goes on; without one, from the beginning of time."""
+        return cls(since_s=max((row["time"] for row in rows if row["step"] == step), default=0.0), until_s=until_s)
+
+    def num_tokens(self, batch: RolloutBatch) -> int:
+        """Tokens sampled in that time, in what a batch trains. Whole turns, by the clock of their gateway."""
+        turns = (turn for one in batch.trained for turn in one.turns)
+        return sum(
+            len(completion.token_ids)
+            for turn in turns
+            if self.since_s < turn.ended_s <= self.until_s
+            for completion in turn.completions
+        )
+
+
 def view_of(row: Row) -> StepView:
     """What a person sees of a row."""
     return StepView(
@@ -83,7 +106,7 @@ class Totals:
 
     steps: int
     trained_tokens: int
-    generated_tokens: int
+    generated_tokens: int  # in the time of the rows, and before it in what they trained
     spanning_fraction: float
     interrupted_completions: int
     max_staleness_seen: int
@@ -112,7 +135,7 @@ def total(rows: Iterable[Row]) -> Totals:
     return Totals(
         steps=len(living),
         trained_tokens=int(add("tokens/trained")),
-        generated_tokens=int(add("tokens/generated")),
+        generated_tokens=int(add("tokens/generated") + add("tokens/generated_before")),
         spanning_fraction=add("rollouts/spanning") / max(1.0, add("rollouts/trained")),
         interrupted_completions=int(add("rollouts/interrupted_completions")),
         max_staleness_seen=max((int(row["staleness/max"]) for row in living), default=0),

@@ -1,11 +1,14 @@
 """Rows and what they add up to: 1. staleness is that of tokens in the loss; 2. spans and interrupted completions are
-counted; 3. after a crash the last row of a step counts, and later steps of the dead lineage do not; 4. idle shares."""
+counted; 3. after a crash the last row of a step counts, and later steps of the dead lineage do not; 4. idle shares;
+5. what was sampled before the rows began, and trained in them, was generated; what an earlier process's rows tell of
+counts once.
+"""
 
 import numpy as np
 import pytest
 
 from areal_agent import Completion, Rewards, RolloutBatch, Status, TokenRecord, Trajectory, TrajectoryGroup, Turn
-from areal_agent.observe.rows import describe_batch, living_rows, total
+from areal_agent.observe.rows import Uncounted, describe_batch, living_rows, total
 from areal_agent.types import Distribution, FinishReason, SamplingParams, VersionSpan, WeightVersion
 
 
@@ -105,6 +108,18 @@ def test_totals() -> None:
     assert (totals.steps, totals.trained_tokens, totals.generated_tokens) == (2, 20, 24)
     assert (totals.spanning_fraction, totals.interrupted_completions, totals.max_staleness_seen) == (0.25, 6, 2)
     assert totals.idle_fraction == {"engine": pytest.approx(0.2), "trainer": pytest.approx(0.4)}
+
+
+@pytest.mark.parametrize(("row_ended_s", "num_tokens"), [(None, 3), (1.5, 3), (2.5, 0)])
+def test_tokens_from_before_the_rows(batch: RolloutBatch, row_ended_s: float | None, num_tokens: int) -> None:
+    rows = [] if row_ended_s is None else [{"step": 4, "time": row_ended_s}, {"step": 5, "time": 9.0}]  # 5 is dead
+    assert Uncounted.between(rows, 4, until_s=2.0).num_tokens(batch) == num_tokens
+    assert Uncounted.between(rows, 4, until_s=1.0).num_tokens(batch) == 0  # its turns ended at 2.0, in the rows
+
+
+def test_generated_is_what_the_rows_saw_and_what_they_trained_from_before() -> None:
+    row = {"step": 1, "staleness/max": 0, "tokens/trained": 10, "tokens/generated": 4, "tokens/generated_before": 6}
+    assert total([row]).generated_tokens == 10
 
 
 def test_no_rows_add_up_to_nothing() -> None:
