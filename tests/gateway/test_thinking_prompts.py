@@ -2,16 +2,17 @@
 
 - what comes before the closing tag is reasoning, the rest content, at once and streamed alike
 - an answer that never closes it is all reasoning, and can be continued
-- a forced call ends the reasoning first
+- a forced call ends the reasoning first, unless the template opens none in that place
 """
 
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from areal_agent.tokens.renderer import Renderer
 
-from .conftest import OpenWorld
+from .conftest import TEMPLATE, OpenWorld, new_renderer
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
 
@@ -59,3 +60,23 @@ async def test_a_forced_call_ends_the_reasoning(
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     await agent.ask([*question, answer, {"role": "tool", "tool_call_id": call["id"], "content": "1"}], tools=[PYTHON])
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
+
+
+async def test_a_forced_call_ends_no_reasoning_that_is_not_open(open_world: OpenWorld, backend: Tokenizer) -> None:
+    thinks_after_questions = TEMPLATE.replace(
+        "assistant\\n' }}{%- endif %}",
+        "assistant\\n' + ('<think>\\n' if messages[-1].role == 'user' else '') }}{%- endif %}",
+    )
+    model = new_renderer(backend, thinks_after_questions)
+    world = await open_world("hm</think>so<|im_end|>", ' {"code": "1"}}</tool_call><|im_end|>', model=model)
+    agent = await world.start()
+    question: list[Any] = [{"role": "user", "content": "x"}]
+    answer = (await agent.ask(question)).choices[0].message
+    choice = {"type": "function", "function": {"name": "python"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "1"}
+    reply = await agent.ask([*question, answer, result], tools=[PYTHON], tool_choice=choice)
+    assert world.renderer.text_of(world.engine.requests[1].input_ids, has_ended=False).endswith(
+        '<|im_start|>assistant\n<tool_call>{"name": "python", "arguments":'
+    )
+    assert reply.choices[0].message.tool_calls[0].function.arguments == '{"code": "1"}'
+    assert not reply.choices[0].message.content
