@@ -2,7 +2,8 @@
 
 1. a batch is exactly what the gateway's ledger has; 2. a lease of too few is none; 3. publish, lease, return,
 acknowledge and drop do what they say; 4. a gateway that is gone for a while costs time and nothing else; 5. one that
-stays away, or refuses, is an error that says so; 6. status reads back.
+stays away, or refuses, is an error that says so; 6. status reads back; 7. a gateway of another
+trainer's is refused, unless it is adopted.
 """
 
 import asyncio
@@ -117,6 +118,21 @@ async def test_the_whole_life_of_a_lease(world: World) -> None:
     await world.client.acknowledge(1, "checkpoints/step_000001")
     fates = [(await world.ledger.trajectory(one)).fate for one in (first, second)]
     assert fates == [Fate(dropped=Drop.FILTERED), Fate(trained_step=1)]
+
+
+async def test_another_trainer_is_refused_until_it_adopts(world: World) -> None:
+    session = await world.play("a")
+    await world.client.lease(1, num_groups=1)
+    await world.client.acknowledge(1, "checkpoints/step_000001")
+    other = OnlineGateway(world.served.base_url, KEY, trainer="run-b")
+    with pytest.raises(
+        GatewayError, match="answered with 409: this gateway is a nameless trainer's, not trainer 'run-b"
+    ):
+        await other.publish(1)
+    assert await other.give_back(0, adopt=True) == 0
+    assert (await other.publish(0)).trainer == "run-b"
+    assert (await world.ledger.trajectory(session)).fate == Fate(trained_step=1)
+    await other.aclose()
 
 
 async def test_a_gateway_that_is_gone_for_a_while_costs_time_alone(world: World) -> None:
