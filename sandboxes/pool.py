@@ -37,7 +37,7 @@ DESCRIPTORS_OF_HOST = 128
 async def open_pool(
     *,
     backend: Backend,
-    min_isolation: Isolation = Isolation.NONE,
+    min_isolation: Isolation | str = Isolation.NONE,
     wall_s: float = DEFAULTS.wall_s,
     memory_bytes: int = DEFAULTS.memory_bytes,
     output_bytes: int = DEFAULTS.output_bytes,
@@ -50,7 +50,7 @@ async def open_pool(
     """
     check_max_concurrent(max_concurrent)
     limits = Limits(wall_s=wall_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    pool = Pool(await start_provider(backend, limits, min_isolation), max_concurrent)
+    pool = Pool(await start_provider(backend, limits, Isolation(min_isolation)), max_concurrent)
     try:
         yield pool
     finally:

@@ -83,6 +83,7 @@ async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Pat
     assert report.is_ok, report
 
 
+@pytest.mark.slow
 async def test_synchronous_mode_never_mixes_versions(tmp_path: Path, small_model: Path) -> None:
     async with Run(config(tmp_path, small_model, max_staleness=0, steps=3), workflow=solve) as run:
         while run.step < 3:
@@ -95,6 +96,7 @@ async def test_synchronous_mode_never_mixes_versions(tmp_path: Path, small_model
     assert verify(run.folder.ledger).is_ok
 
 
+@pytest.mark.slow
 async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_model: Path) -> None:
     async def moody(task, rollout):
         kind = rollout.seed % 7
@@ -126,6 +128,7 @@ async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_mod
     assert verify(run.folder.ledger).is_ok
 
 
+@pytest.mark.slow
 async def test_it_resumes_and_trains_what_was_waiting(tmp_path: Path, small_model: Path) -> None:
     settings = config(tmp_path, small_model)
     async with Run(settings, workflow=solve) as run:
@@ -141,6 +144,7 @@ async def test_it_resumes_and_trains_what_was_waiting(tmp_path: Path, small_mode
     assert verify(run.folder.ledger).is_ok
 
 
+@pytest.mark.slow
 async def test_steps_after_the_checkpoint_are_trained_again(tmp_path: Path, small_model: Path) -> None:
     settings = config(tmp_path, small_model)
     async with Run(settings, workflow=solve) as run:
@@ -154,6 +158,7 @@ async def test_steps_after_the_checkpoint_are_trained_again(tmp_path: Path, smal
     assert verify(run.folder.ledger).is_ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["engine", "trainer"])
 async def test_a_process_that_dies_ends_the_run_with_its_last_lines(
     tmp_path: Path, small_model: Path, name: str
@@ -168,6 +173,7 @@ async def test_a_process_that_dies_ends_the_run_with_its_last_lines(
     assert not run._trainer_process.is_running
 
 
+@pytest.mark.slow
 async def test_a_workflow_that_always_fails_ends_the_run(tmp_path: Path, small_model: Path) -> None:
     async def broken(task, rollout):
         raise KeyError("answer")
@@ -189,6 +195,7 @@ async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -
     assert verify(run.folder.ledger).is_ok
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_is_too_slow_to_start_is_an_error(tmp_path: Path, small_model: Path) -> None:
     settings = config(tmp_path, small_model, trainer={"startup_timeout_s": 1e-6})
     with pytest.raises(TrainerError, match=r"trainer\.startup_timeout_s = 1e-06"):

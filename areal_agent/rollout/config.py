@@ -80,8 +80,11 @@ class RolloutConfig(Section):
 class SandboxConfig(Section):
     """The settings that a workflow finds in `rollout.sandbox`, for `sandboxes.open_pool(**rollout.sandbox)`."""
 
-    backend: Literal["subprocess"] = "subprocess"
-    """`subprocess` limits time, memory and output; it does not isolate (see sandboxes/README.md)."""
+    backend: Literal["auto", "bubblewrap", "namespaces", "subprocess"] = "subprocess"
+    """`subprocess` limits time, memory and output; it does not isolate. The others are jails (see sandboxes/README.md);
+    `auto` takes the strongest that works on this machine."""
+    min_isolation: Literal["none", "process", "namespaces", "container", "vm"] = "none"
+    """A run whose sandboxes would isolate less is an error."""
     wall_s: Annotated[float, Field(gt=0)] = 5.0
     """Seconds that one program may run."""
     memory_bytes: Annotated[int, Field(ge=16 * 2**20)] = 256 * 2**20
