@@ -83,6 +83,15 @@ async def test_answers_that_are_none(response, error, message, ask):
             await engine.generate(ask())
 
 
+async def test_an_engine_with_too_much_to_do_refuses_nothing(ask):
+    async def refuse(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "busy"}}, status=429)
+
+    async with answering(wire.GENERATE, refuse) as engine:
+        with pytest.raises(EngineUnreachable, match="429: busy"):
+            await engine.generate(ask())
+
+
 async def test_a_refused_update_is_a_weight_update_error():
     async def refuse(_: web.Request) -> web.Response:
         return web.json_response({"success": False, "message": "bad path", "num_paused_requests": 0}, status=400)

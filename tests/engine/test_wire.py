@@ -54,7 +54,7 @@ def results(draw) -> GenerateResult:
     tokens = draw(st.lists(st.tuples(st.integers(0, 2**31), st.floats(-50, 0), versions), max_size=20))
     num_top = draw(st.integers(0, 3))
     top = tuple((id_, -float(id_)) for id_ in range(num_top))
-    reason = draw(st.sampled_from(FinishReason)) if tokens else FinishReason.ABORT
+    reason = draw(st.sampled_from(FinishReason))
     return GenerateResult(
         token_ids=tuple(token for token, _, _ in tokens),
         logprobs=tuple(logprob for _, logprob, _ in tokens),
