@@ -43,7 +43,8 @@ def test_faults_are_one_line_and_exit_2(
     args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", args)
-    monkeypatch.delitem(sys.modules, args[0], raising=False)  # runpy warns of a module that is there already
+    running = args[0] if args[0] in ("areal_agent.train", "areal_agent.eval") else f"{args[0]}.__main__"
+    monkeypatch.delitem(sys.modules, running, raising=False)  # runpy warns of a module that is there already
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     assert ended.value.code == 2
