@@ -8,7 +8,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -42,9 +42,9 @@ class Connection(web.RequestHandler):
         self._wire: asyncio.Transport | None = None  # also while it closes, when `transport` is None already
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=0)
-        self._wire = transport
+        wire = cast("asyncio.Transport", transport)  # another loop's (uvloop's) is one without being derived from it
+        wire.set_write_buffer_limits(high=0)
+        self._wire = wire
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
