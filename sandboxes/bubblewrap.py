@@ -16,8 +16,8 @@ from typing import Any, Self, TypeVar
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, SandboxSpec
 from sandboxes.cgroups import DEFAULT_PIDS, ControlGroup, GroupTree, remove_abandoned
-from sandboxes.execution import Execution
-from sandboxes.folder import OpenFolder, relative_parts
+from sandboxes.execution import Execution, program_of
+from sandboxes.folder import OpenFolder
 from sandboxes.jail import JAIL_UID, Jail, Walls
 from sandboxes.link import LauncherLink
 
@@ -142,12 +142,7 @@ class JailedSandbox:
         cwd: str | None = None,
         limits: Limits | None = None,
     ) -> ExecResult:
-        if isinstance(argv, str) or not argv:
-            raise ValueError(f"argv is {argv!r}; give the program and its arguments as a list of strings")
-        if cwd not in (None, "."):
-            relative_parts(cwd)
-        program = {"argv": list(argv), "cwd": cwd or ".", "env": {**self._env, **(env or {})}}
-        return await self._run(program, stdin, limits)
+        return await self._run(program_of(argv, cwd, {**self._env, **(env or {})}), stdin, limits)
 
     async def exec_python(self, source: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
         program = {"argv": None, "source": source, "cwd": ".", "env": self._env}

@@ -11,9 +11,11 @@ import signal
 import sys
 import tempfile
 import time
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from sandboxes.base import ExecResult, Limits, Status
+from sandboxes.folder import relative_parts
 from sandboxes.link import Ended, LauncherLink, Run
 from sandboxes.output import BoundedOutput
 
@@ -21,6 +23,15 @@ KILL_GRACE_S = 5.0
 """A launcher that has not reported the end of a killed program by then is killed itself."""
 NEARLY_ALL_MEMORY = 0.9
 """Without a control group: a failed program that had this share of its limit resident failed for want of memory."""
+
+
+def program_of(argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> dict[str, Any]:
+    """A program as the launcher reads it. Raises ValueError for what is none, or for a folder outside of the work's."""
+    if isinstance(argv, str) or not argv:
+        raise ValueError(f"argv is {argv!r}; give the program and its arguments as a list of strings")
+    if cwd not in (None, "."):
+        relative_parts(cwd)
+    return {"argv": list(argv), "cwd": cwd or ".", "env": dict(env)}
 
 
 class Group(Protocol):

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, SandboxSpec
-from sandboxes.execution import Execution
-from sandboxes.folder import WorkingFolder, relative_parts, remove_tree
+from sandboxes.execution import Execution, program_of
+from sandboxes.folder import WorkingFolder, remove_tree
 from sandboxes.link import LauncherLink
 from sandboxes.owner import FOLDER_PREFIX, own_tag
 
@@ -128,12 +128,7 @@ class SubprocessSandbox:
         cwd: str | None = None,
         limits: Limits | None = None,
     ) -> ExecResult:
-        if isinstance(argv, str) or not argv:
-            raise ValueError(f"argv is {argv!r}; give the program and its arguments as a list of strings")
-        if cwd not in (None, "."):
-            relative_parts(cwd)
-        program = {"argv": list(argv), "cwd": cwd or ".", "env": {**self._env, **(env or {})}}
-        return await self._run(program, stdin, limits or self._limits)
+        return await self._run(program_of(argv, cwd, {**self._env, **(env or {})}), stdin, limits or self._limits)
 
     async def exec_python(self, source: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
         program = {"argv": None, "source": source, "cwd": ".", "env": self._env}

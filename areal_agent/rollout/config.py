@@ -13,8 +13,8 @@ class RolloutConfig(Section):
     """How rollouts run."""
 
     workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Processes that run workflows, each with a gateway of its own; 0: all in the main process. The `openai` client
-    alone fills a core at about a hundred turns a second."""
+    """Processes that run workflows, each with a gateway of its own; 0: all in the main process. Client and gateway
+    together fill a core at some 250 turns a second."""
     max_concurrent: Annotated[int, Field(ge=1)] = 64
     """Rollouts at once, over all workers."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+THREADS = Path("/proc/self/task")
 
-def clock_of_thread(native_thread_id: int) -> Callable[[], float]:
-    """Seconds; only differences mean anything."""
-    schedstat = Path(f"/proc/self/task/{native_thread_id}/schedstat")
+
+def clock_of_thread(native_thread_id: int, threads: Path = THREADS) -> Callable[[], float]:
+    """Seconds; only differences mean anything. `threads` holds a folder for each thread."""
+    schedstat = threads / str(native_thread_id) / "schedstat"
 
     def now() -> float:
         try:
