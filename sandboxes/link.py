@@ -146,6 +146,9 @@ class LauncherLink:
             raise SandboxError("the sandbox launcher is not running")
         try:
             socket.send_fds(self._control, [REQUEST.pack(kind, run_id)], descriptors)
+        except ConnectionError:  # its end is news that the loop has not read yet
+            self._fail("the sandbox launcher died")
+            raise SandboxError("the sandbox launcher died before it could run a program") from None
         except OSError as error:
             raise SandboxError(f"the sandbox launcher takes no request: {error}; run fewer programs at once") from error
 
