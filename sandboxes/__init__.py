@@ -2,7 +2,8 @@
 
 ::
 
-    base.py         the nouns: Limits, SandboxSpec, ExecResult, Status, and the protocols Sandbox and Provider
+    spec.py, limits.py, result.py    what is asked, what may be used, how a program ended
+    base.py         what a backend implements: Provider, Cell, Process
     pool.py         open_pool, Pool: a backend, sandboxes on demand, programs at once bounded
     bubblewrap.py   the bubblewrap backend: every sandbox a jail
       jail.py       what a jail shows of the host, and the commands that build it
@@ -24,14 +25,19 @@ An independent package: of areal_agent it knows the error `SandboxError` alone. 
 README.md and in `Pool.capabilities()`.
 """
 
-from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, Provider, Sandbox, SandboxSpec, Status
-from sandboxes.pool import Pool, open_pool
+from sandboxes.base import Capabilities
+from sandboxes.limits import Limits
+from sandboxes.pool import Pool, Provider, Sandbox, open_pool
+from sandboxes.result import ExecResult, Status
+from sandboxes.spec import Access, Isolation, Network, SandboxSpec
 
 __all__ = [
+    "Access",
     "Capabilities",
     "ExecResult",
     "Isolation",
     "Limits",
+    "Network",
     "Pool",
     "Provider",
     "Sandbox",

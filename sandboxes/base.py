@@ -1,111 +1,35 @@
-"""The nouns of sandboxes: limits, specs, results, and the protocols that every backend implements.
+"""What every backend implements: `Provider`, which makes a `Cell`, in which a `Process` runs a `Program`.
 
-It knows no backend. A program's failure is an `ExecResult`; a sandbox that cannot run programs raises `SandboxError`.
+A cell is a place where programs run. Callers hold a `Sandbox` (`sandbox.py`), which is a cell in their hands: it adds
+what is the same for all backends (environment, set-up, sessions, packing of folders, the pool's slots).
+It knows no backend. A program's failure is an `ExecResult`; a cell that cannot run programs raises `SandboxError`.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-
-class Status(StrEnum):
-    """How a program ended. OK alone means that it ran to its end and exited with 0."""
-
-    OK = "ok"
-    NONZERO = "nonzero"  # it exited with another code
-    SIGNALED = "signaled"  # a signal ended it that none of the limits below explains
-    TIMEOUT = "timeout"  # wall-clock or CPU time was over
-    MEMORY = "memory"  # it failed for want of memory
-    PIDS = "pids"  # it started more processes than allowed
-    DISK = "disk"  # it wrote more than allowed
-    OUTPUT_LIMIT = "output_limit"  # it printed more than allowed; what was printed until then is kept
-
-
-class Isolation(StrEnum):
-    """What stands between a program and its host, weakest first."""
-
-    NONE = "none"
-    PROCESS = "process"  # a process of its own with resource limits, on the host's files and network
-    NAMESPACES = "namespaces"
-    CONTAINER = "container"
-    VM = "vm"
-
-    def covers(self, wanted: "Isolation") -> bool:
-        """Whether this is at least as strong as `wanted`."""
-        order = list(Isolation)
-        return order.index(self) >= order.index(wanted)
+from sandboxes.limits import Limits
+from sandboxes.result import ExecResult
+from sandboxes.spec import CellSpec, Isolation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What one program may use.
+class Program:
+    """What to run: an executable with its arguments, or Python source as `__main__`.
 
-    >>> Limits(wall_s=2.0).max_cpu_s
-    2
+    Source runs in a process of its own, with the standard library and the modules of the working directory. An
+    `argv[0]` that cannot be run ends as in a shell: 127 or 126, the reason on stderr.
     """
 
-    wall_s: float = 5.0
-    cpu_s: float | None = None  # of each process, rounded up to whole seconds; None: as `wall_s`
-    memory_bytes: int = 256 * 2**20  # address space of each process; of all together where the backend can count them
-    file_bytes: int = 16 * 2**20  # length of each file that it writes
-    open_files: int = 128
-    output_bytes: int = 64 * 2**10  # stdout and stderr together
-    # None: the backend's own. A backend that cannot enforce one refuses a number for it.
-    cpus: float | None = None  # share of the machine's CPUs, of all processes together
-    pids: int | None = None  # processes and threads at once
-    disk_bytes: int | None = None  # of the whole sandbox, not of one program
-    inodes: int | None = None  # files and folders, of the whole sandbox
+    argv: tuple[str, ...] = ()
+    source: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to PATH, HOME and TMPDIR of the cell
+    cwd: str = "."  # relative to the working directory
 
     def __post_init__(self) -> None:
-        for limit in fields(self):
-            name, value = limit.name, getattr(self, limit.name)
-            if value is not None and not (0 < value < math.inf):
-                raise ValueError(f"Limits.{name} is {value!r}; give a positive, finite number")
-
-    @property
-    def max_cpu_s(self) -> int:
-        """The CPU limit in the kernel's unit, whole seconds."""
-        return math.ceil(self.wall_s if self.cpu_s is None else self.cpu_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SandboxSpec:
-    """What a sandbox starts with. A backend that cannot give what is asked refuses it with `SandboxError`."""
-
-    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # by path in the working directory
-    env: Mapping[str, str] = field(
-        default_factory=dict[str, str]
-    )  # beside PATH, HOME and TMPDIR; nothing of the host's
-    limits: Limits | None = None  # None: the pool's
-    min_isolation: Isolation = Isolation.NONE  # refused by a weaker backend
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExecResult:
-    """How a program ended and what it printed, as raw bytes: nothing in them is ever read as a status.
-
-    >>> result = ExecResult(status=Status.NONZERO, exit_code=3, signal=None, stdout=b"", stderr=b"no such city",
-    ...                     truncated=False, wall_s=0.01, cpu_s=0.01, peak_memory_bytes=9_000_000)
-    >>> result.is_ok, result.stderr.decode()
-    (False, 'no such city')
-    """
-
-    status: Status
-    exit_code: int | None  # None when a signal ended it
-    signal: int | None  # None when it exited
-    stdout: bytes
-    stderr: bytes
-    truncated: bool  # whether it printed more than is kept here
-    wall_s: float
-    cpu_s: float
-    peak_memory_bytes: int  # resident, of its largest process
-    oom_kills: int = 0  # processes that the kernel killed for want of memory, where the backend can count them
-
-    @property
-    def is_ok(self) -> bool:
-        return self.status is Status.OK
+        if bool(self.argv) == (self.source is not None):
+            raise ValueError(f"argv is {self.argv!r}; give the program and its arguments as a list of strings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,34 +42,78 @@ class Capabilities:
     cannot_stop: tuple[str, ...]
 
 
-class Sandbox(Protocol):
-    """A working directory in which programs run; any number at once. It is gone after `close`."""
+class Process(Protocol):
+    """A program that runs, its output as it is printed.
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limits: Limits | None = None,
-    ) -> ExecResult:
-        """Run a program; `cwd` is relative to the working directory. Cancelling the call kills it.
+    What nobody reads stays in the pipe, and the program waits when that is full: nothing piles up in the host.
+    """
 
-        An `argv[0]` that cannot be run ends as in a shell: 127 or 126, the reason on stderr.
+    @property
+    def stdout(self) -> AsyncIterator[bytes]:
+        """Chunks as they come, none of them empty; ends when the program has closed it or is dead."""
+        ...
+
+    @property
+    def stderr(self) -> AsyncIterator[bytes]: ...
+
+    async def write(self, data: bytes) -> None:
+        """To its stdin, when it has room. BrokenPipeError when nobody will read it."""
+        ...
+
+    async def close_stdin(self) -> None: ...
+
+    async def wait(self) -> ExecResult:
+        """How it ended, without what it printed. It may be called any number of times, also at once."""
+        ...
+
+    async def kill(self) -> None:
+        """Kill it, with all that came of it, and wait until it is dead. Harmless when it is."""
+        ...
+
+
+class Cell(Protocol):
+    """A working directory in which programs run, any number at once. It is gone after `close`.
+
+    A cancelled call kills its program. Paths are relative to the working directory; what is not as asked in the files
+    of a cell (nothing there, a link, too long) raises OSError, as opening a file does.
+    """
+
+    @property
+    def is_alive(self) -> bool:
+        """False when it is known that it can run nothing any more; without asking it."""
+        ...
+
+    async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:
+        """Run a program to its end."""
+        ...
+
+    async def spawn(self, program: Program, *, limits: Limits | None) -> Process:
+        """Start a program, which lives until its end, `kill`, or `close` of the cell.
+
+        Its output is not bounded. `limits` None: those of the cell, without those of time.
         """
         ...
 
-    async def exec_python(self, source: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
-        """Run Python source as `__main__`, in a process of its own. Cancelling the call kills it."""
-        ...
-
     async def read(self, path: str) -> bytes:
-        """The bytes of a regular file in the working directory; SandboxError for anything else."""
+        """The bytes of a regular file of at most `Limits.file_bytes` of the cell."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file in the working directory, folders included."""
+        """Write a file anew, with the folders that lead to it; never through a link."""
+        ...
+
+    async def upload(self, tar: bytes, path: str) -> None:
+        """Write the files of a tar into a folder, which is made; never through a link.
+
+        The tar is one of `archive.py`: regular files and folders alone, paths relative, without `..`.
+        """
+        ...
+
+    async def download(self, path: str, max_bytes: int) -> bytes:
+        """A folder as a tar of its regular files and folders, paths relative to it; OSError when they are more.
+
+        Made of a hostile folder: what is neither file nor folder is left out, and no link is followed.
+        """
         ...
 
     async def close(self) -> None:
@@ -154,14 +122,22 @@ class Sandbox(Protocol):
 
 
 class Provider(Protocol):
-    """Makes sandboxes of one backend."""
+    """Makes cells of one backend."""
 
     def capabilities(self) -> Capabilities: ...
 
-    async def create(self, spec: SandboxSpec) -> Sandbox:
-        """A fresh sandbox; raises SandboxError when the backend cannot give what `spec` asks."""
+    def check(self, spec: CellSpec) -> None:
+        """SandboxError when this backend cannot give what `spec` asks. Quick: nothing is started."""
+        ...
+
+    async def create(self, spec: CellSpec) -> Cell:
+        """A fresh cell, ready to run programs. The pool keeps some in stock (`stock.py`)."""
+        ...
+
+    async def reap(self) -> int:
+        """Remove what dead owners left on this machine; how many things there were."""
         ...
 
     async def close(self) -> None:
-        """Close every sandbox and release what the backend holds. Harmless when it is closed already."""
+        """Close every cell and release what the backend holds. Harmless when it is closed already."""
         ...

@@ -14,12 +14,15 @@ from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, SandboxSpec
+from sandboxes.base import Capabilities
 from sandboxes.cgroups import DEFAULT_PIDS, ControlGroup, GroupTree, remove_abandoned
 from sandboxes.execution import Execution, program_of
 from sandboxes.folder import OpenFolder
 from sandboxes.jail import JAIL_UID, Jail, Walls
+from sandboxes.limits import Limits
 from sandboxes.link import LauncherLink
+from sandboxes.result import ExecResult
+from sandboxes.spec import Isolation, SandboxSpec
 
 logger = logging.getLogger(__name__)
 

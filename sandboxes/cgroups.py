@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Limits
+from sandboxes.limits import Limits
 from sandboxes.owner import GROUP_PREFIX, is_abandoned, own_tag
 
 DEFAULT_PIDS = 64

@@ -12,8 +12,10 @@ from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sandboxes.base import ExecResult, Isolation, Limits, Sandbox, Status
-from sandboxes.pool import Pool
+from sandboxes.limits import Limits
+from sandboxes.pool import Pool, Sandbox
+from sandboxes.result import ExecResult, Status
+from sandboxes.spec import Isolation
 
 MIB = 2**20
 SURVIVES = "print('still works')"

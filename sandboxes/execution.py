@@ -14,10 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from sandboxes.base import ExecResult, Limits, Status
 from sandboxes.folder import relative_parts
+from sandboxes.limits import Limits
 from sandboxes.link import Ended, LauncherLink, Run
 from sandboxes.output import BoundedOutput
+from sandboxes.result import ExecResult, Status
 
 KILL_GRACE_S = 5.0
 """A launcher that has not reported the end of a killed program by then is killed itself."""

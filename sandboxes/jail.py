@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Limits
+from sandboxes.limits import Limits
 from sandboxes.seccomp import denying_filter
 
 JAIL_UID = 65534

@@ -9,12 +9,15 @@ import logging
 import resource
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Literal, Protocol
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, Provider, Sandbox, SandboxSpec
+from sandboxes.base import Capabilities
 from sandboxes.bubblewrap import BubblewrapProvider
 from sandboxes.jail import Walls
+from sandboxes.limits import Limits
+from sandboxes.result import ExecResult
+from sandboxes.spec import Isolation, SandboxSpec
 from sandboxes.subprocess import SubprocessProvider
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,55 @@ BACKENDS = ("auto", *ISOLATION_OF)
 DEFAULTS = Limits()
 DESCRIPTORS_A_PROGRAM = 4
 DESCRIPTORS_OF_HOST = 128
+
+
+class Sandbox(Protocol):
+    """A working directory in which programs run; any number at once. It is gone after `close`."""
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limits: Limits | None = None,
+    ) -> ExecResult:
+        """Run a program; `cwd` is relative to the working directory. Cancelling the call kills it.
+
+        An `argv[0]` that cannot be run ends as in a shell: 127 or 126, the reason on stderr.
+        """
+        ...
+
+    async def exec_python(self, source: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
+        """Run Python source as `__main__`, in a process of its own. Cancelling the call kills it."""
+        ...
+
+    async def read(self, path: str) -> bytes:
+        """The bytes of a regular file in the working directory; SandboxError for anything else."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file in the working directory, folders included."""
+        ...
+
+    async def close(self) -> None:
+        """Kill what runs in it and remove its files. Harmless when it is closed already."""
+        ...
+
+
+class Provider(Protocol):
+    """Makes sandboxes of one backend."""
+
+    def capabilities(self) -> Capabilities: ...
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """A fresh sandbox; raises SandboxError when the backend cannot give what `spec` asks."""
+        ...
+
+    async def close(self) -> None:
+        """Close every sandbox and release what the backend holds. Harmless when it is closed already."""
+        ...
 
 
 @asynccontextmanager

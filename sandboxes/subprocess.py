@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities, ExecResult, Isolation, Limits, SandboxSpec
+from sandboxes.base import Capabilities
 from sandboxes.execution import Execution, program_of
 from sandboxes.folder import WorkingFolder, remove_tree
+from sandboxes.limits import Limits
 from sandboxes.link import LauncherLink
 from sandboxes.owner import FOLDER_PREFIX, own_tag
+from sandboxes.result import ExecResult
+from sandboxes.spec import Isolation, SandboxSpec
 
 logger = logging.getLogger(__name__)
 

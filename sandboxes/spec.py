@@ -1,0 +1,132 @@
+"""What is asked of a sandbox: isolation, network, and all that it starts with. It knows no backend."""
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Self
+
+from sandboxes.limits import Limits
+
+WEB_PORTS = (80, 443)
+
+
+class Isolation(StrEnum):
+    """What stands between a program and its host, weakest first."""
+
+    NONE = "none"
+    PROCESS = "process"  # a process of its own with resource limits, on the host's files and network
+    NAMESPACES = "namespaces"
+    CONTAINER = "container"
+    VM = "vm"
+
+    def covers(self, wanted: "Isolation") -> bool:
+        """Whether this is at least as strong as `wanted`."""
+        order = list(Isolation)
+        return order.index(self) >= order.index(wanted)
+
+
+class Access(StrEnum):
+    """How much of the network."""
+
+    NONE = "none"
+    ALLOW = "allow"  # the hosts of a list
+    FULL = "full"  # every public host; never this machine or its private networks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """What a sandbox may reach. Make it with `none`, `allow` or `full`.
+
+    A host is a name or an address, with a port or for the two of the web. A name that leads to a private address is
+    not followed there: an address of this machine or its neighbours must be named as what it is.
+
+    >>> network = Network.allow(["pypi.org", "10.0.0.7:8080"])
+    >>> network.lets("pypi.org", 443), network.lets("pypi.org", 22), network.lets("10.0.0.7", 8080)
+    (True, False, True)
+    """
+
+    access: Access
+    hosts: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def none(cls) -> Self:
+        return cls(access=Access.NONE)
+
+    @classmethod
+    def allow(cls, hosts: Sequence[str]) -> Self:
+        if isinstance(hosts, str) or not hosts:
+            raise ValueError(f"hosts is {hosts!r}; give a list of 'name' or 'name:port'")
+        return cls(access=Access.ALLOW, hosts=tuple(pair for host in hosts for pair in _host_and_ports(host)))
+
+    @classmethod
+    def full(cls) -> Self:
+        return cls(access=Access.FULL)
+
+    def lets(self, host: str, port: int) -> bool:
+        """Whether a connection to this name, or address as text, is granted."""
+        return self.access is Access.FULL or (plain_host(host), port) in self.hosts
+
+
+def plain_host(host: str) -> str:
+    """A name or address in the one way to write it."""
+    bare = host.removeprefix("[").removesuffix("]").rstrip(".").lower()
+    try:
+        return str(ipaddress.ip_address(bare))
+    except ValueError:
+        return bare
+
+
+def _host_and_ports(text: str) -> list[tuple[str, int]]:
+    host, colon, port = text.rpartition(":")
+    if not colon or host.count(":") != text.startswith("[") * host.count(":"):
+        host, port = text, ""  # no port, or an IPv6 address without one
+    name = plain_host(host)
+    is_named = bool(name) and not set(name) & set("/@*?[] ")
+    if not is_named or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
+        raise ValueError(f"network host {text!r} is none; give 'name', 'name:port', an address or '[address]:port'")
+    return [(name, int(port))] if port else [(name, web) for web in WEB_PORTS]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxSpec:
+    """What a sandbox starts with. A backend that cannot give what is asked refuses it with `SandboxError`."""
+
+    image: str | None = None  # of containers; None: the backend's own
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # by path in the working directory
+    setup: Sequence[str] = ()  # shell commands, run once, before the sandbox is handed out; a failure is an error
+    setup_wall_s: float = 60.0  # of each
+    env: Mapping[str, str] = field(default_factory=dict[str, str])  # beside PATH, HOME, TMPDIR; nothing of the host's
+    user: str | None = None  # None: the backend's own, which is not root
+    workdir: str | None = None  # an absolute path; None: the backend's own
+    limits: Limits | None = None  # None: the pool's
+    network: Network | None = None  # None: none, where the backend can shut it off
+    runtime: str | None = None  # of containers, for example `runsc`
+    min_isolation: Isolation = Isolation.NONE  # refused by a weaker backend
+
+    def __post_init__(self) -> None:
+        if isinstance(self.setup, str):
+            raise ValueError(f"SandboxSpec.setup is {self.setup!r}; give a list of commands")
+
+    def cell(self, limits: Limits) -> "CellSpec":
+        """What its cell starts with; `limits` are those of a spec that names none."""
+        return CellSpec(
+            image=self.image,
+            user=self.user,
+            workdir=self.workdir,
+            limits=self.limits or limits,
+            network=self.network,
+            runtime=self.runtime,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellSpec:
+    """What of a `SandboxSpec` must be known when its cell is started. Cells are kept in stock by it."""
+
+    limits: Limits
+    image: str | None = None
+    user: str | None = None
+    workdir: str | None = None
+    network: Network | None = None
+    runtime: str | None = None
