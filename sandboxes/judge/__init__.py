@@ -1,0 +1,38 @@
+"""Code rewards: is a program right? Its outputs are compared as plain data, outside of every sandbox.
+
+::
+
+    grade.py        grade: a program and its cases, to a Verdict
+    cases.py        what a program is judged by: texts, calls, unit tests
+    verdict.py      what is said of it: an outcome a case, a reward between 0 and 1
+    checkers.py     when an output is right: exact, white space, floats; plain data against plain data
+    custom.py       a checker of the task's own, in a sandbox of its own
+    languages.py    how programs of a language are built and run
+    programs.py     texts and calls: a process a case
+    inside/         what runs inside the sandboxes, beside the program
+
+No expected output is ever in a process that runs the program, nor in the sandbox that holds it. A sandbox that fails
+raises `SandboxError`: that is no verdict, and a rollout that ends so is not punished.
+"""
+
+from sandboxes.judge.cases import CallCase, StdinCase
+from sandboxes.judge.checkers import CloseNumbers, Exact, SameLines
+from sandboxes.judge.custom import CustomChecker
+from sandboxes.judge.grade import grade
+from sandboxes.judge.languages import LANGUAGES, Language
+from sandboxes.judge.verdict import CaseVerdict, Outcome, Verdict
+
+__all__ = [
+    "LANGUAGES",
+    "CallCase",
+    "CaseVerdict",
+    "CloseNumbers",
+    "CustomChecker",
+    "Exact",
+    "Language",
+    "Outcome",
+    "SameLines",
+    "StdinCase",
+    "Verdict",
+    "grade",
+]
