@@ -245,7 +245,7 @@ class Run:
     async def _save(self) -> Path:
         with self._account.during("saving"):
             path = await self._trainer.save(
-                self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation
+                self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state={}
             )
             await self._source.commit(self.step, path)
         return path
@@ -336,6 +336,7 @@ class Run:
                     shared_memory=shared_memory,
                     resume=checkpoint is not None,
                     chat_template=await asyncio.to_thread(exported_template, model, config.rollout.history_thinking),
+                    num_steps=config.steps,
                 )
         except TimeoutError:
             raise TrainerError(

@@ -2,9 +2,11 @@
 
     checkpoints/step_000012/      a Hugging Face folder: config.json, model.safetensors, tokenizer ...
                 ├─ training/      what going on needs besides the weights: optimiser, updates, generator
+                ├─ run.json       what the rest of the run needs: its place in the data, what was leased
                 └─ manifest.json  step, incarnation, and size and SHA-256 of every file; written last
 
-A folder is written under a hidden name, brought to the disk, then renamed: under its own name it is complete.
+A folder is written under a hidden name, brought to the disk, then renamed: under its own name it is complete. What is
+removed or replaced steps aside first, by a rename too. A directory has one writer, who calls `recover` after a crash.
 """
 
 import hashlib
@@ -12,18 +14,23 @@ import logging
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from areal_agent.trainer.commit_points import CommitPoint, Passing, pass_by
+from areal_agent.types import JsonObject
+
 MANIFEST = "manifest.json"
+RUN_STATE = "run.json"
 TRAINING = "training"
 NAME = re.compile(r"step_\d{6,}")
-HIDDEN_PREFIX = ".writing-"
+WRITING = ".writing-"
+ASIDE = ".aside-"
+REMOVING = ".removing-"
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +43,66 @@ class Checkpoint:
     step: int
     incarnation: int
 
+    def run_state(self) -> JsonObject:
+        """What the rest of the run gave it to keep."""
+        return orjson.loads((self.path / RUN_STATE).read_bytes())
+
 
 def publish_checkpoint(
-    directory: Path, *, step: int, incarnation: int, write: Callable[[Path], None], keep_last: int
+    directory: Path,
+    *,
+    step: int,
+    incarnation: int,
+    run_state: JsonObject,
+    write: Callable[[Path], None],
+    keep_last: int,
+    passing: Passing = pass_by,
 ) -> Checkpoint:
     """Write `directory/step_NNNNNN` with `write(folder)`, publish it in one rename, then remove all but `keep_last`.
 
-    A checkpoint of the same step that stands there already is replaced. There is one writer a directory.
+    A checkpoint of the same step that stands there already is replaced.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _remove_unfinished(directory)
-    target = directory / f"step_{step:06d}"
-    folder = Path(tempfile.mkdtemp(prefix=HIDDEN_PREFIX, dir=directory))
+    recover(directory)
+    folder = hidden_folder(directory, step)
+    folder.mkdir()
     try:
         write(folder)
+        (folder / RUN_STATE).write_bytes(orjson.dumps(run_state))
         (folder / MANIFEST).write_bytes(_manifest(folder, step, incarnation))
+        passing(CommitPoint.WRITTEN)
         _bring_to_disk(folder)
-        _replace(target, folder)
+        passing(CommitPoint.DURABLE)
+        target = _name(directory, step)
+        _step_aside(target, passing)
+        folder.rename(target)
         _sync(directory)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        recover(directory)
         raise
+    passing(CommitPoint.PUBLISHED)
+    recover(directory)
     _prune(directory, step, keep_last)
+    passing(CommitPoint.PRUNED)
     return Checkpoint(path=target, step=step, incarnation=incarnation)
+
+
+def hidden_folder(directory: Path, step: int) -> Path:
+    """Where a checkpoint is written before it has its name: the same for all who write to it."""
+    return directory / f"{WRITING}step_{step:06d}"
+
+
+def recover(directory: Path) -> None:
+    """Put in order what a writer that died has left: what stepped aside comes back, unless it has been replaced."""
+    for path in directory.glob(f"{ASIDE}*"):
+        target = directory / path.name.removeprefix(ASIDE)
+        if target.exists():
+            _remove(path)
+        else:
+            path.rename(target)
+    for path in (*directory.glob(f"{WRITING}*"), *directory.glob(f"{REMOVING}*")):
+        shutil.rmtree(path)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -79,13 +123,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def latest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint to resume from, or None. Damaged ones are passed over with a warning."""
+    """The newest checkpoint that is not damaged, or None."""
+    return next(intact_checkpoints(directory), None)
+
+
+def intact_checkpoints(directory: Path) -> Iterator[Checkpoint]:
+    """The newest first. Damaged ones are passed over with a warning."""
     for path in reversed(_published(directory)):
         try:
-            return read_checkpoint(path)
+            yield read_checkpoint(path)
         except ValueError as error:
             logger.warning("passing over a damaged checkpoint: %s", error)
-    return None
+
+
+def _name(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:06d}"
 
 
 def _published(directory: Path) -> list[Path]:
@@ -127,21 +179,18 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _replace(target: Path, folder: Path) -> None:
-    """Rename `folder` to `target`. A full folder cannot be renamed over: an old one steps aside first."""
+def _step_aside(target: Path, passing: Passing) -> None:
+    """A full folder cannot be renamed over: make room for the new one."""
     if target.exists():
-        aside = Path(tempfile.mkdtemp(prefix=HIDDEN_PREFIX, dir=target.parent))
-        target.rename(aside / target.name)
-        folder.rename(target)
-        shutil.rmtree(aside)
-    else:
-        folder.rename(target)
+        target.rename(target.with_name(f"{ASIDE}{target.name}"))
+        passing(CommitPoint.ASIDE)
 
 
-def _remove_unfinished(directory: Path) -> None:
-    """What killed writers left behind."""
-    for path in directory.glob(f"{HIDDEN_PREFIX}*"):
-        shutil.rmtree(path)
+def _remove(path: Path) -> None:
+    """Hidden first: half a folder must not be taken for a checkpoint."""
+    hidden = path.with_name(f"{REMOVING}{path.name.removeprefix(ASIDE)}")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 def _prune(directory: Path, newest_step: int, keep_last: int) -> None:
@@ -149,4 +198,4 @@ def _prune(directory: Path, newest_step: int, keep_last: int) -> None:
     published = _published(directory)
     lineage = [path for path in published if _step_of(path) <= newest_step]
     for path in set(published) - set(lineage[-keep_last:]):
-        shutil.rmtree(path)
+        _remove(path)

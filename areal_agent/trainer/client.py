@@ -43,13 +43,13 @@ class TrainerClient:
         shared_memory: Path,
         resume: bool = True,
         chat_template: str | None = None,
+        num_steps: int = 1,
     ) -> TrainerInfo:
         """Load `model`, a Hugging Face folder; with `resume`, when it is a checkpoint, its training state too.
 
-        The first command. `chat_template` goes with every checkpoint; None: the one of `model`.
-
-        `shared_memory` is the folder in which weights are published. Raises ConfigError for a model or a device that
-        cannot be used.
+        The first command. `chat_template` goes with every checkpoint; None: the one of `model`. The learning rate
+        follows a run of `num_steps`. `shared_memory` is the folder in which weights are published. Raises ConfigError
+        for a model or a device that cannot be used.
         """
         answer = await self._call(
             "init",
@@ -61,6 +61,7 @@ class TrainerClient:
                 "shared_memory": str(shared_memory),
                 "resume": resume,
                 "chat_template": chat_template,
+                "num_steps": num_steps,
             },
         )
         return TrainerInfo(**answer)
@@ -83,9 +84,12 @@ class TrainerClient:
         entries = tuple(_tensor_entry(one) for one in answer["entries"])
         return SharedMemoryWeights(path=answer["path"], entries=entries, crc32=answer["crc32"])
 
-    async def save(self, directory: Path, *, step: int, incarnation: int) -> Path:
+    async def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject) -> Path:
         """Publish a checkpoint in `directory` and remove old ones, as checkpoint.py says; returns its folder."""
-        answer = await self._call("save", {"directory": str(directory), "step": step, "incarnation": incarnation})
+        answer = await self._call(
+            "save",
+            {"directory": str(directory), "step": step, "incarnation": incarnation, "run_state": run_state},
+        )
         return Path(answer["path"])
 
     async def shutdown(self) -> None:

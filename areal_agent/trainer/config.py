@@ -7,13 +7,19 @@ from pydantic import Field
 from areal_agent.section import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
 class TrainerConfig(Section):
     """How weights are updated; the defaults are the AReaL paper's (Table 3)."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
-    """Of AdamW; constant after the warm-up."""
+    """Of AdamW, at the end of the warm-up."""
+    schedule: LearningRateSchedule = "constant"
+    """What follows the warm-up: `constant`, or a `linear` or `cosine` fall to zero over all steps of the run."""
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.001
+    """The share of the run's optimiser updates (`steps` times `algorithm.minibatches`) over which the learning rate rises
+    linearly."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-5
@@ -22,8 +28,6 @@ class TrainerConfig(Section):
     """Of matrices; norms and biases are not decayed."""
     gradient_clip: Annotated[float, Field(gt=0)] = 1.0
     """The gradient's norm is scaled down to it."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimiser updates over which the learning rate rises linearly."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
     """Tokens that go through the model at once, padding included; a longer sequence goes alone."""
     threads: Annotated[int, Field(ge=1)] = 1

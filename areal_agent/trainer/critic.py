@@ -4,9 +4,6 @@ It begins as a copy of the policy with an output layer of zeros, so every value 
 and returns, not how those were made.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -15,27 +12,37 @@ from areal_agent.algorithms.values import value_loss
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.model import Policy, mixed_precision
 from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.schedule import Schedule
 
 
 class Critic:
     """Values of loss tokens: what the rollout will earn from each on, judged by what stands before it."""
 
-    def __init__(self, policy: Policy, config: TrainerConfig, *, learning_rate: float | None, clip: float) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: TrainerConfig,
+        *,
+        learning_rate: float | None,
+        clip: float,
+        schedule: Schedule | None = None,
+    ) -> None:
         self._device = policy.device
         self._clip = clip
         decoder = policy.backbone()
         hidden_size = int(policy.model.config.get_text_config().hidden_size)
         head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
-        self._model = nn.ModuleDict({"decoder": decoder, "head": head}).eval()
+        self.model = nn.ModuleDict({"decoder": decoder, "head": head}).eval()
         own = config if learning_rate is None else config.model_copy(update={"learning_rate": learning_rate})
-        self._optimizer = Optimizer(self._model.parameters(), own)
+        own_schedule = None if schedule is None else schedule.with_peak(own.learning_rate)
+        self.optimizer = Optimizer(self.model.parameters(), own, own_schedule)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """The value of each loss token of the micro-batch, [M] float32."""
         with mixed_precision(self._device):
-            states = self._model["decoder"](input_ids=batch.inputs, use_cache=False).last_hidden_state
-            return self._model["head"](states.flatten(0, 1)[batch.predicting]).squeeze(1).float()
+            states = self.model["decoder"](input_ids=batch.inputs, use_cache=False).last_hidden_state
+            return self.model["head"](states.flatten(0, 1)[batch.predicting]).squeeze(1).float()
 
     def backward(self, batch: MicroBatch) -> tuple[float, int]:
         """Accumulate the gradient of the clipped value loss; returns the loss, and how many values were clipped."""
@@ -45,18 +52,11 @@ class Critic:
         return float(loss.detach()), num_clipped
 
     def clear_gradients(self) -> None:
-        self._optimizer.clear_gradients()
+        self.optimizer.clear_gradients()
 
     def update(self) -> float:
         """As `Optimizer.update`: one update; returns the norm of the gradient."""
-        return self._optimizer.update()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        return self.optimizer.update()
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

@@ -1,19 +1,20 @@
-"""AdamW with a linear warm-up and gradient clipping. It knows parameters, not models or losses."""
+"""AdamW under a learning-rate schedule, with gradient clipping. It knows parameters, not models or losses."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.schedule import Schedule
 
 
 class Optimizer:
     """The optimiser and the number of updates it has made, from which the learning rate follows."""
 
-    def __init__(self, parameters: Iterable[Tensor], config: TrainerConfig) -> None:
+    def __init__(self, parameters: Iterable[Tensor], config: TrainerConfig, schedule: Schedule | None = None) -> None:
         self._config = config
+        self._schedule = schedule or Schedule.of(config, num_updates=1)
         self._parameters = list(parameters)
         self.num_updates = 0
         self._adamw = torch.optim.AdamW(
@@ -29,8 +30,12 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """Of the next update."""
-        warmup = self._config.warmup_steps
-        return self._config.learning_rate * (min(1.0, (self.num_updates + 1) / warmup) if warmup else 1.0)
+        return self._schedule.at(self.num_updates)
+
+    @property
+    def adamw(self) -> torch.optim.AdamW:
+        """For a checkpoint: its state is by parameter, and there is none before the first update."""
+        return self._adamw
 
     def clear_gradients(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
@@ -48,10 +53,3 @@ class Optimizer:
             self.num_updates += 1
         self.clear_gradients()
         return norm
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self._adamw.state_dict(), "num_updates": self.num_updates}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._adamw.load_state_dict(state["adamw"])
-        self.num_updates = int(state["num_updates"])

@@ -1,27 +1,49 @@
 """What a checkpoint folder holds of a trainer: its weights as a Hugging Face export, and what going on needs besides.
 
-Reading and writing only; how a folder is published is checkpoint.py's. Loading never unpickles: safetensors, JSON, and
-torch.load with weights_only=True.
+Reading and writing only; how a folder is published is checkpoint.py's. Both are done by all ranks together, each its
+own part: `torch.distributed.checkpoint` writes tensors as safetensors with their place in the whole, so that what N
+ranks have written M ranks can read. Nothing is pickled: numbers are JSON, and hyperparameters follow from the config.
+
+    training/shard-....safetensors   optimizer.*  generator  critic.*  critic_optimizer.*  reference.*
+             progress.json           numbers of updates, and which of these parts there are
 """
 
 import shutil
+import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.checkpoint import MANIFEST, TRAINING
+from areal_agent.trainer.checkpoint import MANIFEST, RUN_STATE, TRAINING
 from areal_agent.trainer.critic import Critic
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
 
-STATE_FILE = "state.pt"
+PROGRESS = "progress.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and template files; what save_pretrained writes itself is not copied over."""
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Of an optimiser: by the name of the parameter, not by its number, which differs between ranks."""
 
 
 def write_export(folder: Path, policy: Policy, source: Path, chat_template: str | None = None) -> None:
@@ -29,10 +51,13 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
 
     With `chat_template`, that is the tokenizer's template: transformers takes the file before any other place.
     """
-    policy.model.save_pretrained(folder)
+    weights = get_model_state_dict(policy.model, options=WHOLE)  # all ranks take part, one has them in the end
+    if not _is_first_rank():
+        return
+    policy.model.save_pretrained(folder, state_dict=weights)
     for pattern in COPIED:
         for file in source.glob(pattern):
-            is_ours = file.name == MANIFEST or "safetensors" in file.name
+            is_ours = file.name in (MANIFEST, RUN_STATE) or "safetensors" in file.name
             if not is_ours and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
     if chat_template is not None:
@@ -43,41 +68,107 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
 class Training:
     """What going on needs besides the weights: optimiser and number of updates, random state, and two models."""
 
+    policy: Policy
     optimizer: Optimizer
     generator: torch.Generator
     critic: Critic | None
     reference: Policy | None  # its weights are those that the run began with, which nothing else keeps
 
+    def optimizers(self) -> Mapping[str, tuple[nn.Module, Optimizer]]:
+        """By name, each with the model whose parameters it updates."""
+        found: dict[str, tuple[nn.Module, Optimizer]] = {"optimizer": (self.policy.model, self.optimizer)}
+        if self.critic is not None:
+            found["critic_optimizer"] = (self.critic.model, self.critic.optimizer)
+        return found
+
+    def models(self) -> Mapping[str, nn.Module]:
+        """By name, those that are no Hugging Face export."""
+        found: dict[str, nn.Module] = {}
+        if self.critic is not None:
+            found["critic"] = self.critic.model
+        if self.reference is not None:
+            found["reference"] = self.reference.model
+        return found
+
 
 def write_training(folder: Path, training: Training) -> None:
-    """Write all of it."""
-    (folder / TRAINING).mkdir()
-    state: dict[str, Any] = {
-        "optimizer": training.optimizer.state_dict(),
-        "generator": training.generator.get_state(),
-    }
-    if training.critic is not None:
-        state["critic"] = training.critic.state_dict()
-    if training.reference is not None:
-        state["reference"] = training.reference.model.state_dict()
-    torch.save(state, folder / TRAINING / STATE_FILE)
+    """Write all of it. An optimiser that has made no update has nothing to write."""
+    started = [name for name, (_, optimizer) in training.optimizers().items() if optimizer.adamw.state]
+    parts = [*training.models(), *started]
+    with _alone_without_warning():
+        save(
+            _tensors(training, parts),
+            storage_writer=HuggingFaceStorageWriter(str(folder / TRAINING), save_distributed=True),
+        )
+    if _is_first_rank():
+        num_updates = {name: optimizer.num_updates for name, (_, optimizer) in training.optimizers().items()}
+        (folder / TRAINING / PROGRESS).write_bytes(orjson.dumps({"parts": parts, "num_updates": num_updates}))
 
 
 def read_training(folder: Path, training: Training) -> None:
     """Restore what `write_training` wrote. Raises ConfigError when the run had no critic or no reference until now."""
-    state: dict[str, Any] = torch.load(folder / TRAINING / STATE_FILE, weights_only=True, map_location="cpu")
-    training.optimizer.load_state_dict(state["optimizer"])
-    training.generator.set_state(state["generator"])
-    if training.critic is not None:
-        training.critic.load_state_dict(_part(state, "critic", folder))
-    if training.reference is not None:
-        training.reference.model.load_state_dict(_part(state, "reference", folder))
+    progress: dict[str, Any] = orjson.loads((folder / TRAINING / PROGRESS).read_bytes())
+    parts = [name for name in progress["parts"] if name in {*training.models(), *training.optimizers()}]
+    for name in training.models():
+        _require(name, parts, folder)
+    tensors = _tensors(training, parts)
+    with _alone_without_warning():
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / TRAINING)))
+    _take(training, tensors)
+    for name, (_, optimizer) in training.optimizers().items():
+        optimizer.num_updates = int(progress["num_updates"][name])
 
 
-def _part(state: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
-    if name not in state:
+def _tensors(training: Training, parts: list[str]) -> dict[str, Tensor]:
+    """The named parts as tensors, of each rank its share: what is written, or read into. Tied weights come once."""
+    tensors = {"generator": training.generator.get_state()}
+    for name, model in training.models().items():
+        tensors |= {f"{name}.{key}": one.detach() for key, one in model.named_parameters()}
+    for name, (model, optimizer) in training.optimizers().items():
+        if name in parts:
+            state = get_optimizer_state_dict(model, optimizer.adamw, options=FLAT)
+            tensors |= {f"{name}.{key}": one.reshape(_shape(one)) for key, one in _only_tensors(state).items()}
+    return tensors
+
+
+def _take(training: Training, tensors: Mapping[str, Tensor]) -> None:
+    """What was read, to where it belongs; the models have it already, for it was read into their parameters."""
+    training.generator.set_state(tensors["generator"])
+    for name, (model, optimizer) in training.optimizers().items():
+        read = _under(name, tensors)
+        if read:
+            state = get_optimizer_state_dict(model, optimizer.adamw, options=FLAT)
+            state |= {key: read[key].reshape(one.shape) for key, one in _only_tensors(state).items()}
+            set_optimizer_state_dict(model, optimizer.adamw, state, options=FLAT)
+
+
+def _only_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Hyperparameters are not written: those of the config hold, also where they have changed."""
+    return {key: one for key, one in state.items() if isinstance(one, Tensor)}
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """A number of updates is a tensor without dimensions, of which the file's reader makes no slice."""
+    return tuple(tensor.shape) or (1,)
+
+
+def _under(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): one for key, one in tensors.items() if key.startswith(prefix)}
+
+
+def _require(name: str, parts: list[str], folder: Path) -> None:
+    if name not in parts:
         raise ConfigError(
             f"cannot resume: the checkpoint {str(folder)!r} was saved without a {name}, which the algorithm now asks "
             "for; resume with the algorithm that the run began with"
         )
-    return state[name]
+
+
+def _alone_without_warning() -> AbstractContextManager[object]:
+    """A single process is what is meant where there is one."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -17,11 +17,14 @@ from areal_agent.trainer.critic import Critic
 from areal_agent.trainer.model import Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.reports import StepReport, TrainerInfo
+from areal_agent.trainer.schedule import Schedule
 from areal_agent.trainer.state import Training, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.step_input import StepInput
-from areal_agent.types import SharedMemoryWeights
+from areal_agent.types import JsonObject, SharedMemoryWeights
 from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
+
+NOTHING: JsonObject = {}
 
 
 class Trainer:
@@ -38,16 +41,18 @@ class Trainer:
         seed: int,
         shared_memory: Path,
         chat_template: str | None,
+        num_steps: int,
     ) -> None:
         self._policy = policy
         self._source = source
         self._chat_template = chat_template
         self._config = config
         self._step = 0
-        self._optimizer = Optimizer(policy.model.parameters(), config)
+        schedule = Schedule.of(config, num_steps * algorithm.minibatches)
+        self._optimizer = Optimizer(policy.model.parameters(), config, schedule)
         self._generator = torch.Generator().manual_seed(seed)
         self._reference = reference
-        self._critic = _new_critic(policy, config, algorithm)
+        self._critic = _new_critic(policy, config, algorithm, schedule)
         self._stepper = Stepper(
             policy,
             self._optimizer,
@@ -72,9 +77,11 @@ class Trainer:
         shared_memory: Path,
         resume: bool = True,
         chat_template: str | None = None,
+        num_steps: int = 1,
     ) -> Self:
         """Load a Hugging Face folder. With `resume` a checkpoint goes on exactly where it was saved; without, only its
-        weights are taken. Checkpoints get `chat_template`, or the folder's own. Raises ConfigError."""
+        weights are taken. Checkpoints get `chat_template`, or the folder's own; the learning rate follows a run of
+        `num_steps`. Raises ConfigError."""
         device = choose_device(config.device)
         checkpoint = _checkpoint_in(folder) if resume else None
         has_reference = algorithm.reference == "initial"
@@ -87,6 +94,7 @@ class Trainer:
             seed=seed,
             shared_memory=shared_memory,
             chat_template=chat_template,
+            num_steps=num_steps,
         )
         if checkpoint is not None:
             read_training(folder, trainer._training)
@@ -114,14 +122,19 @@ class Trainer:
         """Copy the weights to where engines read them."""
         return self._channel.write(self._policy.named_parameters())
 
-    def save(self, directory: Path, *, step: int, incarnation: int) -> Checkpoint:
-        """Publish a checkpoint. Raises ValueError unless `step` is the one that was trained last."""
+    def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject = NOTHING) -> Checkpoint:
+        """Publish a checkpoint, with `run_state` in it. Raises ValueError unless `step` was trained last."""
         if step != self._step:
             raise ValueError(
                 f"a checkpoint of step {step} was asked for, but the weights are those of step {self._step}"
             )
         return publish_checkpoint(
-            directory, step=step, incarnation=incarnation, write=self._write, keep_last=self._config.keep_last
+            directory,
+            step=step,
+            incarnation=incarnation,
+            run_state=run_state,
+            write=self._write,
+            keep_last=self._config.keep_last,
         )
 
     def close(self) -> None:
@@ -134,14 +147,22 @@ class Trainer:
     @property
     def _training(self) -> Training:
         return Training(
-            optimizer=self._optimizer, generator=self._generator, critic=self._critic, reference=self._reference
+            policy=self._policy,
+            optimizer=self._optimizer,
+            generator=self._generator,
+            critic=self._critic,
+            reference=self._reference,
         )
 
 
-def _new_critic(policy: Policy, config: TrainerConfig, algorithm: AlgorithmConfig) -> Critic | None:
+def _new_critic(
+    policy: Policy, config: TrainerConfig, algorithm: AlgorithmConfig, schedule: Schedule
+) -> Critic | None:
     if not algorithm.critic:
         return None
-    return Critic(policy, config, learning_rate=algorithm.critic_learning_rate, clip=algorithm.value_clip)
+    return Critic(
+        policy, config, learning_rate=algorithm.critic_learning_rate, clip=algorithm.value_clip, schedule=schedule
+    )
 
 
 def _checkpoint_in(folder: Path) -> Checkpoint | None:

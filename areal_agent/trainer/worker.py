@@ -67,7 +67,10 @@ class Worker:
                 return asdict(self._ready().publish())
             case "save":
                 saved = self._ready().save(
-                    Path(arguments["directory"]), step=arguments["step"], incarnation=arguments["incarnation"]
+                    Path(arguments["directory"]),
+                    step=arguments["step"],
+                    incarnation=arguments["incarnation"],
+                    run_state=arguments["run_state"],
                 )
                 return {"path": str(saved.path)}
             case "shutdown":
@@ -89,6 +92,7 @@ class Worker:
             shared_memory=Path(arguments["shared_memory"]),
             resume=arguments["resume"],
             chat_template=arguments["chat_template"],
+            num_steps=arguments["num_steps"],
         )
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", arguments["model"], info.num_parameters, info.device)

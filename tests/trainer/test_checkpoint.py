@@ -25,7 +25,7 @@ from areal_agent.trainer.checkpoint import latest_checkpoint, publish_checkpoint
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.trainer import Trainer
 
-CONFIG = TrainerConfig(learning_rate=1e-3, warmup_steps=20, keep_last=2)
+CONFIG = TrainerConfig(learning_rate=1e-3, warmup_fraction=0.5, schedule="cosine", keep_last=2)
 ALGORITHM = AlgorithmConfig(minibatches=3)
 
 
@@ -41,6 +41,7 @@ def load_trainer(tmp_path):
             seed=0,
             shared_memory=tmp_path,
             chat_template=chat_template,
+            num_steps=10,
         )
         trainers.append(trainer)
         return trainer
@@ -57,7 +58,9 @@ def write_small(folder: Path) -> None:
 
 
 def publish(directory: Path, step: int, keep_last: int = 10) -> Path:
-    return publish_checkpoint(directory, step=step, incarnation=0, write=write_small, keep_last=keep_last).path
+    return publish_checkpoint(
+        directory, step=step, incarnation=0, run_state={}, write=write_small, keep_last=keep_last
+    ).path
 
 
 def names(directory: Path) -> list[str]:
@@ -124,8 +127,8 @@ def test_steps_come_in_order(load_trainer, model_folder, make_batch, as_input):
 
 def test_a_damaged_checkpoint_is_not_resumed(load_trainer, model_folder, tmp_path):
     saved = load_trainer(model_folder).save(tmp_path / "checkpoints", step=0, incarnation=0)
-    (saved.path / "training" / "state.pt").write_bytes(b"short")
-    with pytest.raises(ConfigError, match=r"cannot resume: .*state\.pt is not what was written"):
+    (saved.path / "training" / "progress.json").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"cannot resume: .*progress\.json is not what was written"):
         load_trainer(saved.path)
 
 
@@ -170,7 +173,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
 
     publish(tmp_path, 1)
     with pytest.raises(OSError, match="disk full"):
-        publish_checkpoint(tmp_path, step=2, incarnation=0, write=fail, keep_last=2)
+        publish_checkpoint(tmp_path, step=2, incarnation=0, run_state={}, write=fail, keep_last=2)
     assert names(tmp_path) == ["step_000001"]
 
 
@@ -181,7 +184,7 @@ from areal_agent.trainer.checkpoint import publish_checkpoint
 def write(folder):
     (folder / "model.safetensors").write_bytes(b"half of the wei")
     os.kill(os.getpid(), signal.SIGKILL)
-publish_checkpoint(Path(sys.argv[1]), step=2, incarnation=0, write=write, keep_last=2)
+publish_checkpoint(Path(sys.argv[1]), step=2, incarnation=0, run_state={}, write=write, keep_last=2)
 """
 
 
@@ -212,6 +215,6 @@ def test_later_steps_of_an_abandoned_lineage_are_removed(tmp_path):
 
 def test_one_of_the_same_step_is_replaced(tmp_path):
     publish(tmp_path, 1)
-    replaced = publish_checkpoint(tmp_path, step=1, incarnation=3, write=write_small, keep_last=2)
+    replaced = publish_checkpoint(tmp_path, step=1, incarnation=3, run_state={}, write=write_small, keep_last=2)
     assert names(tmp_path) == ["step_000001"]
     assert read_checkpoint(replaced.path).incarnation == 3

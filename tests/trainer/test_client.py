@@ -100,7 +100,7 @@ async def test_an_engine_reads_the_published_weights(ready, make_batch, model_fo
 
 async def test_what_was_saved_is_what_was_published(ready, make_batch, model_folder, tmp_path):
     await ready.train_step(make_batch(1))
-    path = await ready.save(tmp_path / "checkpoints", step=1, incarnation=0)
+    path = await ready.save(tmp_path / "checkpoints", step=1, incarnation=0, run_state={})
     published = as_read(await ready.publish(), model_folder)
     saved = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
     assert all(torch.equal(saved[name], published[name]) for name in saved)
@@ -159,12 +159,12 @@ async def peer():
 
 async def test_a_cancelled_command_does_not_confuse_the_next(peer):
     client, reader, writer = peer
-    saving = asyncio.ensure_future(client.save(Path("a"), step=1, incarnation=0))
+    saving = asyncio.ensure_future(client.save(Path("a"), step=1, incarnation=0, run_state={}))
     first = (await receive_frame(reader)).header
     saving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await saving
-    saving = asyncio.ensure_future(client.save(Path("b"), step=2, incarnation=0))
+    saving = asyncio.ensure_future(client.save(Path("b"), step=2, incarnation=0, run_state={}))
     second = (await receive_frame(reader)).header
     for number, path in ((first["number"], "late"), (second["number"], "right")):
         writer.write(Frame(header={"number": number, "result": {"path": path}}).encode())

@@ -1,6 +1,6 @@
 """The optimiser.
 
-- The learning rate rises linearly over the warm-up, then stays.
+- The learning rate is that of the schedule: an update later, the next one.
 - Matrices are decayed, vectors are not. A gradient beyond the clip is scaled; the norm before is returned.
 - A gradient that is not finite changes nothing and is no update.
 """
@@ -12,6 +12,7 @@ import torch
 
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.schedule import Schedule
 
 
 def parameter(*shape: int, gradient: float) -> torch.nn.Parameter:
@@ -20,9 +21,10 @@ def parameter(*shape: int, gradient: float) -> torch.nn.Parameter:
     return one
 
 
-def test_the_learning_rate_warms_up():
+def test_the_learning_rate_follows_the_schedule():
     one = parameter(1, 1, gradient=0.0)
-    optimizer = Optimizer([one], TrainerConfig(learning_rate=1.0, warmup_steps=4))
+    config = TrainerConfig(learning_rate=1.0, warmup_fraction=0.4)
+    optimizer = Optimizer([one], config, Schedule.of(config, num_updates=10))
     rates = []
     for _ in range(6):
         one.grad = torch.zeros(1, 1)

@@ -163,8 +163,10 @@ def load_trainer(tmp_path):
     trainers: list[Trainer] = []
 
     def load(folder: Path, algorithm: AlgorithmConfig) -> Trainer:
-        config = TrainerConfig(learning_rate=1e-3, warmup_steps=20)
-        trainers.append(Trainer.load(folder, config=config, algorithm=algorithm, seed=0, shared_memory=tmp_path))
+        config = TrainerConfig(learning_rate=1e-3, warmup_fraction=0.5)
+        trainers.append(
+            Trainer.load(folder, config=config, algorithm=algorithm, seed=0, shared_memory=tmp_path, num_steps=20)
+        )
         return trainers[-1]
 
     yield load
