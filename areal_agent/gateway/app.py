@@ -214,7 +214,7 @@ class Gateway:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._callers.session(request)
             with self._traffic.call(session.record.id, is_turn=True), self._metrics.turn():
-                return await handle(request, session, await self._bodies.agent(request))
+                return await handle(request, session, await self._bodies.agent(request, session.growing_body))
 
         return handler
 

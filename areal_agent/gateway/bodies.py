@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any, cast
 
 import orjson
 from aiohttp import web
 
 from areal_agent.errors import RequestError
+from areal_agent.gateway.growing_body import GrowingBody
 from areal_agent.gateway.limits import Limits
 from areal_agent.types import JsonObject
 
@@ -30,9 +32,9 @@ class BodyReader:
             json.loads(payload, object_pairs_hook=_refuse_repeated)
         return body
 
-    async def agent(self, request: web.Request) -> JsonObject:
-        """The object that an agent's call carries; no body is an empty one."""
-        return _object(await self._bytes(request))
+    async def agent(self, request: web.Request, growing: GrowingBody) -> JsonObject:
+        """The object that an agent's call carries, decoded as one of its session's; no body is an empty one."""
+        return _object(await self._bytes(request), growing.decode)
 
     async def _bytes(self, request: web.Request) -> bytes:
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -64,11 +66,11 @@ class BodyReader:
         )
 
 
-def _object(payload: bytes) -> JsonObject:
+def _object(payload: bytes, decode: Callable[[bytes], object] = orjson.loads) -> JsonObject:
     if not payload:
         return {}
     try:
-        body = orjson.loads(payload)
+        body = decode(payload)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON ({error}); NaN and Infinity are none either") from error
     if not isinstance(body, dict):

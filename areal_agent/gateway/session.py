@@ -19,6 +19,7 @@ from hashlib import blake2b
 
 from areal_agent.errors import EngineUnreachable, RequestError
 from areal_agent.gateway.control import EndRequest, RewardRequest
+from areal_agent.gateway.growing_body import GrowingBody
 from areal_agent.gateway.rewards import RewardBook
 from areal_agent.gateway.sampling import MAX_SEED, SamplingWishes
 from areal_agent.gateway.services import Services
@@ -67,6 +68,7 @@ class Session:
         self.state = SessionState.OPEN
         self.trajectory: Trajectory | None = None  # once it has ended
         self.deliveries = Deliveries()
+        self.growing_body = GrowingBody()
         self._options = options
         self._services = services
         self._on_ended = on_ended

@@ -1,9 +1,10 @@
 """The writer thread with its queue: all that is queued goes into one transaction; callers hear after the commit.
 
-    callers (event loop) ── work, future ──▶ queue ──▶ writer thread: BEGIN, work*, COMMIT ──▶ futures resolve
+    callers (event loop) ── work, future ──▶ group ──▶ writer thread: BEGIN, work*, COMMIT ──▶ futures resolve
 
-One fsync serves everybody who waited for it (group commit). Work that fails is undone alone; its neighbours stay. It
-knows nothing of the tables.
+One commit serves everybody who waited for it (group commit): who comes while one is under way, or in the same turn of
+the event loop, is in the next group. Work that fails is undone alone; its neighbours stay. It knows nothing of the
+tables.
 """
 
 import asyncio
@@ -43,7 +44,9 @@ class GroupCommitWriter:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Sequence[_Request] | None] = queue.SimpleQueue()
+        self._waiting: list[_Request] = []
+        self._is_busy = False  # a group is on its way, or about to leave
         self._is_closed = False
         # A daemon: what it has not committed was promised to nobody, so it must not keep a dying process alive.
         self._thread = threading.Thread(target=self._serve, name="ledger-writer", daemon=True)
@@ -59,13 +62,17 @@ class GroupCommitWriter:
         if self._is_closed:
             raise LedgerError("the ledger is closed: nothing can be written any more; open it again")
         future: asyncio.Future[Result] = self._loop.create_future()
-        self._queue.put(_Request(work=work, future=future))
+        self._waiting.append(_Request(work=work, future=future))
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.call_soon(self._send)
         return await future
 
     def stop(self) -> None:
         """Take no more work. Called in the event loop, so that nothing slips in behind the end of the queue."""
         if not self._is_closed:
             self._is_closed = True
+            self._send()
             self._queue.put(None)
 
     def close(self) -> None:
@@ -73,21 +80,28 @@ class GroupCommitWriter:
         self._thread.join()
         self._connection.close()
 
-    def _serve(self) -> None:
-        is_open = True
-        while is_open:
-            waiting = self._take_waiting()
-            group = [request for request in waiting if request is not None]
-            is_open = len(group) == len(waiting)
-            if group:
-                self._loop.call_soon_threadsafe(_deliver, self._commit(group))
+    def _send(self) -> None:
+        """In the event loop: let the writer have all who wait."""
+        group, self._waiting = self._waiting, []
+        self._is_busy = bool(group)
+        if group:
+            self._queue.put(group)
 
-    def _take_waiting(self) -> Sequence[_Request | None]:
-        """All that is queued, at least one."""
-        waiting = [self._queue.get()]
-        while not self._queue.empty():
-            waiting.append(self._queue.get())
-        return waiting
+    def _serve(self) -> None:
+        while (group := self._queue.get()) is not None:
+            self._loop.call_soon_threadsafe(self._deliver, self._commit(group))
+
+    def _deliver(self, outcomes: Sequence[_Outcome]) -> None:
+        """In the event loop: answer those who still wait, and send those who came meanwhile."""
+        self._send()
+        for outcome in outcomes:
+            future = outcome.request.future
+            if future.done():  # its caller was cancelled
+                continue
+            if outcome.error is None:
+                future.set_result(outcome.result)
+            else:
+                future.set_exception(outcome.error)
 
     def _commit(self, group: Sequence[_Request]) -> Sequence[_Outcome]:
         """Perform a group in one transaction. When that fails (a full disk, say), nothing of it has happened."""
@@ -140,15 +154,3 @@ def _explain(error: Exception) -> Exception:
     if isinstance(error, sqlite3.Error):
         return LedgerError(f"the ledger could not be written: {error}")
     return error
-
-
-def _deliver(outcomes: Sequence[_Outcome]) -> None:
-    """In the event loop: answer those who still wait."""
-    for outcome in outcomes:
-        future = outcome.request.future
-        if future.done():  # its caller was cancelled
-            continue
-        if outcome.error is None:
-            future.set_result(outcome.result)
-        else:
-            future.set_exception(outcome.error)

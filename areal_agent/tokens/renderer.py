@@ -22,6 +22,7 @@ from areal_agent.tokens.control import ANSWER_MARKUP, Breaker, any_of, control_t
 from areal_agent.tokens.detokenizer import Detokenizer
 from areal_agent.tokens.keep_thinking import STAND_INS, HistoryThinking, keep_template
 from areal_agent.tokens.template import ChatTemplate
+from areal_agent.tokens.words import WordCache
 from areal_agent.types import JsonObject
 
 _OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
@@ -80,6 +81,7 @@ class Renderer:
         """The template in use: the one to export with a model that is trained on these prompts."""
         self._template = ChatTemplate(self.chat_template, tokenizer.special_tokens_map)
         self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._words = WordCache.of(self._backend)
         self.detokenizer = Detokenizer(self._backend)
         self._secret = secrets.token_hex(16)  # no message can contain it
         texts = control_texts(tokenizer, source) | (STAND_INS if is_kept else frozenset())
@@ -199,7 +201,11 @@ class Renderer:
         return self.detokenizer.text_of(token_ids[:-1] if has_ended else token_ids)
 
     def _encode(self, text: str) -> list[int]:
-        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets: cheaper
+        token_ids = self._words.ids_of(text) if self._words else None
+        if token_ids is None:
+            # Without offsets: cheaper.
+            token_ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return token_ids
 
     def _id_of(self, token: str) -> int:
         return cast("int", self._backend.token_to_id(token))

@@ -1,0 +1,116 @@
+"""The bodies of one session's calls, each of which repeats the one before and adds a little: only that is decoded.
+
+::
+
+    before   {"messages":[ m1, m2          ],"model":...}
+    now      {"messages":[ m1, m2, a2, m3  ],"model":...}
+                          ──────── the same bytes: the same messages, as the objects that they were decoded to
+                                 ───────────────────── decoded, behind a mark that stands for them
+
+A decoder that has read the same bytes is in the same place, so what follows means the same. It knows no field but
+`messages`, and nothing of their form.
+"""
+
+import json
+import secrets
+from typing import Any, cast
+
+import orjson
+
+MAX_KEPT_BYTES = 2**20
+"""A longer body is decoded anew each time: nothing of it is kept."""
+
+_MARK = secrets.token_hex(16)
+_MARK_JSON = orjson.dumps(_MARK)
+_DECODER = json.JSONDecoder()
+_SPACE = " \t\n\r"
+
+
+class GrowingBody:
+    """Decodes the bodies of one session. What it returns shares messages with what it returned before: change none."""
+
+    def __init__(self) -> None:
+        self._known = b""  # the newest body, up to the end of its last message
+        self._list_at = 0  # where in it the list of messages begins: behind the bracket
+        self._messages: list[Any] = []
+
+    def decode(self, payload: bytes) -> object:
+        """The JSON of a body. Raises orjson.JSONDecodeError."""
+        body = self._grown(payload) if self._known and payload.startswith(self._known) else None
+        if body is None:
+            body = orjson.loads(payload)
+            self._remember(payload, body)
+        return body
+
+    def _grown(self, payload: bytes) -> object | None:
+        """A body that begins as the one before; None where it is not sure that it goes on with its messages."""
+        rest = payload[len(self._known) :]
+        try:
+            body = orjson.loads(payload[: self._list_at] + _MARK_JSON + rest)
+        except orjson.JSONDecodeError:
+            return None
+        marked = body["messages"]
+        if not (isinstance(marked, list) and marked and marked[0] == _MARK):
+            return None  # the key comes a second time
+        added = cast("list[Any]", marked)[1:]
+        end = _end_of(added, rest)
+        if end is None:
+            return None
+        body["messages"] = self._messages = [*self._messages, *added]
+        self._known = payload[: len(self._known) + end] if len(payload) <= MAX_KEPT_BYTES else b""
+        return body
+
+    def _remember(self, payload: bytes, body: object) -> None:
+        self._known, self._messages = b"", []
+        if not isinstance(body, dict) or len(payload) > MAX_KEPT_BYTES:
+            return
+        messages = cast("dict[str, Any]", body).get("messages")
+        list_at = _list_of_messages(payload) if isinstance(messages, list) and messages else None
+        if list_at is None:
+            return
+        end = _end_of(cast("list[Any]", messages), b"," + payload[list_at:])
+        if end is not None:
+            self._known, self._list_at = payload[: list_at + end - 1], list_at
+            self._messages = cast("list[Any]", messages)
+
+
+def _list_of_messages(payload: bytes) -> int | None:
+    """Where the list of messages begins, behind its bracket; None when the body begins with something else."""
+    text = payload[:64].decode(errors="replace")
+    for word in ("{", '"messages"', ":", "["):
+        text = text.lstrip(_SPACE)
+        if not text.startswith(word):
+            return None
+        text = text[len(word) :]
+    return len(payload[:64].decode(errors="replace")) - len(text)
+
+
+def _end_of(messages: list[Any], written: bytes) -> int | None:
+    """Where in `written`, valid JSON, the last of these messages ends; a comma comes before each. None: none is there.
+
+    Messages that are no objects are left to those who refuse them.
+    """
+    text, at = written.decode(), 0
+    for message in messages:
+        at = _behind(text, at, ",")
+        if at is None or not isinstance(message, dict):
+            return None
+        try:
+            read, at = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(read, dict):
+            return None
+    return at if text.isascii() else len(text[:at].encode())
+
+
+def _behind(text: str, at: int, mark: str) -> int | None:
+    """The place behind `mark` and the white space around it; None when something else stands there."""
+    at = _behind_space(text, at)
+    return _behind_space(text, at + 1) if text[at : at + 1] == mark else None
+
+
+def _behind_space(text: str, at: int) -> int:
+    while text[at : at + 1] in _SPACE and at < len(text):
+        at += 1
+    return at

@@ -1,0 +1,90 @@
+"""Bodies that repeat each other are decoded as if each came alone, whatever they are; unchanged messages are shared."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_agent.gateway.growing_body import MAX_KEPT_BYTES, GrowingBody
+
+texts = st.text() | st.sampled_from(["]", "}]", '"', "\\", "],", "é", "\u2028", '{"messages":[', "😀"])
+values = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | texts, lambda inner: st.lists(inner, max_size=2))
+messages = st.dictionaries(texts, values, max_size=3) | st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "tool"]), "content": texts}
+)
+rests = st.dictionaries(st.sampled_from(["model", "tools", "n", "messages"]), values, max_size=3)
+
+
+def compact(body: object) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def escaped(body: object) -> bytes:
+    return json.dumps(body).encode()
+
+
+def indented(body: object) -> bytes:
+    return json.dumps(body, indent=1).encode()
+
+
+LAYOUTS = (compact, escaped, indented)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[bytes]:
+    """Bodies of one session: each goes on, begins anew, or repeats, in one layout or another."""
+    history: list[Any] = []
+    bodies: list[bytes] = []
+    for _ in range(draw(st.integers(1, 6))):
+        kept = draw(st.integers(0, len(history)) | st.just(len(history)))
+        history = [*history[:kept], *draw(st.lists(messages | values, max_size=3))]
+        payload = draw(st.sampled_from(LAYOUTS))({"messages": history, **draw(rests)})
+        damage = draw(st.sampled_from([None, None, None, b"", b"]", b'{"a":1}', b',"messages":[1]}']))
+        bodies.append(payload if damage is None else payload[: -draw(st.integers(1, 9))] + damage)
+    return bodies
+
+
+def decoded(payload: bytes) -> object:
+    try:
+        return orjson.loads(payload)
+    except orjson.JSONDecodeError as error:
+        return str(error)
+
+
+@given(bodies=conversations())
+def test_each_body_is_decoded_as_if_it_came_alone(bodies: list[bytes]) -> None:
+    growing = GrowingBody()
+    for payload in bodies:
+        try:
+            body = growing.decode(payload)
+        except orjson.JSONDecodeError as error:
+            body = str(error)
+        assert body == decoded(payload)
+
+
+@pytest.mark.parametrize("dump", LAYOUTS[:2])
+def test_what_is_repeated_is_not_decoded_again(dump: Callable[[object], bytes]) -> None:
+    growing, history, before = GrowingBody(), [{"role": "system", "content": "ä ]"}], list[object]()
+    for number in range(4):
+        history += [{"role": "user", "content": f"ö{number}]"}]
+        body: Any = growing.decode(dump({"messages": history, "model": "m"}))
+        assert body == {"messages": history, "model": "m"}
+        assert all(old is new for old, new in zip(before, body["messages"], strict=False))
+        before = body["messages"]
+
+
+def test_key_that_comes_twice_counts_the_second_time() -> None:
+    growing = GrowingBody()
+    growing.decode(b'{"messages":[{"a":1}]}')
+    assert growing.decode(b'{"messages":[{"a":1}],"messages":[{"b":2}]}') == {"messages": [{"b": 2}]}
+
+
+def test_nothing_of_a_long_body_is_kept() -> None:
+    growing, payload = GrowingBody(), compact({"messages": [{"content": "x" * MAX_KEPT_BYTES}]})
+    first: Any = growing.decode(payload)
+    second: Any = growing.decode(payload)
+    assert first == second and first["messages"][0] is not second["messages"][0]
