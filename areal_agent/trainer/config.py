@@ -30,6 +30,9 @@ class TrainerConfig(Section):
     """The gradient's norm is scaled down to it."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
     """Tokens that go through the model at once, padding included; a longer sequence goes alone."""
+    packing: Literal["balanced", "first_fit", "padded"] = "balanced"
+    """How sequences share a micro-batch, each seeing itself alone. `balanced`: one row, no padding, by Algorithm 1 of
+    the paper. `first_fit`: the same by first-fit decreasing. `padded`: a row each, of like lengths."""
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of the trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

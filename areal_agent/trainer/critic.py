@@ -10,9 +10,17 @@ from torch import Tensor, nn
 from areal_agent.algorithms.batching import MicroBatch
 from areal_agent.algorithms.values import value_loss
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.model import Policy, mixed_precision
+from areal_agent.trainer.group import ALONE, Group
+from areal_agent.trainer.model import Policy, decoder_layers, hidden_states, mixed_precision
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.schedule import Schedule
+
+
+class ValueForward(nn.ModuleDict):
+    """The forward pass as one module, which is what FSDP2 gathers parameters for."""
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        return self["head"](hidden_states(self["decoder"], batch))
 
 
 class Critic:
@@ -26,6 +34,7 @@ class Critic:
         learning_rate: float | None,
         clip: float,
         schedule: Schedule | None = None,
+        group: Group = ALONE,
     ) -> None:
         self._device = policy.device
         self._clip = clip
@@ -33,7 +42,8 @@ class Critic:
         hidden_size = int(policy.model.config.get_text_config().hidden_size)
         head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
-        self.model = nn.ModuleDict({"decoder": decoder, "head": head}).eval()
+        self.model = ValueForward({"decoder": decoder, "head": head}).eval()
+        group.shard(decoder_layers(decoder), self.model)
         own = config if learning_rate is None else config.model_copy(update={"learning_rate": learning_rate})
         own_schedule = None if schedule is None else schedule.with_peak(own.learning_rate)
         self.optimizer = Optimizer(self.model.parameters(), own, own_schedule)
@@ -41,8 +51,7 @@ class Critic:
     def values(self, batch: MicroBatch) -> Tensor:
         """The value of each loss token of the micro-batch, [M] float32."""
         with mixed_precision(self._device):
-            states = self.model["decoder"](input_ids=batch.inputs, use_cache=False).last_hidden_state
-            return self.model["head"](states.flatten(0, 1)[batch.predicting]).squeeze(1).float()
+            return self.model(batch).squeeze(1).float()
 
     def backward(self, batch: MicroBatch) -> tuple[float, int]:
         """Accumulate the gradient of the clipped value loss; returns the loss, and how many values were clipped."""

@@ -1,6 +1,6 @@
-"""The policy that is trained: a transformers causal language model and its padded forward pass over loss tokens.
+"""The policy that is trained: a transformers causal language model and its forward pass over loss tokens.
 
-It knows micro-batches, not losses or optimisers.
+It knows micro-batches, not losses or optimisers. With several ranks its parameters are spread over them (`shard`).
 """
 
 import copy
@@ -15,13 +15,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from areal_agent.algorithms.batching import MicroBatch
 from areal_agent.algorithms.logprobs import logprobs_and_entropy
 from areal_agent.errors import ConfigError
+from areal_agent.trainer.attention import use_segment_attention
+from areal_agent.trainer.group import ALONE, Group, whole
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device. Raises ConfigError for cuda where there is none."""
-    if name == "cuda" and not torch.cuda.is_available():
+def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """`auto`, `cpu` or `cuda` as the device of one rank. Raises ConfigError for more ranks than CUDA devices."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise ConfigError("trainer.device is 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    if num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.num_ranks is {num_ranks}, but torch sees {torch.cuda.device_count()} CUDA devices, and each rank "
+            "needs one; lower it, or set trainer.device to 'cpu'"
+        )
+    return torch.device("cuda", rank)
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
@@ -36,10 +45,9 @@ class Policy:
         # eval mode: dropout would make the proximal and the current policy differ without an update
         self.model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
         self.device = device
-        self._decoder = model.base_model
-        self._head = cast(nn.Module, model.get_output_embeddings())
-        self._vocab_size = int(model.config.get_text_config().vocab_size)
-        self._check_head()
+        self._group = ALONE
+        _choose_attention(self.model)
+        self._loss_tokens = LossTokenForward(self.model)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> Self:
@@ -72,36 +80,81 @@ class Policy:
         """A copy of everything below the output layer, with parameters of its own."""
         return copy.deepcopy(self._decoder)
 
+    def shard(self, group: Group) -> None:
+        """Spread the parameters over the ranks of `group`. Copies (`backbone`) have to be made before."""
+        group.shard(decoder_layers(self._decoder), self._loss_tokens)
+        self._group = group
+
     @property
     def publish_dtype(self) -> torch.dtype:
         """What an engine on the same kind of device computes in."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """By name; tied weights once."""
+        """By name, tied weights once; where there are several ranks, the shard of this one."""
         return dict(self.model.named_parameters())
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """As `named_parameters`, in one piece. Every rank has to ask; all but rank 0 are given nothing."""
+        parameters = ((name, whole(one.detach())) for name, one in self.model.named_parameters())
+        if self._group.rank == 0:
+            return dict(parameters)
+        for _ in parameters:
+            pass  # its part in gathering
+        return {}
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the micro-batch's loss tokens, [M] each, at the rollouts' temperatures."""
         with mixed_precision(self.device):
-            hidden = self._hidden(batch.inputs).flatten(0, 1)[batch.predicting]  # [M, H]
-            return logprobs_and_entropy(
-                hidden, batch.targets, batch.temperatures, self._head, vocab_size=self._vocab_size
-            )
+            return self._loss_tokens(batch)
 
-    def _hidden(self, inputs: Tensor) -> Tensor:
-        """[S, T] -> [S, T, H]. Causal attention alone isolates padding on the right: it needs no mask."""
-        return self._decoder(input_ids=inputs, use_cache=False).last_hidden_state
+    @property
+    def _decoder(self) -> nn.Module:
+        return self.model.base_model
 
-    def _check_head(self) -> None:
-        """Log-probabilities are computed from hidden state and head; refuse models whose logits are not just that."""
-        probe = torch.arange(4, device=self.device)[None] % self._vocab_size
-        with torch.no_grad():
-            logits = self.model(input_ids=probe, use_cache=False).logits
-            ours = self._head(self._hidden(probe))
-        if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
-            kind = self.model.config.model_type
-            raise ConfigError(
-                f"model type {kind!r} is not supported: its logits are not its output layer applied to its last hidden "
-                "state; use a Llama, Mistral or Qwen model"
-            )
+
+class LossTokenForward(nn.Module):
+    """The forward pass as one module, which is what FSDP2 gathers parameters for: states, then the output layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        hidden = hidden_states(self.model.base_model, batch)  # [M, H]
+        head = cast(nn.Module, self.model.get_output_embeddings())
+        return logprobs_and_entropy(hidden, batch.targets, batch.temperatures, head, vocab_size=self._vocab_size)
+
+
+def hidden_states(decoder: nn.Module, batch: MicroBatch) -> Tensor:
+    """The last hidden states that loss tokens are predicted from, [M, H]."""
+    states = decoder(
+        input_ids=batch.inputs, position_ids=batch.positions, segments=batch.segments, use_cache=False
+    ).last_hidden_state  # [R, T, H]
+    return states.flatten(0, 1)[batch.predicting]
+
+
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """The layers of a decoder: what is gathered and let go of together."""
+    return [layer for one in decoder.children() if isinstance(one, nn.ModuleList) for layer in one]
+
+
+def _choose_attention(model: PreTrainedModel) -> None:
+    """Switch to attention by segments, and refuse models whose logits are then not what they were.
+
+    They are not for a model with another attention than plain causal, or whose logits are not just its output layer
+    applied to its last hidden state.
+    """
+    probe = torch.arange(4, device=model.device)[None] % int(model.config.get_text_config().vocab_size)
+    positions = torch.arange(4, device=model.device)[None]
+    with torch.no_grad():
+        logits = model(input_ids=probe, use_cache=False).logits
+        use_segment_attention(model)
+        states = model.base_model(input_ids=probe, position_ids=positions, segments=(4,), use_cache=False)
+        ours = cast(nn.Module, model.get_output_embeddings())(states.last_hidden_state)
+    if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
+        raise ConfigError(
+            f"model type {model.config.model_type!r} is not supported: its logits are not its output layer applied to "
+            "its last hidden state, or its attention is not plain causal attention; use a Llama, Mistral or Qwen model"
+        )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.group import whole
 from areal_agent.trainer.schedule import Schedule
 
 
@@ -45,7 +46,7 @@ class Optimizer:
 
         A norm that is not finite leaves the weights untouched: one such update would destroy them.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip)))
         if norm < float("inf"):  # false for NaN as well
             for group in self._adamw.param_groups:
                 group["lr"] = self.learning_rate

@@ -4,35 +4,39 @@
             ─▶ advantages ─▶ minibatches
                                  └─ each: micro-batches ─ forward, loss, backward ─▶ one optimiser update
 
-What a token counts in an update is fixed before it is split into micro-batches: gradients do not depend on the split.
+What a token counts in an update is fixed before it is split into micro-batches, and these over ranks: gradients do not
+depend on the split. Every rank is given all records and makes the same choices; only forward and backward are shared.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from areal_agent.algorithms.aggregation import token_weights
-from areal_agent.algorithms.batching import MicroBatch, Sample, collate, sample_of, schedule
+from areal_agent.algorithms.batching import MicroBatch
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import with_causal_credit, with_parts
 from areal_agent.algorithms.divergence import divergence
+from areal_agent.algorithms.loss_stats import LossStats
 from areal_agent.algorithms.loss_tokens import LossTokens
 from areal_agent.algorithms.losses import choose_objective, policy_loss
 from areal_agent.algorithms.proximal import approximate_proximal
+from areal_agent.algorithms.samples import Sample, sample_of
 from areal_agent.algorithms.scoring import choose_own_advantage, own_advantages, token_advantages, value_targets
+from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.critic import Critic
+from areal_agent.trainer.group import ALONE, Group
+from areal_agent.trainer.micro_batches import MicroBatches
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.step_input import StepInput
 from areal_agent.trainer.step_metrics import Update, advantage_metrics, critic_metrics, reward_metrics, update_metrics
 from areal_agent.trainer.tally import Mismatch, Tally
-
-MAX_PADDING = 0.05
-"""Of a sequence in a micro-batch: sequences of like length go together, and short outliers alone."""
 
 
 class Laps:
@@ -62,16 +66,18 @@ class Stepper:
         optimizer: Optimizer,
         generator: torch.Generator,
         algorithm: AlgorithmConfig,
-        tokens_per_micro_batch: int,
+        config: TrainerConfig,
         *,
         reference: Policy | None = None,
         critic: Critic | None = None,
+        group: Group = ALONE,
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
         self._generator = generator
         self._algorithm = algorithm
-        self._token_budget = tokens_per_micro_batch
+        self._micro_batches = MicroBatches(config, policy.device, group)
+        self._group = group
         self._reference = reference
         self._critic = critic
         self._objective = choose_objective(algorithm)
@@ -130,14 +136,18 @@ class Stepper:
 
     @torch.no_grad()
     def _by_sample(self, samples: Sequence[Sample], measure: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
-        """`measure` of every micro-batch, taken apart: [M] a sample."""
-        measured = [torch.zeros(0) for _ in samples]
-        for indices in self._schedule(samples):
-            chosen = [samples[index] for index in indices]
-            parts = measure(collate(chosen, self._policy.device)).split([one.num_loss_tokens for one in chosen])
+        """`measure` of every micro-batch on every rank, taken apart: [M] a sample."""
+        counts = [one.num_loss_tokens for one in samples]
+        measured = torch.zeros(sum(counts))
+        by_sample = measured.split(counts)
+        for indices, batch in self._micro_batches.share(samples):
+            if batch.num_loss_tokens == 0:
+                measure(batch)
+                continue
+            parts = measure(batch).split([counts[index] for index in indices])
             for index, part in zip(indices, parts, strict=True):
-                measured[index] = part.cpu()
-        return measured
+                by_sample[index].copy_(part)
+        return list(self._group.sum(measured).split(counts))
 
     def _scored(self, given: StepInput, samples: Sequence[Sample]) -> list[Sample]:
         """Samples with advantages and, for a critic, returns."""
@@ -193,13 +203,12 @@ class Stepper:
         self._optimizer.clear_gradients()  # a step that failed midway may have left some
         if self._critic is not None:
             self._critic.clear_gradients()
-        for indices in self._schedule(samples):
-            batch = collate([samples[index] for index in indices], self._policy.device)
+        for _, batch in self._micro_batches.share(samples):
             tally = tally.merge(self._backward(batch, start_version))
         learning_rate = self._optimizer.learning_rate
         norm = self._optimizer.update()
         return Update(
-            tally=tally,
+            tally=self._over_ranks(tally),
             gradient_norm=norm,
             learning_rate=learning_rate,
             is_skipped=not bool(np.isfinite(norm)),
@@ -220,7 +229,10 @@ class Stepper:
             sequences=batch.sequences,
             reference=batch.reference,
         )
-        loss, stats = policy_loss(tokens, self._algorithm, self._objective)
+        if batch.num_loss_tokens:
+            loss, stats = policy_loss(tokens, self._algorithm, self._objective)
+        else:  # the part of a rank that has nothing left: gradients of zero
+            loss, stats = logprobs.sum(), LossStats()
         loss.backward()
         value_loss, num_clipped = (0.0, 0) if self._critic is None else self._critic.backward(batch)
         return Tally(
@@ -245,8 +257,5 @@ class Stepper:
             case "behavior":
                 return batch.behavior
 
-    def _schedule(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Micro-batches of the samples that have loss tokens, as indices."""
-        present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
-        lengths = [samples[index].num_tokens for index in present]
-        return [[present[i] for i in one] for one in schedule(lengths, self._token_budget, max_padding=MAX_PADDING)]
+    def _over_ranks(self, tally: Tally) -> Tally:
+        return reduce(Tally.merge, [Tally.of_numbers(one) for one in self._group.gather(tally.numbers())])

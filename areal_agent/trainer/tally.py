@@ -1,7 +1,8 @@
 """What a train step counts on its way through micro-batches: sums and maxima, which do not depend on the split."""
 
-from dataclasses import dataclass, field
-from typing import Self
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -91,6 +92,15 @@ class Tally:
             mismatch=self.mismatch.merge(other.mismatch),
         )
 
+    def numbers(self) -> list[float]:
+        """All counts in a row, for another rank to read with `of_numbers`."""
+        return _numbers(self)
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> Self:
+        """The inverse of `numbers`."""
+        return _read(cls(), iter(numbers))
+
     def metrics(self) -> dict[str, float]:
         """Means over tokens, by name; losses are not among them: they add up over the micro-batches of one update."""
         padding = self.num_padded_tokens - self.num_input_tokens
@@ -103,3 +113,24 @@ class Tally:
             **self.losses.metrics(),
             **self.mismatch.metrics(),
         }
+
+
+def _numbers(counts: Tally | LossStats | Mismatch) -> list[float]:
+    """The fields of a record, and of the records in it, in their order."""
+    values = [getattr(counts, one.name) for one in fields(counts)]
+    return [
+        number
+        for value in values
+        for number in (_numbers(value) if isinstance(value, LossStats | Mismatch) else [float(value)])
+    ]
+
+
+def _read(like: Tally | LossStats | Mismatch, numbers: Iterator[float]) -> Any:
+    """A record of the shape and the types of `like`."""
+    values: dict[str, Any] = {}
+    for one in fields(like):
+        value = getattr(like, one.name)
+        values[one.name] = (
+            _read(value, numbers) if isinstance(value, LossStats | Mismatch) else type(value)(next(numbers))
+        )
+    return type(like)(**values)

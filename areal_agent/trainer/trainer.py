@@ -58,7 +58,7 @@ class Trainer:
             self._optimizer,
             self._generator,
             algorithm,
-            config.tokens_per_micro_batch,
+            config,
             reference=reference,
             critic=self._critic,
         )
@@ -155,9 +155,7 @@ class Trainer:
         )
 
 
-def _new_critic(
-    policy: Policy, config: TrainerConfig, algorithm: AlgorithmConfig, schedule: Schedule
-) -> Critic | None:
+def _new_critic(policy: Policy, config: TrainerConfig, algorithm: AlgorithmConfig, schedule: Schedule) -> Critic | None:
     if not algorithm.critic:
         return None
     return Critic(

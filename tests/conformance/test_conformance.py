@@ -4,11 +4,11 @@
 2. the reward reaches turn 1 in every estimator, also past a trailing observation
 3. a step split over micro-batches has the loss and gradient of the whole
 4. gradients do not depend on the order in which sequences are packed (there is one trainer process: world size 1)
-5. sequences run together have the log-probabilities and gradients that each has alone, to 1e-5 in float32
+5. sequences packed in one row, or padded, have the log-probabilities and gradients of each alone, to 1e-5 in float32
 6. CISPO's gradient flows only through log pi; GSPO of a packed batch is that of its sequences one by one
 7. log-probability and entropy in chunks are those in one piece, forward and backward
 8. an empty loss still back-propagates
-9. every sample is scheduled once, within the budget, oversized alone
+9. every sample is scheduled once, within the budget, oversized alone, with equal numbers of micro-batches a rank
 """
 
 from dataclasses import replace
@@ -20,14 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.algorithms.advantages import STD_EPSILON
-from areal_agent.algorithms.batching import collate, sample_of, schedule
+from areal_agent.algorithms.batching import collate
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
 from areal_agent.algorithms.logprobs import logprobs_and_entropy
 from areal_agent.algorithms.loss_tokens import LossTokens
 from areal_agent.algorithms.losses import choose_objective, policy_loss
+from areal_agent.algorithms.packing import balanced, deal, first_fit
+from areal_agent.algorithms.samples import Sample, sample_of
 from areal_agent.algorithms.scoring import token_advantages
 from areal_agent.types import TokenRecord
-from tests.trainer.lab import CPU, Lab
+from tests.trainer.lab import CPU, GRADIENT_DESCENT, Lab
 
 ESTIMATORS = {
     "grpo": AlgorithmConfig(advantage="grpo"),
@@ -88,31 +90,48 @@ def test_case_03_a_split_step_is_the_whole_step(model_folder, make_batch, as_inp
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_case_04_gradients_do_not_depend_on_the_packing_order(model_folder, make_batch, as_input, preset):
+@pytest.mark.parametrize("packing", ["balanced", "first_fit", "padded"])
+def test_case_04_gradients_do_not_depend_on_the_packing_and_its_order(
+    model_folder, make_batch, as_input, preset, packing
+):
     batch = make_batch(1)
     shuffled = [batch.records[index] for index in np.random.default_rng(3).permutation(len(batch.records))]
     algorithm = AlgorithmConfig(preset=preset)
     straight = Lab(model_folder, algorithm=algorithm).gradient(as_input(batch))
-    other = Lab(model_folder, algorithm=algorithm, budget=100).gradient(as_input(batch, shuffled))
+    config = GRADIENT_DESCENT.model_copy(update={"packing": packing})
+    other = Lab(model_folder, config, algorithm, budget=100).gradient(as_input(batch, shuffled))
     torch.testing.assert_close(other, straight, atol=2e-6, rtol=1e-4)
 
 
-def test_case_05_sequences_run_together_are_as_each_alone(model_folder, make_batch):
+@pytest.mark.parametrize("others", [{}, {"is_padded": True}], ids=["packed", "padded"])
+def test_case_05_sequences_run_together_are_as_each_alone(model_folder, make_batch, others):
     lab = Lab(model_folder)
     records = make_batch(1).records
 
-    def measured(together: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        samples = [sample_of(record) for record in records]
-        batches = [samples] if together else [[sample] for sample in samples]
-        logprobs = torch.cat([lab.policy.logprobs_and_entropy(collate(one, CPU))[0] for one in batches])
+    def measured(batches: list[list[Sample]], **layout: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = torch.cat([lab.policy.logprobs_and_entropy(collate(one, CPU, **layout))[0] for one in batches])
         weights = torch.linspace(-1.0, 1.0, len(logprobs))
         parameters = list(lab.policy.named_parameters().values())
         gradients = torch.autograd.grad((weights * logprobs).mean(), parameters)
         return logprobs.detach(), torch.cat([one.flatten() for one in gradients])
 
-    (together, its_gradient), (alone, sum_of_gradients) = measured(True), measured(False)
+    samples = [sample_of(record) for record in records]
+    together, its_gradient = measured([samples], **others)
+    alone, sum_of_gradients = measured([[sample] for sample in samples])
     assert (together - alone).abs().max().item() < 1e-5
     assert (its_gradient - sum_of_gradients).abs().max().item() < 1e-5
+
+
+def test_case_05_what_stands_before_in_a_packed_row_is_not_seen(model_folder, make_batch):
+    lab = Lab(model_folder)
+    *others, last = [sample_of(record) for record in make_batch(1).records]
+    changed = [replace(one, inputs=(one.inputs + 7) % 61) for one in others]
+    with torch.no_grad():
+        ours, theirs = (
+            lab.policy.logprobs_and_entropy(collate([*before, last], CPU))[0][-last.num_loss_tokens :]
+            for before in (others, changed)
+        )
+    assert torch.equal(ours, theirs)
 
 
 def random_tokens(sequences: list[int]) -> LossTokens:
@@ -200,8 +219,14 @@ def test_case_08_records_without_loss_tokens_do_not_matter(model_folder, make_ba
     assert torch.equal(ours, Lab(model_folder, algorithm=algorithm).gradient(as_input(batch, without)))
 
 
-@given(lengths=st.lists(st.integers(1, 300), max_size=60), budget=st.integers(1, 1000))
-def test_case_09_every_sample_is_scheduled_once_within_the_budget_or_alone(lengths, budget):
-    micro_batches = schedule(lengths, budget)
-    assert sorted(index for one in micro_batches for index in one) == list(range(len(lengths)))
-    assert all(len(one) == 1 or len(one) * max(lengths[i] for i in one) <= budget for one in micro_batches)
+@pytest.mark.parametrize("split", [balanced, first_fit])
+@given(
+    lengths=st.lists(st.integers(1, 300), max_size=60),
+    budget=st.integers(1, 1000),
+    num_ranks=st.sampled_from([1, 2, 4]),
+)
+def test_case_09_every_sample_once_equal_micro_batches_a_rank_oversized_alone(split, lengths, budget, num_ranks):
+    ranks = deal(split(lengths, budget), lengths, num_ranks)
+    assert sorted(index for rank in ranks for part in rank for index in part) == list(range(len(lengths)))
+    assert len({len(rank) for rank in ranks}) == 1
+    assert all(len(part) <= 1 or sum(lengths[i] for i in part) <= budget for rank in ranks for part in rank)

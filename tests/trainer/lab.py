@@ -43,7 +43,7 @@ class Lab:
             Optimizer(self.policy.model.parameters(), config),
             torch.Generator().manual_seed(0),
             algorithm,
-            budget,
+            config.model_copy(update={"tokens_per_micro_batch": budget}),
             reference=Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None,
             critic=self.critic,
         )

@@ -1,0 +1,113 @@
+"""Which sequences go through the model together, and on which rank. Pure functions of lengths; imports no torch.
+
+Every index is in exactly one micro-batch. A sequence longer than the budget is alone. Sequences are taken by falling
+length, so that the result depends on the lengths and not on their order.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+MAX_PADDING = 0.05
+"""Of a sequence in a padded micro-batch: sequences of like length go together, and short outliers alone."""
+
+
+def balanced(lengths: Sequence[int], token_budget: int, *, at_least: int = 1) -> list[list[int]]:
+    """Algorithm 1 of AReaL (arXiv 2505.24298): at most `token_budget` tokens each, about as many sequences each.
+
+    A sequence opens a new micro-batch while there are fewer than `at_least` or none fits; otherwise it joins the
+    fitting one with the fewest sequences.
+
+    >>> balanced([5, 8, 2, 7, 3, 4], 16, at_least=2)  # 8 | 7, then 5 joins 8, 4 joins 7, 3 joins 8, 2 joins 7
+    [[1, 0, 4], [3, 5, 2]]
+    """
+    micro_batches: list[list[int]] = []
+    tokens: list[int] = []
+    for index in _falling(lengths):
+        fitting = [one for one, used in enumerate(tokens) if used + lengths[index] <= token_budget]
+        if len(micro_batches) < at_least or not fitting:
+            micro_batches.append([index])
+            tokens.append(lengths[index])
+        else:
+            chosen = min(fitting, key=lambda one: len(micro_batches[one]))
+            micro_batches[chosen].append(index)
+            tokens[chosen] += lengths[index]
+    return micro_batches
+
+
+def first_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """First-fit decreasing: a sequence joins the first micro-batch with room. Close to the fewest that there can be.
+
+    >>> first_fit([5, 8, 2, 7, 3, 4], 16)
+    [[1, 3], [0, 5, 4, 2]]
+    """
+    micro_batches: list[list[int]] = []
+    tokens: list[int] = []
+    for index in _falling(lengths):
+        place = next((one for one, used in enumerate(tokens) if used + lengths[index] <= token_budget), None)
+        if place is None:
+            micro_batches.append([index])
+            tokens.append(lengths[index])
+        else:
+            micro_batches[place].append(index)
+            tokens[place] += lengths[index]
+    return micro_batches
+
+
+def alike(lengths: Sequence[int], token_budget: int, *, max_padding: float = MAX_PADDING) -> list[list[int]]:
+    """For rows that are padded to the longest of their micro-batch: sequences of like length together.
+
+    The budget holds padding included, and the padding of a sequence is at most `max_padding` of its row.
+
+    >>> alike([100, 50, 98, 49], 1000)
+    [[0, 2], [1, 3]]
+    """
+    micro_batches: list[list[int]] = []
+    for index in _falling(lengths):
+        width = lengths[micro_batches[-1][0]] if micro_batches else 0
+        has_room = bool(micro_batches) and (len(micro_batches[-1]) + 1) * width <= token_budget
+        if has_room and lengths[index] >= (1.0 - max_padding) * width:
+            micro_batches[-1].append(index)
+        else:
+            micro_batches.append([index])
+    return micro_batches
+
+
+def deal(micro_batches: Sequence[Sequence[int]], lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+    """The micro-batches of each rank, equally many: ranks go through the model in step, or they wait for each other.
+
+    The largest are halved until their number divides, and what still lacks is empty. Neighbours in size run at the
+    same time, and a rank that had the largest of one round has the smallest of the next.
+
+    >>> deal([[0], [1], [2]], [4, 5, 6], 2)
+    [[[2], []], [[1], [0]]]
+    """
+    parts = [list(one) for one in micro_batches]
+    while len(parts) % num_ranks and (halvable := [one for one in parts if len(one) > 1]):
+        largest = max(halvable, key=lambda one: _tokens(one, lengths))
+        parts.remove(largest)
+        parts += _halves(largest, lengths)
+    parts += [[] for _ in range(-len(parts) % num_ranks)]
+    parts.sort(key=lambda one: (-_tokens(one, lengths), one))
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for number, start in enumerate(range(0, len(parts), num_ranks)):
+        turn = parts[start : start + num_ranks]
+        for rank, part in zip(ranks, turn if number % 2 == 0 else turn[::-1], strict=True):
+            rank.append(part)
+    return ranks
+
+
+def _falling(lengths: Sequence[int]) -> list[int]:
+    """Indices by falling length."""
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def _tokens(indices: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in indices)
+
+
+def _halves(indices: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Cut in two of about as many tokens, neither empty."""
+    half = _tokens(indices, lengths) / 2
+    ends = list(accumulate(lengths[index] for index in indices))
+    cut = min(range(1, len(indices)), key=lambda place: abs(ends[place - 1] - half))
+    return indices[:cut], indices[cut:]
