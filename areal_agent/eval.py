@@ -14,11 +14,12 @@ from areal_agent.cluster.models import obtain_model
 from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, RolloutsFailing
+from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.progress import Progress
 from areal_agent.preflight import Preflight
-from areal_agent.serving import EvalReport, open_serving
+from areal_agent.serving import open_serving
 from areal_agent.types import WeightVersion
 
 
@@ -67,7 +68,7 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
     folder.config.write_text(config.to_yaml())
     num_done = 0
 
-    def on_done() -> None:
+    def on_answer(_: EvalAnswer) -> None:
         nonlocal num_done
         num_done += 1
         progress.phase_progress(num_done / len(preflight.eval_tasks), f"{num_done}/{len(preflight.eval_tasks)} tasks")
@@ -88,7 +89,7 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
             logs=folder.logs,
         ) as serving:
             progress.phase("evaluating")
-            return await serving.evaluate(preflight.eval_tasks, "eval", on_done)
+            return await serving.evaluate(preflight.eval_tasks, "eval", on_answer, len(preflight.eval_tasks))
     finally:
         await ledger.aclose()
         progress.close()

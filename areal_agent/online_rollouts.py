@@ -19,13 +19,13 @@ from pathlib import Path
 from areal_agent.config import Config
 from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, GatewayError
+from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.gateway.admin_key import find_admin_key
 from areal_agent.gateway.online.wire import GatewayStatus, State
 from areal_agent.gateway.stats import add_up
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.executor import RolloutStats
 from areal_agent.rollout.online import OnlineGateway
-from areal_agent.serving import EvalReport
 from areal_agent.source import SourceCounts
 from areal_agent.types import RolloutBatch, Task
 
@@ -83,7 +83,9 @@ class OnlineRollouts:
         """What waits there stays for the next trainer; a batch that was asked for and never came, too."""
         await self.gateway.give_back(self.step)
 
-    async def evaluate(self, tasks: tuple[Task, ...], group_id: str, on_done: Callable[[], None]) -> EvalReport:
+    async def evaluate(
+        self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
+    ) -> EvalReport:
         raise ConfigError("evaluation needs a workflow of the run's own; with rollout.gateway_url there is none")
 
     async def stats(self) -> RolloutStats:
@@ -110,6 +112,10 @@ class OnlineRollouts:
             statuses=self._state.statuses,
             drops=self._state.drops,
         )
+
+    def process_ids(self) -> Mapping[str, int]:
+        """None: they are elsewhere."""
+        return {}
 
     def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
         """None that can be waited for: a gateway may be gone for a while, and what fails is raised where it fails."""

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError
+from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.preflight import Preflight
 from areal_agent.rollout.executor import RolloutStats
 from areal_agent.rollout.producer import Producer
 from areal_agent.rollout.tasks import TaskStream
-from areal_agent.serving import EvalReport, Serving, open_serving
+from areal_agent.serving import Serving, open_serving
 from areal_agent.source import SourceCounts
 from areal_agent.staleness import Admission
 from areal_agent.types import RolloutBatch, Task, WeightVersion
@@ -49,8 +50,10 @@ class OwnRollouts:
     async def settle(self, *, is_completed: bool) -> None:
         await self.producer.settle(is_completed=is_completed)
 
-    async def evaluate(self, tasks: tuple[Task, ...], group_id: str, on_done: Callable[[], None]) -> EvalReport:
-        return await self.serving.evaluate(tasks, group_id, on_done)
+    async def evaluate(
+        self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
+    ) -> EvalReport:
+        return await self.serving.evaluate(tasks, group_id, on_answer, max_concurrent)
 
     async def stats(self) -> RolloutStats:
         return await self.serving.rollouts.stats()
@@ -63,6 +66,10 @@ class OwnRollouts:
         return SourceCounts(
             running=admission.running, finished=admission.finished, statuses=counts.statuses, drops=counts.drops
         )
+
+    def process_ids(self) -> Mapping[str, int]:
+        process = self.serving.engine_process
+        return {process.name: process.pid}
 
     def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
         process = self.serving.engine_process

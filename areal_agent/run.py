@@ -17,10 +17,9 @@ dies. Rollouts go on while `train_step`, `push` and `save` run; nothing waits fo
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,15 +28,14 @@ from areal_agent.cluster.local import shared_memory_folder, start_trainer
 from areal_agent.cluster.models import obtain_model
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
+from areal_agent.eval_report import EvalReport
+from areal_agent.evaluation import Evaluation
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.observe.clock import TimeAccount
-from areal_agent.observe.metrics import MetricsLog, read_metrics
 from areal_agent.observe.progress import Progress
-from areal_agent.observe.rows import Row, Uncounted, describe_batch, view_of
 from areal_agent.online_rollouts import open_online_rollouts
 from areal_agent.own_rollouts import open_own_rollouts
 from areal_agent.preflight import Preflight
-from areal_agent.serving import EvalReport
+from areal_agent.run_metrics import RunMetrics
 from areal_agent.source import Source
 from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.checkpoint import Checkpoint, latest_checkpoint
@@ -85,17 +83,14 @@ class Run:
         self.step = 0  # train steps done
         self.progress = progress or Progress(total_steps=config.steps, mode="none")
         self._stack = AsyncExitStack()
-        self._account = TimeAccount()  # of the trainer's side
-        self._row: Row = {}
-        self._push_stall_s = 0.0
-        self._counted: dict[str, float] = {}
-        self._uncounted = Uncounted()
+        self._metrics = RunMetrics(self.progress, config.eval.success_reward)
         self._producing: asyncio.Task[None] | None = None
         self._watchers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         try:
-            await self._start()
+            with self._metrics.during("starting"):
+                await self._start()
         except BaseException as error:
             await self.__aexit__(type(error), error, error.__traceback__)
             if isinstance(error, ConfigError) and not self.preflight.is_resumed:
@@ -118,17 +113,16 @@ class Run:
 
         The first call starts the admit loop. Waits until there are enough groups.
         """
+        await self._metrics.begin_steps(self.version)
         if self._producing is None:
-            self._counted = await self._count()  # rows begin here: start and evaluation are not in them
-            rows = await asyncio.to_thread(read_metrics, self.folder.metrics)
-            self._uncounted = Uncounted.between(rows, self.step, time.time())
             self._producing = self._spawn(self._source.produce(), "admit loop")
-        with self._account.during("waiting_for_rollouts"):
+        with self._metrics.during("waiting_for_rollouts"):
             return await self._source.take(self.step + 1)
 
     async def rollout_batch(self, tasks: Sequence[Task]) -> RolloutBatch:
         """Synchronous: roll out exactly these tasks under the weights that serve now, leased for the next step."""
-        with self._account.during("waiting_for_rollouts"):
+        await self._metrics.begin_steps(self.version)
+        with self._metrics.during("waiting_for_rollouts"):
             return await self._source.roll_out(self.step + 1, tasks)
 
     async def train_step(self, batch: RolloutBatch) -> StepReport:
@@ -140,21 +134,17 @@ class Run:
         return await uninterrupted(self._push())
 
     async def _train_step(self, batch: RolloutBatch) -> StepReport:
-        with self._account.during("training"):
+        with self._metrics.during("training"):
             report = await self._trainer.train_step(batch)
         self.step = batch.step
-        self._row = describe_batch(batch, self.config.eval.success_reward)
-        self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
-        self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
+        self._metrics.trained(batch, report)
         return report
 
     async def _push(self) -> PushReport:
         version = WeightVersion(incarnation=self.version.incarnation, step=self.step)
-        with self._account.during("pushing"):
+        with self._metrics.during("pushing"):
             report = await self._swap(version)
-        self._push_stall_s += report.stall_s
-        self._row |= {f"push/{name}": value for name, value in asdict(report).items() if name.endswith("_s")}
-        await self._end_row()
+        await self._metrics.pushed(report)
         return report
 
     async def _swap(self, version: WeightVersion) -> PushReport:
@@ -164,61 +154,6 @@ class Run:
         await self._source.publish(version.step)
         return report
 
-    async def _end_row(self) -> None:
-        """Complete the step's row with what both sides did since the last one, write it and show it."""
-        counted = await self._count()
-        delta = {name: value - self._counted.get(name, 0.0) for name, value in counted.items()}
-        self._counted = counted
-        counts = self._source.counts()
-        wall_s = max(delta["seconds/wall"], 1e-9)
-        row: Row = {
-            "step": self.step,
-            "incarnation": self.version.incarnation,
-            "time": time.time(),
-            **self._row,
-            **delta,
-        }
-        row |= {
-            "tokens_per_s/generated": delta["tokens/generated"] / wall_s,
-            "tokens_per_s/trained": self._row.get("tokens/trained", 0) / wall_s,
-            "rollouts/running": counts.running,
-            "rollouts/finished_untrained": counts.finished,
-            **{f"statuses/{status}": number for status, number in counts.statuses.items()},
-            **{f"drops/{reason}": number for reason, number in counts.drops.items()},
-        }
-        self._metrics.append(row)
-        self.progress.step(view_of(row))
-
-    async def _count(self) -> dict[str, float]:
-        """Seconds and tokens since the start. Each side's activities add up to the wall time.
-
-        The engine generates while its model runs. Else a push holds it, or requests are on their way to or from it
-        (gateway), or all rollouts are busy with their own work (agents), or the staleness bound lets none run
-        (admission).
-        """
-        engine = await self._source.engine.stats()
-        stats = await self._source.stats()
-        gateway = stats.gateway
-        trainer = self._account.seconds()
-        wall_s = sum(trainer.values())
-        generating_s = min(engine.busy_s, wall_s - self._push_stall_s)  # a step may be held in a push
-        held_s = generating_s + self._push_stall_s
-        return {
-            "seconds/wall": wall_s,
-            **{f"seconds/trainer/{activity}": seconds for activity, seconds in trainer.items()},
-            "seconds/engine/generating": generating_s,
-            "seconds/engine/paused_for_push": self._push_stall_s,
-            "seconds/engine/waiting_for_gateway": max(0.0, gateway.engine_busy_s - held_s),
-            "seconds/engine/waiting_for_agents": max(0.0, stats.rolling_s - gateway.engine_busy_s),
-            "seconds/engine/waiting_for_admission": max(0.0, wall_s - stats.rolling_s),
-            "tokens/generated": gateway.generated_tokens,
-            "rollouts/loop_blocked_s": stats.loop_blocked_s,
-            "gateway/turns": gateway.turns,
-            "gateway/forks": sum(gateway.forks.values()),
-            "gateway/malformed_tool_calls": gateway.malformed_tool_calls,
-            "gateway/errors": sum(gateway.errors.values()),
-        }
-
     # ------------------------------------------------------------------ evaluation, checkpoints, the end
 
     async def evaluate(self, label: str) -> EvalReport:
@@ -226,24 +161,29 @@ class Run:
 
         Its sessions are in the ledger as `eval-<label>-...` and are never trained.
         """
-        tasks = self.preflight.eval_tasks
-        num_done = 0
-        self.progress.phase(f"evaluating {label}")
+        return await self._evaluation.run(label, self.version)
 
-        def on_done() -> None:
-            nonlocal num_done
-            num_done += 1
-            self.progress.phase_progress(num_done / len(tasks), f"{num_done}/{len(tasks)} tasks")
+    def evaluate_beside(self) -> bool:
+        """Begin the same while rollouts, training and pushes go on; False while an earlier one is still under way.
 
-        with self._account.during("evaluating"):
-            return await self._source.evaluate(tasks, f"eval-{label}-{self.version.incarnation}", on_done)
+        Its result is in metrics.jsonl when it ends, with the number of answers by each weight version.
+        """
+        return self._evaluation.begin(self.version, self._spawn)
+
+    async def finish_evaluating(self) -> None:
+        """Wait for an evaluation that goes on beside training."""
+        await self._evaluation.finish()
+
+    async def stop_evaluating(self) -> None:
+        """Give up an evaluation that goes on beside training; its rollouts are recorded as `cancelled`."""
+        await self._evaluation.cancel()
 
     async def save(self) -> Path:
         """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on."""
         return await uninterrupted(self._save())
 
     async def _save(self) -> Path:
-        with self._account.during("saving"):
+        with self._metrics.during("saving"):
             path = await self._trainer.save(
                 self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state={}
             )
@@ -256,10 +196,12 @@ class Run:
             self._producing.cancel()
             await asyncio.wait({self._producing})
             self._producing = None
+        self._metrics.end_steps()
 
     async def settle(self, *, is_completed: bool) -> None:
         """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them."""
         await self._source.settle(is_completed=is_completed)
+        await self._metrics.end_time(self.version)
         await self.remember("status", "completed" if is_completed else "interrupted")
 
     async def count_tokens(self) -> tuple[int, int] | None:
@@ -290,9 +232,17 @@ class Run:
         self.step = checkpoint.step if checkpoint else 0
         incarnation = await self._ledger.begin_incarnation(self.step)
         self.version = WeightVersion(incarnation=incarnation.number, step=self.step)
-        self._metrics = MetricsLog(folder.metrics)
+        self._metrics.open(folder.metrics)
         self._stack.callback(self._metrics.close)
         await self._start_processes(model, checkpoint)
+        await self._metrics.connect(self._source, {self._trainer_process.name: self._trainer_process.pid})
+        self._evaluation = Evaluation(
+            self.preflight.eval_tasks,
+            source=self._source,
+            metrics=self._metrics,
+            progress=self.progress,
+            max_concurrent=max(1, config.rollout.max_concurrent // 4),
+        )
         if config.is_online:  # whatever its engine has served until now
             await self._swap(await self._unused_version())
         await self._start_watching()

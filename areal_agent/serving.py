@@ -1,6 +1,6 @@
 """The half of a run that rolls out: an engine and what runs workflows. Training adds to it, evaluation is it."""
 
-import statistics
+import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,6 +11,7 @@ from areal_agent.cluster.local import start_engine
 from areal_agent.cluster.workers import open_workers, shard_name
 from areal_agent.config import Config
 from areal_agent.engine.http import HttpEngine
+from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import ManagedProcess
 from areal_agent.rollout.executor import RolloutExecutor
@@ -19,17 +20,7 @@ from areal_agent.rollout.local import LocalSettings, open_local
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.worker.messages import WorkerSettings
 from areal_agent.rollout.workflow import Workflow
-from areal_agent.types import SessionPurpose, Status, Task, TrajectoryGroup, WeightVersion
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalReport:
-    """An evaluation: `success` is the share of all tasks whose total reward reached `eval.success_reward`."""
-
-    success: float
-    reward_mean: float  # over the rollouts that have a reward
-    num_tasks: int
-    num_failed: int  # rollouts without a reward: they count as no success
+from areal_agent.types import SessionPurpose, Task, TrajectoryGroup, WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +41,13 @@ class Serving:
         trajectories = [await self.ledger.trajectory(session_id) for session_id in sessions]
         return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=tuple(trajectories))
 
-    async def evaluate(self, tasks: tuple[Task, ...], group_id: str, on_done: Callable[[], None]) -> EvalReport:
+    async def evaluate(
+        self,
+        tasks: tuple[Task, ...],
+        group_id: str,
+        on_answer: Callable[[EvalAnswer], None],
+        max_concurrent: int,
+    ) -> EvalReport:
         """Roll out every task once; a task's seed depends on the run's seed and its place alone."""
         specs = tuple(
             RolloutSpec(
@@ -62,23 +59,16 @@ class Serving:
             )
             for number, task in enumerate(tasks)
         )
+        slots = asyncio.Semaphore(max_concurrent)
 
-        async def reward_of(spec: RolloutSpec) -> float | None:
-            ended = await self.rollouts.run(spec)
-            on_done()
-            if ended.status is not Status.COMPLETED:
-                return None
-            return (await self.ledger.trajectory(ended.session_id)).rewards.total
+        async def answer_of(spec: RolloutSpec) -> EvalAnswer:
+            async with slots:
+                ended = await self.rollouts.run(spec)
+            answer = EvalAnswer.of(await self.ledger.trajectory(ended.session_id))
+            on_answer(answer)
+            return answer
 
-        rewards = await run_all(reward_of, specs)
-        scored = [reward for reward in rewards if reward is not None]
-        num_successes = sum(reward >= self.config.eval.success_reward for reward in scored)
-        return EvalReport(
-            success=num_successes / max(1, len(rewards)),
-            reward_mean=statistics.fmean(scored) if scored else 0.0,
-            num_tasks=len(rewards),
-            num_failed=len(rewards) - len(scored),
-        )
+        return EvalReport.of(await run_all(answer_of, specs), self.config.eval.success_reward)
 
 
 @asynccontextmanager

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError
+from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.rollout.executor import RolloutStats
-from areal_agent.serving import EvalReport
 from areal_agent.types import RolloutBatch, Task
 
 
@@ -58,7 +58,11 @@ class Source(Protocol):
         """At the end of a run: leave nothing in between."""
         ...
 
-    async def evaluate(self, tasks: tuple[Task, ...], group_id: str, on_done: Callable[[], None]) -> EvalReport: ...
+    async def evaluate(
+        self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
+    ) -> EvalReport:
+        """Roll out every task once, at most `max_concurrent` at a time."""
+        ...
 
     async def stats(self) -> RolloutStats: ...
 
@@ -67,6 +71,10 @@ class Source(Protocol):
         ...
 
     def counts(self) -> SourceCounts: ...
+
+    def process_ids(self) -> Mapping[str, int]:
+        """Of the processes on this machine that belong to it, by name."""
+        ...
 
     def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
         """By the name of a part: waits until it has failed; why."""

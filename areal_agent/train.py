@@ -169,17 +169,27 @@ async def _learn(run: Run, outcome: Outcome) -> None:
         batch = await run.prepare_batch()
         await run.train_step(batch)
         await run.push()
+        if is_evaluation_due(run):
+            run.evaluate_beside()
         if run.step % run.config.trainer.checkpoint_every == 0:
             outcome.checkpoint = await run.save()
     await run.stop_producing()
+    await run.finish_evaluating()
     if run.preflight.eval_tasks:
         outcome.success_after = (await run.evaluate("after")).success
         run.progress.note(f"success after training: {_share(outcome.success_after)}")
 
 
+def is_evaluation_due(run: Run) -> bool:
+    """Whether the step just pushed is a multiple of `eval.every`. The last step has the evaluation after training."""
+    every = run.config.eval.every
+    return every > 0 and run.step % every == 0 and run.step < run.config.steps
+
+
 async def _wind_up(run: Run, outcome: Outcome, started_s: float) -> None:
     """Stop rolling out, publish the last checkpoint, and leave every trajectory with a fate or waiting for a resume."""
     await run.stop_producing()
+    await run.stop_evaluating()
     if run.version.step < run.step:
         await run.push()  # interrupted between the two: the step counts, and its row is written
     outcome.checkpoint = await run.save()

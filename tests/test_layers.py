@@ -22,8 +22,8 @@ LAYERS = [
     ["gateway", "weights"],
     ["rollout", "trainer"],
     ["config", "cluster", "run_folder"],
-    ["preflight", "serving", "source", "own_rollouts", "online_rollouts", "config_reference"],
-    ["run", "report"],
+    ["preflight", "serving", "source", "own_rollouts", "online_rollouts", "eval_report", "config_reference"],
+    ["run", "run_metrics", "evaluation", "report"],
     ["train", "eval"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live

@@ -24,6 +24,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.records import LedgerCounts
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics
+from areal_agent.observe.rows import step_rows
 from areal_agent.preflight import Preflight
 
 ROOT = Path(__file__).parent.parent
@@ -102,13 +103,13 @@ def test_a_gateway_that_is_killed_loses_nothing(tmp_path: Path, small_model: Pat
             path = config(tmp_path, small_model, engine_url, gateway_url)
             train = stack.enter_context(running(run_log, "-m", "areal_agent.train", "--config", str(path)))
             metrics = tmp_path / "run" / "metrics.jsonl"
-            wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, run_log, train)
+            wait_for(lambda: metrics.exists() and metrics.read_text().count('"kind":"step"') >= 2, run_log, train)
             gateway.send_signal(signal.SIGKILL)
         with running(gateway_log, *gateway_args) as gateway:
             assert train.wait(LIMIT_S) == 0, run_log.read_text()[-2000:]
             gateway.send_signal(signal.SIGTERM)
             assert gateway.wait(LIMIT_S) == 0, gateway_log.read_text()[-2000:]
-    rows = read_metrics(metrics)
+    rows = step_rows(read_metrics(metrics))
     counts = asyncio.run(counts_of(tmp_path / "gateway" / "ledger.sqlite"))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert max(row["staleness/max"] for row in rows) <= 2

@@ -82,7 +82,8 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> No
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_text().count("\n") < 2:
+        metrics = folder / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count('"kind":"step"') < 2:
             assert process.poll() is None
             time.sleep(0.2)
         children = psutil.Process(process.pid).children(recursive=True)

@@ -20,6 +20,7 @@ from areal_agent.config import Config
 from areal_agent.errors import ConfigError, ProcessDied, RolloutsFailing, TrainerError
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics
+from areal_agent.observe.rows import step_rows
 from areal_agent.run import Run
 
 
@@ -73,7 +74,7 @@ async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Pat
     async with Run(config(tmp_path, small_model), workflow=solve) as run:
         await train(run, 4)
         await end(run)
-    rows = read_metrics(run.folder.metrics)
+    rows = step_rows(read_metrics(run.folder.metrics))
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["staleness/max"] for row in rows) <= 2
     assert sum(row["rollouts/spanning"] for row in rows) > 0
@@ -92,7 +93,7 @@ async def test_synchronous_mode_never_mixes_versions(tmp_path: Path, small_model
             await run.train_step(batch)
             await run.push()
         await end(run)
-    assert {row["staleness/max"] for row in read_metrics(run.folder.metrics)} == {0}
+    assert {row["staleness/max"] for row in step_rows(read_metrics(run.folder.metrics))} == {0}
     assert verify(run.folder.ledger).is_ok
 
 
@@ -140,7 +141,7 @@ async def test_it_resumes_and_trains_what_was_waiting(tmp_path: Path, small_mode
         assert (resumed.step, resumed.version.incarnation, resumed.version.step) == (3, 1, 3)
         await train(resumed, 5)
         await end(resumed)
-    assert [row["step"] for row in read_metrics(run.folder.metrics)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3, 4, 5]
     assert verify(run.folder.ledger).is_ok
 
 

@@ -35,7 +35,7 @@ def training(folder: Path, *overrides: str) -> Generator[subprocess.Popen[str]]:
     with subprocess.Popen(args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             metrics = folder / "metrics.jsonl"
-            while not metrics.exists() or metrics.read_text().count("\n") < 2:
+            while not metrics.exists() or metrics.read_text().count('"kind":"step"') < 2:
                 assert process.poll() is None, process.communicate()[0]
                 time.sleep(0.1)
             yield process

@@ -1,51 +1,33 @@
-"""What one train step's row in metrics.jsonl says of its batch, and what the rows of a run add up to.
+"""The rows of metrics.jsonl: which kinds there are, and what those of a run add up to. It knows not who writes them.
 
-Names are `group/metric`; times in seconds, counts without a unit. It knows batches and rows, not who writes them.
+Names are `group/metric`; times in seconds, counts without a unit. docs/metrics.md explains every name.
 """
 
-import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Self
 
-import numpy as np
-
 from areal_agent.observe.step_view import StepView
-from areal_agent.types import RolloutBatch, Trajectory
+from areal_agent.types import RolloutBatch
 
 Row = dict[str, Any]
 
 
-def describe_batch(batch: RolloutBatch, success_reward: float) -> Row:
-    """Rewards, staleness, version spans and sizes of what is trained in one step.
+class RowKind(StrEnum):
+    """What a row tells of: its `kind`. All rows have `step`, `incarnation` and `time`."""
 
-    The staleness of a token is `batch.step - 1` minus the version that sampled it; of a trajectory, that of its oldest
-    token in the loss.
-    """
-    trained = batch.trained
-    rewards = [one.rewards.total for one in trained]
-    versions = np.concatenate([record.versions[record.loss_mask] for record in batch.records] or [np.zeros(0)])
-    staleness = batch.step - 1 - versions
-    num_groups = len(batch.groups)
-    ids = {one.session_id for one in trained}
-    spreads = [
-        statistics.pstdev([one.rewards.total for one in group.trajectories if one.session_id in ids] or [0.0])
-        for group in batch.groups
-    ]
-    return {
-        "reward/mean": _mean(rewards),
-        "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-        "reward/success": _mean([float(reward >= success_reward) for reward in rewards]),
-        "reward/zero_std_groups": sum(spread == 0.0 for spread in spreads) / max(1, num_groups),
-        "rollouts/trained": len(trained),
-        "rollouts/turns": _mean([float(len(one.turns)) for one in trained]),
-        "rollouts/seconds": _mean([one.ended_s - one.started_s for one in trained]),
-        "rollouts/spanning": sum(len(one.sampled_steps()) > 1 for one in trained),
-        "rollouts/interrupted_completions": sum(_num_interrupted(one) for one in trained),
-        "staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
-        "staleness/max": int(staleness.max()) if len(staleness) else 0,
-        "tokens/trained": len(versions),
-    }
+    STEP = "step"  # a train step, and where the time since the row before it went
+    EVALUATION = "evaluation"  # the result of an evaluation; `step` is the version that served when it began
+    TIME = "time"  # where the time went that is of no step: before the first, and after the last
+
+
+def step_rows(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.get("kind", RowKind.STEP) == RowKind.STEP]
+
+
+def evaluation_rows(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.get("kind") == RowKind.EVALUATION]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +40,8 @@ class Uncounted:
     @classmethod
     def between(cls, rows: Iterable[Row], step: int, until_s: float) -> Self:
         """From the end of the row of `step`, where this process goes on; without one, from the beginning of time."""
-        return cls(since_s=max((row["time"] for row in rows if row["step"] == step), default=0.0), until_s=until_s)
+        ends = (row["time"] for row in step_rows(rows) if row["step"] == step)
+        return cls(since_s=max(ends, default=0.0), until_s=until_s)
 
     def num_tokens(self, batch: RolloutBatch) -> int:
         """Tokens sampled in that time, in what a batch trains. Whole turns, by the clock of their gateway."""
@@ -72,7 +55,7 @@ class Uncounted:
 
 
 def view_of(row: Row) -> StepView:
-    """What a person sees of a row."""
+    """What a person sees of a step's row."""
     return StepView(
         step=row["step"],
         reward=row["reward/mean"],
@@ -91,13 +74,32 @@ def _shares(row: Row, prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): seconds / wall_s for name, seconds in row.items() if name.startswith(prefix)}
 
 
-def _num_interrupted(trajectory: Trajectory) -> int:
-    """Completions with two or more versions inside."""
-    return sum(len(set(one.version_steps())) > 1 for turn in trajectory.turns for one in turn.completions)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """Where the time of both sides went: seconds by activity, which add up to `wall_s` on each side."""
+
+    wall_s: float
+    engine: Mapping[str, float]
+    trainer: Mapping[str, float]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Self:
+        """Of rows of any kind: what is no time is left out."""
+        rows = list(rows)
+        return cls(
+            wall_s=_add(rows, "seconds/wall"),
+            engine=_by_activity(rows, "seconds/engine/"),
+            trainer=_by_activity(rows, "seconds/trainer/"),
+        )
+
+    def share(self, seconds: float) -> float:
+        """`seconds` of the wall time, 0 to 1."""
+        return min(1.0, seconds / self.wall_s) if self.wall_s > 0 else 0.0
 
 
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
+def _by_activity(rows: Sequence[Row], prefix: str) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(prefix))
+    return {name.removeprefix(prefix): _add(rows, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +119,7 @@ class Totals:
 def living_rows(rows: Iterable[Row]) -> list[Row]:
     """One row a step: after a crash a step is trained again, and its last row is the one that counts."""
     by_step: dict[int, Row] = {}
-    for row in rows:
+    for row in step_rows(rows):
         step = int(row["step"])
         by_step = {earlier: kept for earlier, kept in by_step.items() if earlier < step}
         by_step[step] = row
@@ -127,21 +129,22 @@ def living_rows(rows: Iterable[Row]) -> list[Row]:
 def total(rows: Iterable[Row]) -> Totals:
     """Fold rows into totals. Idle is what a side spent waiting, over the wall time of the same rows."""
     living = living_rows(rows)
-
-    def add(name: str) -> float:
-        return sum(float(row.get(name) or 0.0) for row in living)
-
-    wall_s = add("seconds/wall")
+    spent = Spent.of(living)
+    busy_s = spent.engine.get("generating", 0.0) + spent.engine.get("evaluating", 0.0)
     return Totals(
         steps=len(living),
-        trained_tokens=int(add("tokens/trained")),
-        generated_tokens=int(add("tokens/generated") + add("tokens/generated_before")),
-        spanning_fraction=add("rollouts/spanning") / max(1.0, add("rollouts/trained")),
-        interrupted_completions=int(add("rollouts/interrupted_completions")),
+        trained_tokens=int(_add(living, "tokens/trained")),
+        generated_tokens=int(_add(living, "tokens/generated") + _add(living, "tokens/generated_before")),
+        spanning_fraction=_add(living, "rollouts/spanning") / max(1.0, _add(living, "rollouts/trained")),
+        interrupted_completions=int(_add(living, "rollouts/interrupted_completions")),
         max_staleness_seen=max((int(row["staleness/max"]) for row in living), default=0),
         idle_fraction={
-            "engine": 1.0 - min(1.0, add("seconds/engine/generating") / wall_s) if wall_s else 0.0,
-            "trainer": min(1.0, add("seconds/trainer/waiting_for_rollouts") / wall_s) if wall_s else 0.0,
+            "engine": 1.0 - spent.share(busy_s) if living else 0.0,
+            "trainer": spent.share(spent.trainer.get("waiting_for_rollouts", 0.0)),
         },
-        loop_blocked_s=add("rollouts/loop_blocked_s"),
+        loop_blocked_s=_add(living, "rollouts/loop_blocked_s"),
     )
+
+
+def _add(rows: Iterable[Row], name: str) -> float:
+    return sum(float(row.get(name) or 0.0) for row in rows)

@@ -111,8 +111,19 @@ class EvalConfig(Section):
     """How many held-out tasks; 0 skips evaluation."""
     tasks: TasksConfig | None = None
     """Defaults to the training source with split `test`; a .jsonl source needs one of its own."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Evaluate also after every so many steps, beside training, in a quarter of `rollout.max_concurrent` at most;
+    0: only before and after. Pushes go on meanwhile: its row in metrics.jsonl counts the answers of each weight
+    version. A due evaluation is left out while the one before it is under way; a run that completes waits for the last
+    one, one that is interrupted cancels it."""
     success_reward: float = 1.0
     """A rollout whose total reward is at least this is a success."""
+
+    @model_validator(mode="after")
+    def _every_needs_tasks(self) -> Self:
+        if self.every and not self.num_tasks:
+            raise ValueError(f"every is {self.every} and num_tasks 0: there is nothing to evaluate; give num_tasks")
+        return self
 
     @field_validator("tasks", mode="before")
     @classmethod

@@ -1,89 +1,18 @@
-"""Rows and what they add up to: 1. staleness is that of tokens in the loss; 2. spans and interrupted completions are
-counted; 3. after a crash the last row of a step counts, and later steps of the dead lineage do not; 4. idle shares;
-5. what was sampled before the rows began, and trained in them, was generated; what an earlier process's rows tell of
-counts once.
+"""Rows and what they add up to: 1. after a crash the last row of a step counts, and later steps of the dead lineage do
+not; 2. rows of other kinds are no steps; 3. idle shares; 4. what was sampled before the rows began, and trained in
+them, was generated; what an earlier process's rows tell of counts once; 5. time adds up over rows of every kind.
 """
 
-import numpy as np
 import pytest
 
-from areal_agent import Completion, Rewards, RolloutBatch, Status, TokenRecord, Trajectory, TrajectoryGroup, Turn
-from areal_agent.observe.rows import Uncounted, describe_batch, living_rows, total
-from areal_agent.types import Distribution, FinishReason, SamplingParams, VersionSpan, WeightVersion
-
-
-def trajectory(session_id: str, versions: list[int], reward: float) -> Trajectory:
-    spans = tuple(
-        VersionSpan(version=WeightVersion(step=version), start=place, end=place + 1)
-        for place, version in enumerate(versions)
-    )
-    completion = Completion(
-        id=f"{session_id}-c",
-        token_ids=tuple(range(len(versions))),
-        logprobs=(-0.5,) * len(versions),
-        versions=spans,
-        finish_reason=FinishReason.STOP,
-        distribution=Distribution.EXACT,
-    )
-    turn = Turn(
-        id=f"{session_id}-t",
-        parent=None,
-        fork_at=0,
-        new_prompt_ids=(1,),
-        completions=(completion,),
-        request_delta=(),
-        sampling=SamplingParams(),
-        started_s=1.0,
-        ended_s=2.0,
-    )
-    return Trajectory(
-        session_id=session_id,
-        group_id="g",
-        task_id="0",
-        turns=(turn,),
-        rewards=Rewards(final=reward),
-        status=Status.COMPLETED,
-        error=None,
-        logged={},
-        started_s=1.0,
-        ended_s=3.0,
-    )
-
-
-def record(session_id: str, versions: list[int]) -> TokenRecord:
-    size = len(versions) + 1
-    return TokenRecord(
-        session_id=session_id,
-        group_id="g",
-        branch=0,
-        parent_branch=None,
-        token_ids=np.zeros(size, np.int32),
-        loss_mask=np.array([False] + [True] * len(versions)),
-        turn_index=np.zeros(size, np.int32),
-        behavior_logprobs=np.zeros(size, np.float32),
-        temperatures=np.ones(size, np.float32),
-        versions=np.array([-1, *versions], np.int32),
-        turn_rewards=np.zeros(1, np.float32),
-    )
+from areal_agent import RolloutBatch
+from areal_agent.observe.rows import Spent, Uncounted, evaluation_rows, living_rows, step_rows, total
+from tests.observe.batches import batch_of, record, trajectory
 
 
 @pytest.fixture
 def batch() -> RolloutBatch:
-    spanning, fresh = trajectory("a", [3, 4], 1.0), trajectory("b", [4], 0.0)
-    group = TrajectoryGroup(group_id="g", task_id="0", trajectories=(spanning, fresh))
-    return RolloutBatch(step=5, groups=(group,), records=(record("a", [3, 4]), record("b", [4])))
-
-
-def test_staleness_is_that_of_tokens_in_the_loss(batch: RolloutBatch) -> None:
-    row = describe_batch(batch, success_reward=1.0)
-    assert (row["staleness/max"], row["staleness/mean"]) == (1, pytest.approx(1 / 3))
-    assert row["tokens/trained"] == 3
-
-
-def test_spans_and_interrupted_completions_are_counted(batch: RolloutBatch) -> None:
-    row = describe_batch(batch, success_reward=1.0)
-    assert (row["rollouts/spanning"], row["rollouts/interrupted_completions"]) == (1, 1)
-    assert (row["reward/mean"], row["reward/success"], row["rollouts/seconds"]) == (0.5, 0.5, 2.0)
+    return batch_of([trajectory("a", [3, 4], 1.0), trajectory("b", [4], 0.0)], [record("a", [3, 4]), record("b", [4])])
 
 
 def test_the_living_lineage_counts() -> None:
@@ -93,6 +22,7 @@ def test_the_living_lineage_counts() -> None:
 
 def test_totals() -> None:
     row = {
+        "kind": "step",
         "step": 1,
         "staleness/max": 2,
         "tokens/trained": 10,
@@ -124,3 +54,21 @@ def test_generated_is_what_the_rows_saw_and_what_they_trained_from_before() -> N
 
 def test_no_rows_add_up_to_nothing() -> None:
     assert total([]).steps == 0
+
+
+def test_rows_of_other_kinds_are_no_steps() -> None:
+    rows = [{"kind": "time", "step": 0}, {"kind": "step", "step": 1}, {"kind": "evaluation", "step": 1}]
+    assert [row["kind"] for row in step_rows(rows)] == [row["kind"] for row in living_rows(rows)] == ["step"]
+    assert [row["kind"] for row in evaluation_rows(rows)] == ["evaluation"]
+
+
+def test_time_adds_up_over_rows_of_every_kind() -> None:
+    rows = [
+        {"kind": "time", "seconds/wall": 3.0, "seconds/engine/starting": 3.0, "seconds/trainer/starting": 3.0},
+        {"kind": "evaluation", "eval/seconds": 2.0},
+        {"kind": "step", "seconds/wall": 5.0, "seconds/engine/generating": 5.0, "seconds/trainer/training": 5.0},
+    ]
+    spent = Spent.of(rows)
+    assert spent.wall_s == 8.0
+    assert spent.engine == {"starting": 3.0, "generating": 5.0}
+    assert spent.trainer == {"starting": 3.0, "training": 5.0}

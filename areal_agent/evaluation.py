@@ -1,0 +1,97 @@
+"""The evaluations of a run: before and after training while it waits, and every so often beside it.
+
+    run.push ──▶ begin ──▶ a task of its own: held-out rollouts on the engine that training uses ──▶ row, note
+                               │ at most a quarter of the rollout slots, so that training goes on
+
+The engine has one set of weights, which pushes replace: an evaluation beside training begins under one version, and its
+later answers come from later ones. Its row counts the answers of each version; the ledger has the version of every
+token. It knows the run's parts and no loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from areal_agent.eval_report import EvalAnswer, EvalReport
+from areal_agent.observe.progress import Progress
+from areal_agent.run_metrics import RunMetrics
+from areal_agent.source import Source
+from areal_agent.types import Task, WeightVersion
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
+class Evaluation:
+    """The held-out tasks of a run, rolled out again and again: the same tasks, seeds and sampling each time."""
+
+    def __init__(
+        self,
+        tasks: tuple[Task, ...],
+        *,
+        source: Source,
+        metrics: RunMetrics,
+        progress: Progress,
+        max_concurrent: int,
+    ) -> None:
+        self._tasks = tasks
+        self._source = source
+        self._metrics = metrics
+        self._progress = progress
+        self._max_concurrent = max_concurrent
+        self._beside: asyncio.Task[None] | None = None
+
+    async def run(self, label: str, version: WeightVersion) -> EvalReport:
+        """Evaluate and wait for it; nothing else is under way, so that all answers are of `version`."""
+        num_done = 0
+        self._progress.phase(f"evaluating {label}")
+
+        def on_answer(_: EvalAnswer) -> None:
+            nonlocal num_done
+            num_done += 1
+            self._progress.phase_progress(num_done / len(self._tasks), f"{num_done}/{len(self._tasks)} tasks")
+
+        with self._metrics.during("evaluating"):
+            return await self._evaluate(label, version, on_answer, len(self._tasks))
+
+    def begin(self, version: WeightVersion, spawn: Spawn) -> bool:
+        """Evaluate in a task of `spawn`'s; False, and nothing happens, while the last one is still under way."""
+        if self._beside is not None and not self._beside.done():
+            self._progress.note(f"no evaluation of version {version}: the one before it is still under way")
+            return False
+        self._beside = spawn(self._evaluate_beside(version), f"evaluation of version {version}")
+        return True
+
+    async def finish(self) -> None:
+        """Wait for one that is under way."""
+        if self._beside is not None and not self._beside.done():
+            self._progress.phase("waiting for the evaluation that is under way")
+            with self._metrics.during("evaluating"):
+                await asyncio.wait({self._beside})
+
+    async def cancel(self) -> None:
+        """Give up one that is under way: its rollouts end as `cancelled`, and it has no result."""
+        if self._beside is not None and not self._beside.done():
+            self._beside.cancel()
+            await asyncio.wait({self._beside})
+
+    async def _evaluate_beside(self, version: WeightVersion) -> None:
+        report = await self._evaluate(f"step{version.step}", version, lambda _: None, self._max_concurrent)
+        newest = max((answer.steps[-1] for answer in report.answers if answer.steps), default=version.step)
+        self._progress.note(
+            f"success on {report.num_tasks} held-out tasks: {report.success:.3f}, "
+            f"by the weights of step {version.step}" + (f" to {newest}" if newest > version.step else "")
+        )
+
+    async def _evaluate(
+        self, label: str, version: WeightVersion, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
+    ) -> EvalReport:
+        def count(answer: EvalAnswer) -> None:
+            self._metrics.answered(answer)
+            on_answer(answer)
+
+        started_s = time.monotonic()
+        group_id = f"eval-{label}-{version.incarnation}"
+        report = await self._source.evaluate(self._tasks, group_id, count, max_concurrent)
+        self._metrics.evaluated(label, version, report, time.monotonic() - started_s)
+        return report

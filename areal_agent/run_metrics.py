@@ -1,0 +1,183 @@
+"""What a run writes into metrics.jsonl: a row a step, a row an evaluation, and where every second went.
+
+    trainer side: the activities that the run names ─┐
+    engine side:  clocks of engine, gateway, runner ─┴─▶ rows ─▶ metrics.jsonl and progress
+
+Both sides partition the same wall time, from the making of this object to the row that was written last: in every row
+the seconds of a side's activities add up to `seconds/wall`. It makes nothing happen.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from areal_agent.eval_report import EvalAnswer, EvalReport
+from areal_agent.observe.batch_metrics import describe_batch
+from areal_agent.observe.busy import BusyClock
+from areal_agent.observe.clock import TimeAccount
+from areal_agent.observe.engine_time import EngineReading, engine_seconds
+from areal_agent.observe.memory import peak_memory_bytes
+from areal_agent.observe.metrics import MetricsLog, read_metrics
+from areal_agent.observe.progress import Progress
+from areal_agent.observe.rows import Row, RowKind, Uncounted, view_of
+from areal_agent.source import Source
+from areal_agent.trainer.reports import StepReport
+from areal_agent.types import RolloutBatch, WeightVersion
+from areal_agent.weights.push import PushReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Everything that is counted from the start on, at one moment; and what is so at that moment."""
+
+    engine: EngineReading
+    trainer: Mapping[str, float]  # seconds by activity
+    counts: Mapping[str, float]
+    gauges: Mapping[str, float]
+
+
+class RunMetrics:
+    """Made with the run, so that no second is missed; opened with its folder, connected once its engine is there."""
+
+    def __init__(self, progress: Progress, success_reward: float) -> None:
+        self._progress = progress
+        self._success_reward = success_reward
+        self._account = TimeAccount()
+        self._producing = BusyClock()
+        self._starting_s = 0.0
+        self._paused_s = 0.0
+        self._evaluated_tokens = 0
+        self._row: Row = {}
+        self._uncounted = Uncounted()
+
+    def open(self, path: Path) -> None:
+        """Rows go to `path`, after those that are there."""
+        self._path = path
+        self._log = MetricsLog(path)
+
+    def close(self) -> None:
+        self._log.close()
+
+    async def connect(self, source: Source, process_ids: Mapping[str, int]) -> None:
+        """The engine of `source` is there, and the run's own processes, by name."""
+        self._source = source
+        self._process_ids = {"main": os.getpid(), **source.process_ids(), **process_ids}
+        now = await self._read()
+        self._starting_s = now.engine.wall_s
+        self._last = replace(now, engine=replace(now.engine, wall_s=0.0), trainer={})
+
+    def during(self, activity: str) -> AbstractContextManager[None]:
+        """What the trainer's side does; of activities within each other, the one that began last counts."""
+        return self._account.during(activity)
+
+    # ------------------------------------------------------------------ what happened
+
+    async def begin_steps(self, version: WeightVersion) -> None:
+        """Rollouts are wanted from now on: rows of steps begin here, and one tells of the time before."""
+        if self._producing.num_running:
+            return
+        await self.end_time(version)
+        rows = await asyncio.to_thread(read_metrics, self._path)
+        self._uncounted = Uncounted.between(rows, version.step, time.time())
+        self._producing.begin()
+
+    def end_steps(self) -> None:
+        """No more rollouts are wanted."""
+        if self._producing.num_running:
+            self._producing.end()
+
+    def trained(self, batch: RolloutBatch, report: StepReport) -> None:
+        """The step's row begins."""
+        self._row = describe_batch(batch, self._success_reward)
+        self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
+        self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
+
+    async def pushed(self, report: PushReport) -> None:
+        """The step's row ends: it is written, and shown."""
+        self._paused_s += report.stall_s
+        self._row |= {f"push/{name}": value for name, value in asdict(report).items() if name.endswith("_s")}
+        row = self._head(RowKind.STEP, report.version) | self._row | await self._since_last()
+        wall_s = max(row["seconds/wall"], 1e-9)
+        row["tokens_per_s/generated"] = row["tokens/generated"] / wall_s
+        row["tokens_per_s/trained"] = self._row.get("tokens/trained", 0) / wall_s
+        self._row = {}
+        self._log.append(row)
+        self._progress.step(view_of(row))
+
+    def answered(self, answer: EvalAnswer) -> None:
+        """A rollout of an evaluation has ended: its tokens were none of training."""
+        self._evaluated_tokens += answer.num_tokens
+
+    def evaluated(self, label: str, version: WeightVersion, report: EvalReport, seconds: float) -> None:
+        """An evaluation has ended that began under `version`."""
+        row = self._head(RowKind.EVALUATION, version) | {"label": label, **report.metrics(), "eval/seconds": seconds}
+        self._log.append(row)
+
+    async def end_time(self, version: WeightVersion) -> None:
+        """A row for the time that is of no step."""
+        seconds = {name: value for name, value in (await self._since_last()).items() if name.startswith("seconds/")}
+        self._log.append(self._head(RowKind.TIME, version) | seconds)
+
+    # ------------------------------------------------------------------ what was counted
+
+    def _head(self, kind: RowKind, version: WeightVersion) -> Row:
+        return {"kind": kind.value, "step": version.step, "incarnation": version.incarnation, "time": time.time()}
+
+    async def _since_last(self) -> Row:
+        """What both sides did since the last row that was asked for, and what is so now."""
+        last, now = self._last, await self._read()
+        self._last = now
+        return {
+            "seconds/wall": now.engine.wall_s - last.engine.wall_s,
+            **{f"seconds/trainer/{name}": spent - last.trainer.get(name, 0.0) for name, spent in now.trainer.items()},
+            **{f"seconds/engine/{name}": spent for name, spent in engine_seconds(last.engine, now.engine).items()},
+            **{name: max(0.0, count - last.counts[name]) for name, count in now.counts.items()},
+            **now.gauges,
+        }
+
+    async def _read(self) -> Reading:
+        engine = await self._source.engine.stats()
+        stats = await self._source.stats()
+        gateway, now = stats.gateway, self._source.counts()
+        trainer = self._account.seconds()
+        return Reading(
+            engine=EngineReading(
+                wall_s=sum(trainer.values()),
+                starting_s=self._starting_s,
+                paused_s=self._paused_s,
+                busy_s=engine.busy_s,
+                in_flight_s=gateway.engine_busy_s,
+                rolling_s=stats.rolling_s,
+                producing_s=self._producing.busy_s,
+                generated_tokens=gateway.generated_tokens,
+                evaluated_tokens=self._evaluated_tokens,
+            ),
+            trainer=trainer,
+            counts={
+                "tokens/generated": gateway.generated_tokens,
+                "rollouts/loop_blocked_s": stats.loop_blocked_s,
+                "gateway/turns": gateway.turns,
+                "gateway/forks": sum(gateway.forks.values()),
+                "gateway/altered_completions": gateway.altered_completions,
+                "gateway/malformed_tool_calls": gateway.malformed_tool_calls,
+                "gateway/errors": sum(gateway.errors.values()),
+            },
+            gauges={
+                "rollouts/running": now.running,
+                "rollouts/finished_untrained": now.finished,
+                "engine/running_requests": engine.num_running,
+                "engine/queued_requests": engine.num_queued,
+                **{f"statuses/{status}": number for status, number in now.statuses.items()},
+                **{f"drops/{reason}": number for reason, number in now.drops.items()},
+                **self._peak_memory(),
+            },
+        )
+
+    def _peak_memory(self) -> dict[str, Any]:
+        marks = {name: peak_memory_bytes(pid) for name, pid in self._process_ids.items()}
+        return {f"memory/{name}_peak_bytes": mark for name, mark in marks.items() if mark is not None}
