@@ -1,0 +1,18 @@
+"""The docker backend: every sandbox a container, with an agent of ours beside its programs.
+
+::
+
+    provider.py      makes cells, and leaves none behind
+      confinement.py   how a container is closed: the configuration that the engine is given
+      engine.py        the engine's daemon, asked by the `docker` package, in threads
+      ownership.py     whose a container is; keeper.py removes what a killed host leaves
+    cell.py          a container as a cell: programs, files
+      process.py       a program whose output is read as it comes
+      bounds.py        what all programs of a container share
+      request.py       what an agent is asked, packed; judgement.py, how a program ended
+    agent_link.py    the host's end of an agent; stream.py, the engine's stream under it
+      boot.py          how an agent gets into a container
+    agent/           what runs there
+
+Named so as not to be taken for the `docker` package, which `engine.py` alone imports.
+"""

@@ -1,0 +1,174 @@
+"""The first process of a container: forks programs, kills what is left of them, and tells how each ended.
+
+It gets descriptors and numbers from the relay, and looks into none of them. Orphans become its children. Its user is
+another one than the programs': they can neither signal nor trace it, and the kernel shields a first process besides.
+"""
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+import struct
+from typing import NoReturn
+
+from sandboxes.containers.agent.program import become_program
+
+ORDER = struct.Struct("=BQI")
+"""START or KILL, number of the run, user. With START: request, stdin, stdout, stderr as descriptors."""
+REPORT = struct.Struct("=BQiQQ")
+"""ENDED or FAILED, number of the run, wait status or errno, CPU microseconds, peak resident bytes."""
+NUM_DESCRIPTORS = 4
+START, KILL = 1, 2
+ENDED, FAILED = 1, 2
+MAX_SWEEPS = 1000
+
+
+class Forker:
+    """`relay`: a socket that keeps messages apart."""
+
+    def __init__(self, relay: socket.socket, relay_pid: int) -> None:
+        self._relay = relay
+        self._relay_pid = relay_pid
+        self._runs: dict[int, tuple[int, int]] = {}  # number and user, by pid
+        self._wake_read, self._wake_write = os.pipe()
+
+    def serve(self) -> None:
+        """Until the relay is gone, which goes with its host."""
+        for descriptor in (self._wake_read, self._wake_write):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # so that the wake-up pipe is written
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        while True:
+            ready, _, _ = select.select([self._wake_read, self._relay], [], [])
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                self._reap()
+            if self._relay in ready and not self._take_order():
+                return
+
+    def _take_order(self) -> bool:
+        message, descriptors, _, _ = socket.recv_fds(self._relay, ORDER.size, NUM_DESCRIPTORS)
+        if not message:
+            return False
+        kind, run_id, uid = ORDER.unpack(message)
+        if kind == START:
+            self._start(run_id, uid, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if kind == KILL:
+            for pid in [pid for pid, (number, _) in self._runs.items() if number == run_id]:
+                kill_group(pid)
+                self._kill_user(uid, but_for=pid)
+        return True
+
+    def _start(self, run_id: int, uid: int, descriptors: list[int]) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._report(FAILED, run_id, error.errno or errno.EAGAIN)
+            return
+        if pid == 0:
+            self._become(run_id, descriptors)
+        self._runs[pid] = run_id, uid
+
+    def _become(self, run_id: int, descriptors: list[int]) -> NoReturn:
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGXFSZ):  # Python ignores the second: here it tells of long files
+                signal.signal(number, signal.SIG_DFL)
+            request, *standard = descriptors
+            become_program(os.pread(request, os.fstat(request).st_size, 0), standard)
+        except BaseException as error:  # the boundary: nothing of the program has run, so the host is told
+            with contextlib.suppress(OSError):
+                self._report(FAILED, run_id, getattr(error, "errno", None) or 0)
+        os._exit(255)
+
+    def _reap(self) -> None:
+        """Take the status of what has ended; report a program only when the rest of it is dead as well."""
+        reports: list[tuple[int, int, int, int]] = []
+        for pid, status, usage in exited_children():
+            if pid == self._relay_pid:
+                os._exit(1)
+            run_id, uid = self._runs.pop(pid, (None, 0))
+            if run_id is not None:
+                kill_group(pid)
+                self._kill_user(uid)
+                cpu_us = int((usage.ru_utime + usage.ru_stime) * 1e6)
+                reports.append((run_id, status, cpu_us, usage.ru_maxrss * 1024))
+        self._kill_strays()
+        for report in reports:
+            self._report(ENDED, *report)
+
+    def _kill_user(self, uid: int, but_for: int | None = None) -> None:
+        """All processes of a user at once, too fast for any fork, unless another program is this user's as well."""
+        if any(other == uid for pid, (_, other) in self._runs.items() if pid != but_for):
+            return
+        os.setresuid(uid, uid, 0)  # one who may signal these processes and no others
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        os.setresuid(0, 0, 0)
+
+    def _kill_strays(self) -> None:
+        """Kill the orphans of dead programs and the daemons of living ones, and what these leave in turn."""
+        for _ in range(MAX_SWEEPS):
+            strays = [pid for pid in children() if self._is_stray(pid)]
+            if not strays:
+                return
+            for pid in strays:
+                kill_group(pid)
+            for pid in strays:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+    def _is_stray(self, pid: int) -> bool:
+        """An orphan that is in the group of a running program dies with that program."""
+        if pid == self._relay_pid or pid in self._runs:
+            return False
+        try:
+            return os.getpgid(pid) not in self._runs
+        except ProcessLookupError:
+            return False
+
+    def _report(self, kind: int, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
+        self._relay.send(REPORT.pack(kind, run_id, value, cpu_us, peak_bytes))
+
+
+def exited_children():
+    """Pid, status and usage of what has ended by now."""
+    while True:
+        try:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status, usage
+
+
+def kill_group(pid: int) -> None:
+    """A process and its group: it is killed by its own id too, for it may not have made its group yet."""
+    for kill in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def children() -> list[int]:
+    """Of this process; where the kernel does not list them, by asking every process for its parent."""
+    own = os.getpid()
+    try:
+        with open(f"/proc/{own}/task/{own}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except FileNotFoundError:
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == own]
+
+
+def parent_of(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0

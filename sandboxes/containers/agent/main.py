@@ -1,0 +1,40 @@
+"""How the agent starts: a filter of system calls for everything from here on, then the two processes."""
+
+import os
+import socket
+import sys
+
+from sandboxes.containers.agent.forker import Forker
+from sandboxes.containers.agent.program import HAS_WARM_PYTHON
+from sandboxes.containers.agent.relay import Relay
+from sandboxes.containers.agent.wire import Has
+
+try:
+    from sandboxes.inside import load_filter
+    from sandboxes.launcher import ready_interpreter
+except ImportError:  # no ctypes: the container engine's own filter alone
+    load_filter = ready_interpreter = None
+
+
+def main(system_call_filter: bytes) -> None:
+    """In the first process of a container, whose standard streams are the stream to the host."""
+    has = Has.WARM_PYTHON if HAS_WARM_PYTHON else 0
+    if load_filter is not None and ready_interpreter is not None:
+        if system_call_filter:
+            load_filter(system_call_filter)
+            has |= Has.FILTER
+        ready_interpreter()
+    for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
+        del sys.modules[name]  # a program may have a module of that name
+    for_forker, for_relay = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    relay_pid = os.fork()
+    if relay_pid == 0:
+        for_forker.close()
+        Relay(0, 1, for_relay).serve(has)
+        os._exit(0)
+    for_relay.close()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # the stream is the relay's alone
+        os.dup2(nothing, descriptor)
+    Forker(for_forker, relay_pid).serve()
+    os._exit(0)

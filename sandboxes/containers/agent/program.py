@@ -1,0 +1,104 @@
+"""What a forked process does: becomes the program's user, within its limits, and then the program.
+
+Its memory is a copy of the forker's, in which there is nobody's data; the request is read here for the first time.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from typing import NoReturn
+
+from sandboxes.containers.agent.files import list_tree, read_file, write_files
+from sandboxes.containers.agent.wire import REQUEST, Operation, unpack
+
+try:
+    import resource
+except ImportError:  # python3-minimal: a program of util-linux does it there
+    resource = None
+try:
+    from sandboxes import launcher
+except ImportError:  # no ctypes: a program in Python gets an interpreter of its own
+    launcher = None
+
+HAS_WARM_PYTHON = launcher is not None
+MAX_DESCRIPTORS = 256
+"""The forker opens a dozen descriptors, of the lowest numbers that are free."""
+
+
+def become_program(request: bytes, standard: list[int]) -> NoReturn:
+    """In the working directory of the container."""
+    (operation, uid, gid, *limits), (cwd, env, *arguments) = (
+        REQUEST.unpack_from(request),
+        unpack(request[REQUEST.size :]),
+    )
+    _confine(uid, gid, limits)
+    os.chdir(cwd)
+    for target, descriptor in enumerate(standard):
+        os.dup2(descriptor, target)
+    os.closerange(3, MAX_DESCRIPTORS)
+    if operation == Operation.EXECUTABLE:
+        run_executable(arguments, dict(text.split(b"=", 1) for text in unpack(env)))
+    elif operation == Operation.SOURCE:
+        run_python(arguments[0], [os.fsdecode(text) for text in unpack(env)])
+    serve_files(operation, arguments)
+
+
+def run_executable(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        os.execvpe(argv[0], argv, env)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        os.write(2, f"sandbox: cannot run {os.fsdecode(argv[0])!r}: {reason}\n".encode(errors="replace"))
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def run_python(source: bytes, env: list[str]) -> NoReturn:
+    variables = dict(text.split("=", 1) for text in env)
+    if launcher is None:
+        argv = [sys.executable, "-X", "utf8", "-c", source]
+        run_executable(
+            [os.fsencode(argument) for argument in argv], {os.fsencode(k): os.fsencode(v) for k, v in variables.items()}
+        )
+    launcher.prctl(launcher.PR_SET_DUMPABLE, 1)  # a change of user took it, and with it /dev/stdin
+    launcher.run_source(source.decode(errors="surrogateescape"), variables)
+
+
+def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:
+    """The exit code is the errno."""
+    path = arguments[0]
+    try:
+        if operation == Operation.WRITE:
+            write_files(path, 0)
+        elif operation == Operation.READ:
+            read_file(path, int(arguments[1]), 1)
+        else:
+            list_tree(path, int(arguments[1]), 1)
+    except OSError as error:
+        os._exit(error.errno or 255)
+    os._exit(0)
+
+
+def _confine(uid: int, gid: int, limits: list[int]) -> None:
+    """Limits, then the user: from here on there is no way back."""
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # when memory is short, a program is killed and never the agent
+    _limit(*limits)
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+
+
+def _limit(cpu_s: int, address_space: int, file_bytes: int, open_files: int) -> None:
+    limits = {"fsize": (file_bytes, file_bytes), "nofile": (open_files, open_files), "core": (0, 0)}
+    if cpu_s:
+        limits["cpu"] = (cpu_s, cpu_s + 1)  # one that ignores the signal of the first is killed by the second
+    if address_space >= 0:
+        limits["as"] = (address_space, address_space)
+    if resource is not None:
+        for name, pair in limits.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), pair)
+    else:
+        options = [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
+        subprocess.run(["prlimit", f"--pid={os.getpid()}", *options], check=True, env={"PATH": "/usr/bin:/bin"})

@@ -1,0 +1,265 @@
+"""The relay: between the one stream to the host and the pipes of the programs. It forks nothing.
+
+It collects what programs print, up to their bound, keeps their deadlines, and adds to every end what the container's
+control group counted meanwhile. When the stream ends, so does it, and with it the container.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import time
+
+from sandboxes.containers.agent.counters import Counters
+from sandboxes.containers.agent.forker import ENDED as FORKER_ENDED
+from sandboxes.containers.agent.forker import KILL, ORDER, REPORT, START
+from sandboxes.containers.agent.wire import ENDED, HEADER, REQUEST, Ask, End, Tell
+from sandboxes.containers.agent.wire import START as START_BODY
+
+CHUNK_BYTES = 65_536
+READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
+
+
+class Run:
+    """One program and its pipes."""
+
+    def __init__(self, number: int, uid: int, deadline_s: float, room: int, is_paced: bool) -> None:
+        self.number = number
+        self.uid = uid
+        self.deadline_s = deadline_s
+        self.room = room  # bytes that it may still print; -1: any number
+        self.is_paced = is_paced  # whether a chunk goes to the host only when the last one was taken
+        self.end = End.ITSELF
+        self.is_cut = False  # whether it printed more than it may
+        self.counted: list[int] = []  # of the container, at its start
+        self.stdin: int | None = None
+        self.pending = bytearray()  # on its way to stdin
+        self.is_stdin_ending = False
+        self.outputs: dict[int, Tell] = {}  # by descriptor
+
+
+class Relay:
+    """`source` and `out`: the stream, by its two descriptors."""
+
+    def __init__(self, source: int, out: int, forker: socket.socket) -> None:
+        self._source = source
+        self._out = out
+        self._forker = forker
+        self._poll = select.poll()
+        self._counters = Counters()
+        self._runs: dict[int, Run] = {}
+        self._run_of: dict[int, Run] = {}  # by descriptor of a pipe
+        self._received = bytearray()
+
+    def serve(self, has: int) -> None:
+        """Until the host is gone."""
+        self._poll.register(self._source, READABLE)
+        self._poll.register(self._forker, READABLE)
+        self._tell(Tell.READY, 0, bytes([has]))
+        while True:
+            for descriptor, _events in self._poll.poll(self._patience_ms()):
+                if descriptor == self._source:
+                    if not self._hear():
+                        return
+                elif descriptor == self._forker.fileno():
+                    self._on_report(self._forker.recv(REPORT.size))
+                elif (run := self._run_of.get(descriptor)) is not None:
+                    if descriptor == run.stdin:
+                        self._feed(run)
+                    else:
+                        self._pass_on(run, descriptor)
+            self._end_late_runs()
+
+    # ── from the host ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self) -> bool:
+        data = os.read(self._source, CHUNK_BYTES)
+        self._received += data
+        while len(self._received) >= HEADER.size:
+            kind, number, size = HEADER.unpack_from(self._received)
+            if len(self._received) < HEADER.size + size:
+                break
+            body = bytes(self._received[HEADER.size : HEADER.size + size])
+            del self._received[: HEADER.size + size]
+            self._obey(kind, number, body)
+        return bool(data)
+
+    def _obey(self, kind: int, number: int, body: bytes) -> None:
+        run = self._runs.get(number)
+        if kind == Ask.START:
+            self._start(number, body)
+        elif run is None:
+            return  # it has ended
+        elif kind == Ask.STDIN:
+            run.pending += body
+            self._feed(run)
+        elif kind == Ask.CLOSE_STDIN:
+            run.is_stdin_ending = True
+            self._feed(run)
+        elif kind == Ask.KILL:
+            self._kill(run)
+        elif kind == Ask.MORE:
+            for descriptor, stream in run.outputs.items():
+                if stream == body[0]:
+                    self._poll.register(descriptor, READABLE)
+
+    def _start(self, number: int, body: bytes) -> None:
+        wall_s, room, is_paced = START_BODY.unpack_from(body)
+        request = body[START_BODY.size :]
+        _, uid, gid, *_ = REQUEST.unpack_from(request)
+        run = Run(number, uid, time.monotonic() + wall_s if wall_s else float("inf"), room, bool(is_paced))
+        run.counted = self._counters.read()
+        descriptors: list[int] = []
+        try:
+            descriptors.append(os.memfd_create("request"))
+            os.write(descriptors[0], request)
+            with acting_as(uid, gid):
+                stdin, run.stdin = os.pipe()
+                descriptors.append(stdin)
+                for stream in (Tell.STDOUT, Tell.STDERR):
+                    output, end = os.pipe()
+                    descriptors.append(end)
+                    run.outputs[output] = stream
+            socket.send_fds(self._forker, [ORDER.pack(START, number, uid)], descriptors)
+        except OSError as error:
+            self._close(run)
+            self._tell(Tell.FAILED, number, bytes([error.errno or 255]))
+            return
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._runs[number] = run
+        for descriptor in (run.stdin, *run.outputs):
+            os.set_blocking(descriptor, False)
+            self._run_of[descriptor] = run
+        for descriptor in run.outputs:
+            self._poll.register(descriptor, READABLE)
+
+    def _kill(self, run: Run) -> None:
+        self._forker.send(ORDER.pack(KILL, run.number, run.uid))
+
+    # ── to and from the programs ──────────────────────────────────────────────────────────────────────────────────
+
+    def _feed(self, run: Run) -> None:
+        """Write what stdin takes now, and wait for room with the rest."""
+        if run.stdin is None:
+            run.pending.clear()
+            self._tell(Tell.TAKEN, run.number, b"\1")
+            return
+        is_broken = False
+        try:
+            while run.pending:
+                del run.pending[: os.write(run.stdin, run.pending[:CHUNK_BYTES])]
+        except BlockingIOError:
+            self._poll.register(run.stdin, select.POLLOUT)
+            return
+        except BrokenPipeError:
+            is_broken = True
+            run.pending.clear()
+        if is_broken or run.is_stdin_ending:
+            self._drop(run.stdin)
+            run.stdin = None
+        else:
+            self._unwatch(run.stdin)
+        if run.is_paced:
+            self._tell(Tell.TAKEN, run.number, bytes([is_broken]))
+
+    def _pass_on(self, run: Run, descriptor: int) -> bool:
+        """Read once from a program; whether there may be more."""
+        stream = run.outputs[descriptor]
+        try:
+            data = os.read(descriptor, CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            del run.outputs[descriptor]
+            self._drop(descriptor)
+            self._tell(Tell.CLOSED, run.number, bytes([stream]))
+            return False
+        if run.is_paced:
+            self._unwatch(descriptor)
+        if 0 <= run.room < len(data):
+            data = data[: run.room]
+            self._cut(run)
+        if run.room >= 0:
+            run.room -= len(data)
+        if data:
+            self._tell(stream, run.number, data)
+        return not run.is_cut
+
+    def _cut(self, run: Run) -> None:
+        run.is_cut = True
+        for descriptor in run.outputs:
+            self._unwatch(descriptor)
+        self._stop(run, End.OUTPUT)
+
+    def _stop(self, run: Run, reason: End) -> None:
+        run.end = run.end or reason
+        run.deadline_s = float("inf")
+        self._kill(run)
+
+    def _end_late_runs(self) -> None:
+        now_s = time.monotonic()
+        for run in self._runs.values():
+            if run.deadline_s <= now_s:
+                self._stop(run, End.DEADLINE)
+
+    def _patience_ms(self) -> float | None:
+        first_s = min((run.deadline_s for run in self._runs.values()), default=float("inf"))
+        return None if first_s == float("inf") else max(0.0, first_s - time.monotonic()) * 1000 + 1
+
+    # ── from the forker ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_report(self, report: bytes) -> None:
+        if not report:
+            os._exit(1)
+        kind, number, value, cpu_us, peak_bytes = REPORT.unpack(report)
+        run = self._runs.pop(number, None)
+        if run is None:
+            return  # it has failed already: its child told us before the forker saw it end
+        if kind != FORKER_ENDED:
+            self._close(run)
+            self._tell(Tell.FAILED, number, bytes([value & 0xFF]))
+            return
+        for descriptor in list(run.outputs):  # what lies in the pipes; nobody is waited for
+            while not run.is_cut and self._pass_on(run, descriptor):
+                pass
+        self._close(run)
+        counted = [now - before for now, before in zip(self._counters.read(), run.counted, strict=True)]
+        self._tell(Tell.ENDED, number, ENDED.pack(value, cpu_us, peak_bytes, *counted, run.end, run.is_cut))
+
+    # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _close(self, run: Run) -> None:
+        for descriptor in (run.stdin, *run.outputs):
+            if descriptor is not None:
+                self._drop(descriptor)
+        run.stdin = None
+        run.outputs.clear()
+
+    def _drop(self, descriptor: int) -> None:
+        self._unwatch(descriptor)
+        self._run_of.pop(descriptor, None)
+        os.close(descriptor)
+
+    def _unwatch(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(descriptor)
+
+    def _tell(self, kind: int, number: int, body: bytes) -> None:
+        """The host always reads, so this may wait for it."""
+        view = memoryview(HEADER.pack(kind, number, len(body)) + body)
+        while view:
+            view = view[os.write(self._out, view) :]
+
+
+@contextlib.contextmanager
+def acting_as(uid: int, gid: int):
+    """What is made meanwhile is this user's, who may then open it by its name, as `/dev/stdin`."""
+    os.setegid(gid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)

@@ -1,0 +1,231 @@
+"""The host's end of an agent: starts runs, feeds them, and hands out what comes of each. It knows no sandbox.
+
+What comes out of a container is not trusted: a frame that cannot be, or more output than was allowed, is the end of it.
+"""
+
+import asyncio
+import errno
+import os
+import struct
+from collections.abc import Callable
+from typing import Self
+
+from areal_agent.errors import SandboxError
+from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, START, Ask, End, Tell
+from sandboxes.containers.stream import EngineStream
+
+READY_TIMEOUT_S = 60.0
+KILL_GRACE_S = 5.0
+CHUNK_BYTES = 65_536
+MAX_DIAGNOSIS_BYTES = 4096
+
+
+class AgentEnd:
+    """How a run ended, as its agent and the kernel tell."""
+
+    def __init__(self, body: bytes) -> None:
+        numbers = ENDED.unpack(body)
+        self.wait_status: int = numbers[0]
+        self.cpu_s: float = numbers[1] / 1e6
+        self.peak_memory_bytes: int = numbers[2]
+        self.oom_kills: int = numbers[3]
+        self.refused_forks: int = numbers[4]
+        self.reason = End(numbers[5])
+        self.is_cut: bool = numbers[6]
+
+
+class AgentRun:
+    """One run. `ended` raises SandboxError when the container could not run it to its end."""
+
+    def __init__(self, number: int, on_output: Callable[[Tell, bytes], None]) -> None:
+        self.number = number
+        self.on_output = on_output  # a chunk of stdout or stderr; an empty one: it is closed
+        self.ended: asyncio.Future[AgentEnd] = asyncio.get_running_loop().create_future()
+        self.taken: asyncio.Future[bool] | None = None  # whether stdin took what it was given
+
+
+class AgentLink:
+    """Make it with `open`, end it with `close`; with the link ends the container."""
+
+    def __init__(self) -> None:
+        self.has = 0
+        self.ended = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stream: EngineStream | None = None
+        self._runs: dict[int, AgentRun] = {}
+        self._next_number = 1
+        self._received = bytearray()
+        self._diagnosis = b""
+
+    @classmethod
+    async def open(cls, socket_path: str, container: str) -> Self:
+        """To a container that is not started yet."""
+        link = cls()
+        link._stream = await EngineStream.open(
+            socket_path,
+            f"/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1",
+            {},
+            on_data=link._on_data,
+            on_error=link._on_diagnosis,
+            on_end=link._on_end,
+        )
+        return link
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.ended.done()
+
+    async def boot(self, data: bytes) -> None:
+        """Send the agent, and wait until it serves."""
+        assert self._stream is not None
+        self._stream.write(data)
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await self._ready
+        except TimeoutError:
+            raise SandboxError(f"the agent of a container did not start within {READY_TIMEOUT_S:g} s") from None
+
+    def start(
+        self,
+        request: bytes,
+        *,
+        wall_s: float,
+        output_bytes: int,
+        is_paced: bool,
+        on_output: Callable[[Tell, bytes], None],
+    ) -> AgentRun:
+        """`request` is what `agent/program.py` reads; 0 and -1 are no deadline and no bound."""
+        if not self.is_alive:
+            raise SandboxError("the container of this sandbox is gone, and its files with it; acquire another")
+        run = AgentRun(self._next_number, on_output)
+        self._next_number += 1
+        self._runs[run.number] = run
+        self._ask(Ask.START, run, START.pack(wall_s, output_bytes, is_paced) + request)
+        return run
+
+    async def feed(self, run: AgentRun, data: bytes) -> None:
+        """All of stdin, which is closed after it."""
+        for at in range(0, len(data), CHUNK_BYTES):
+            self._ask(Ask.STDIN, run, data[at : at + CHUNK_BYTES])
+            await self._drain(run)
+        self._ask(Ask.CLOSE_STDIN, run)
+
+    async def offer(self, run: AgentRun, data: bytes) -> bool:
+        """Some of stdin, one call at a time; whether it was taken, or will be read by nobody."""
+        run.taken = asyncio.get_running_loop().create_future()
+        self._ask(Ask.STDIN, run, data)
+        await asyncio.wait([run.taken, run.ended], return_when=asyncio.FIRST_COMPLETED)
+        return run.taken.done() and run.taken.result()
+
+    def close_stdin(self, run: AgentRun) -> None:
+        self._ask(Ask.CLOSE_STDIN, run)
+
+    def let_more(self, run: AgentRun, stream: Tell) -> None:
+        self._ask(Ask.MORE, run, bytes([stream]))
+
+    def kill(self, run: AgentRun) -> None:
+        """Harmless when it has ended."""
+        self._ask(Ask.KILL, run)
+
+    async def end(self, run: AgentRun) -> AgentEnd:
+        """Have it killed if it still runs, and wait until it is dead; the container goes with one that does not die."""
+        self.kill(run)
+        done, _ = await asyncio.wait([run.ended], timeout=KILL_GRACE_S)
+        if not done:
+            self.fail("its agent did not end a program that was to be killed")
+        return await asyncio.shield(run.ended)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._fail("it was closed")
+
+    def fail(self, reason: str) -> None:
+        """The container is of no more use."""
+        self._fail(reason)
+        if self._stream is not None:
+            self._stream.close()
+
+    async def _drain(self, run: AgentRun) -> None:
+        assert self._stream is not None
+        if not run.ended.done():
+            await self._stream.drain()
+
+    def _ask(self, kind: Ask, run: AgentRun, body: bytes = b"") -> None:
+        if run.number in self._runs and self._stream is not None:
+            self._stream.write(HEADER.pack(kind, run.number, len(body)) + body)
+
+    # ── what comes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_diagnosis(self, data: bytes) -> None:
+        self._diagnosis = (self._diagnosis + data)[-MAX_DIAGNOSIS_BYTES:]
+
+    def _on_end(self) -> None:
+        told = self._diagnosis.decode(errors="replace").strip()
+        self._fail(f"it ended by itself{': ' + told if told else ''}")
+
+    def _on_data(self, data: bytes) -> None:
+        self._received += data
+        try:
+            while len(self._received) >= HEADER.size:
+                kind, number, size = HEADER.unpack_from(self._received)
+                if size > MAX_PAYLOAD_BYTES:
+                    raise ValueError(f"a frame of {size} bytes")
+                if len(self._received) < HEADER.size + size:
+                    return
+                body = bytes(self._received[HEADER.size : HEADER.size + size])
+                del self._received[: HEADER.size + size]
+                self._on_frame(Tell(kind), number, body)
+        except (ValueError, IndexError, struct.error) as error:
+            self.fail(f"its agent is not the one that was sent there ({error})")
+
+    def _on_frame(self, kind: Tell, number: int, body: bytes) -> None:
+        run = self._runs.get(number)
+        if kind is Tell.READY:
+            self.has = body[0]
+            if not self._ready.done():
+                self._ready.set_result(None)
+        elif run is None:
+            return
+        elif kind in (Tell.STDOUT, Tell.STDERR):
+            if body:
+                run.on_output(kind, body)
+        elif kind is Tell.CLOSED:
+            run.on_output(Tell(body[0]), b"")
+        elif kind is Tell.TAKEN:
+            if run.taken is not None and not run.taken.done():
+                run.taken.set_result(not body[0])
+        else:
+            del self._runs[number]
+            if kind is Tell.ENDED:
+                settle(run.ended, AgentEnd(body))
+            else:
+                settle(run.ended, refusal(body[0]))
+
+    def _fail(self, reason: str) -> None:
+        if self.ended.done():
+            return
+        self.ended.set_result(None)
+        runs, self._runs = list(self._runs.values()), {}
+        for run in runs:
+            settle(run.ended, SandboxError(f"the container of this sandbox is gone: {reason}"))
+        if not self._ready.done():
+            self._ready.set_exception(SandboxError(f"a container did not start: {reason}"))
+            self._ready.exception()  # who was cancelled meanwhile does not ask for it
+
+
+def settle(future: asyncio.Future[AgentEnd], outcome: AgentEnd | SandboxError) -> None:
+    """Give a future its outcome, unless its waiter has gone."""
+    if future.done():
+        return
+    if isinstance(outcome, SandboxError):
+        future.set_exception(outcome)
+        future.exception()
+    else:
+        future.set_result(outcome)
+
+
+def refusal(number: int) -> SandboxError:
+    """Of a program that could not be set up."""
+    hint = "; there are too many processes in this sandbox" if number == errno.EAGAIN else ""
+    return SandboxError(f"the program could not be set up: {os.strerror(number) if number else 'no error'}{hint}")

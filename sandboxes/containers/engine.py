@@ -1,0 +1,140 @@
+"""The container engine: what is asked of its daemon once in a container's life, by the `docker` package, in threads.
+
+What is said to a running container goes another way (`stream.py`). It knows no sandbox.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import docker
+import requests
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+
+from areal_agent.errors import SandboxError
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+"""Calls at once: the daemon makes no more than a few containers a second, however many ask it."""
+CALL_TIMEOUT_S = 60
+UNIX_SCHEME = "unix://"
+DEFAULT_HOST = f"{UNIX_SCHEME}/var/run/docker.sock"
+
+Answer = TypeVar("Answer")
+
+
+class EngineSilent(SandboxError):
+    """The daemon does not answer: it may be starting anew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """What of an image matters to a container of it."""
+
+    id: str
+    env: Mapping[str, str]
+
+
+class Engine:
+    """Make it with `connect`, end it with `aclose`. Every failure is a SandboxError."""
+
+    def __init__(self, client: Any, path: str, info: Mapping[str, Any]) -> None:
+        self.socket_path = path
+        self.machine: str = info["Architecture"]
+        self.runtimes: frozenset[str] = frozenset(info.get("Runtimes") or ())
+        self.version: str = info["ServerVersion"]
+        self._client = client
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="container-engine")
+
+    @classmethod
+    async def connect(cls) -> Self:
+        """To the daemon that `DOCKER_HOST` names, or the one of this machine."""
+        path = socket_path()
+        try:
+            client = await asyncio.to_thread(open_client, path)
+            return cls(client, path, await asyncio.to_thread(client.info))
+        except (DockerException, requests.RequestException) as error:
+            raise EngineSilent(f"no Docker engine answers: {error}; start dockerd, or set DOCKER_HOST") from error
+
+    async def image(self, name: str) -> Image:
+        """SandboxError when there is no such image here; none is fetched."""
+        try:
+            found = await self._call(lambda: self._client.inspect_image(name))
+        except ImageNotFound:
+            raise SandboxError(
+                f"there is no image {name!r} on this machine, and none is fetched; build it "
+                "(`python -m sandboxes image` makes the default one) or `docker pull` it"
+            ) from None
+        pairs = (text.partition("=") for text in (found.get("Config") or {}).get("Env") or ())
+        return Image(id=found["Id"], env={name: value for name, _, value in pairs})
+
+    async def create(self, config: Mapping[str, Any]) -> str:
+        """A container of this configuration, not started; its id."""
+        made = await self._call(lambda: self._client.create_container_from_config(dict(config)))
+        for warning in made.get("Warnings") or ():
+            logger.debug("container engine: %s", warning)
+        return made["Id"]
+
+    async def start(self, container: str) -> None:
+        await self._call(lambda: self._client.start(container))
+
+    async def limit(self, container: str, limits: Mapping[str, Any]) -> None:
+        """Change what bounds all of a running container."""
+        url = f"{self._client.base_url}/v{self._client.api_version}/containers/{container}/update"
+        response = await self._call(lambda: self._client.post(url, json=dict(limits), timeout=CALL_TIMEOUT_S))
+        if not response.ok:
+            raise SandboxError(f"the container engine refused other limits: {response.text.strip()}")
+
+    async def remove(self, container: str) -> None:
+        """Kill and remove it; returns when it is gone. Harmless when it is."""
+        try:
+            await self._call(lambda: self._client.remove_container(container, force=True, v=True))
+        except NotFound:
+            return
+        except APIError as error:
+            if error.status_code != 409:  # somebody else removes it already
+                raise SandboxError(f"a container was not removed: {error}") from error
+            await self._wait_for_removal(container)
+
+    async def containers(self, label: str) -> list[Mapping[str, Any]]:
+        """All that bear a label, running or not."""
+        return await self._call(lambda: self._client.containers(all=True, filters={"label": label}))
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._threads.shutdown)
+        self._client.close()
+
+    async def _wait_for_removal(self, container: str) -> None:
+        try:
+            await self._call(lambda: self._client.wait(container, condition="removed", timeout=CALL_TIMEOUT_S))
+        except NotFound:
+            return
+
+    async def _call(self, act: Callable[[], Answer]) -> Answer:
+        """In a thread. A cancelled caller does not wait for it."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+        except (NotFound, APIError) as error:
+            if isinstance(error, NotFound) or error.status_code == 409:
+                raise
+            raise SandboxError(f"the container engine refused: {error.explanation or error}") from error
+        except (DockerException, requests.RequestException) as error:
+            raise EngineSilent(f"the container engine does not answer: {error}; is dockerd running?") from error
+
+
+def socket_path() -> str:
+    """The socket of the daemon that `DOCKER_HOST` names, or of this machine's."""
+    host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+    if not host.startswith(UNIX_SCHEME):
+        raise SandboxError(f"DOCKER_HOST is {host!r}; only an engine of this machine is used: give unix:///path")
+    return host.removeprefix(UNIX_SCHEME)
+
+
+def open_client(path: str) -> Any:
+    """A `docker.APIClient`, a class without types. It asks the daemon for its version."""
+    return docker.APIClient(base_url=f"{UNIX_SCHEME}{path}", version="auto", timeout=CALL_TIMEOUT_S)

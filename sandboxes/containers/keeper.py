@@ -1,0 +1,66 @@
+"""The keeper: waits for the end of its host, then removes the host's containers, started or not.
+
+Run as `python -I -S keeper.py SOCKET LABEL`. An agent ends its container by itself when its host is gone; this is for
+the containers that had no agent yet, or whose agent is stopped. It stands alone (standard library only), so that it is
+small.
+"""
+
+import http.client
+import json
+import socket
+import sys
+import time
+import urllib.parse
+
+PATIENCE_S = 25.0
+PAUSE_S = 0.5
+NUM_CLEAN_LOOKS = 3
+"""So often in a row there must be nothing: what the daemon was making in the moment of the end comes later."""
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP on a socket of this machine."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("engine", timeout=PATIENCE_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(PATIENCE_S)
+        self.sock.connect(self._path)
+
+
+def ask(path: str, method: str, target: str) -> bytes:
+    connection = UnixConnection(path)
+    try:
+        connection.request(method, target)
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def remove_all(path: str, label: str) -> int:
+    """How many there were."""
+    filters = urllib.parse.quote(json.dumps({"label": [label]}))
+    containers = json.loads(ask(path, "GET", f"/containers/json?all=1&filters={filters}"))
+    for container in containers:
+        ask(path, "DELETE", f"/containers/{container['Id']}?force=1&v=1")
+    return len(containers)
+
+
+def main() -> None:
+    path, label = sys.argv[1:]
+    sys.stdin.buffer.read()
+    deadline_s = time.monotonic() + PATIENCE_S
+    num_clean = 0
+    while num_clean < NUM_CLEAN_LOOKS and time.monotonic() < deadline_s:
+        try:
+            num_clean = 0 if remove_all(path, label) else num_clean + 1
+        except (OSError, http.client.HTTPException, ValueError):  # the daemon is down, for the moment
+            num_clean = 0
+        time.sleep(PAUSE_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The docker backend: every cell a container, which its programs cannot leave and which its host cannot leave behind.
+
+The engine makes and removes containers (`engine.py`), an agent in each runs programs (`agent/`), and a keeper removes
+what there is when this process is killed (`keeper.py`).
+"""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from pathlib import Path
+from typing import Self
+
+from areal_agent.errors import SandboxError
+from sandboxes.base import Capabilities
+from sandboxes.containers.agent.wire import Has
+from sandboxes.containers.agent_link import AgentLink
+from sandboxes.containers.boot import COMMAND, boot_data
+from sandboxes.containers.bounds import SharedBounds
+from sandboxes.containers.cell import AgentCell
+from sandboxes.containers.confinement import Bounds, check, container_config, user_of, workdir_of
+from sandboxes.containers.engine import Engine, EngineSilent, Image
+from sandboxes.containers.ownership import OWNER_LABEL, Ownership, is_orphan
+from sandboxes.seccomp import denying_filter
+from sandboxes.spec import CellSpec, Isolation
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_IMAGE = "areal-agent-sandbox"
+PROGRAM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+KEEPER = Path(__file__).with_name("keeper.py")
+RESTART_PATIENCE_S = 60.0
+RESTART_PAUSE_S = 1.0
+
+
+class DockerProvider:
+    """Make it with `start`, end it with `close`."""
+
+    def __init__(self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership) -> None:
+        self._engine = engine
+        self._keeper = keeper
+        self._ownership = ownership
+        self._boot_data = boot_data(denying_filter(engine.machine))
+        self._cells: set[AgentCell] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls) -> Self:
+        """SandboxError where no engine answers."""
+        engine = await Engine.connect()
+        ownership = Ownership()
+        try:
+            keeper = await start_keeper(engine.socket_path, ownership.filter)
+        except BaseException:
+            await engine.aclose()
+            raise
+        provider = cls(engine, keeper, ownership)
+        logger.info("sandboxes are containers of Docker %s", engine.version)
+        await provider.reap()
+        return provider
+
+    def capabilities(self) -> Capabilities:
+        return CAPABILITIES
+
+    def check(self, spec: CellSpec) -> None:
+        check(spec, self._engine.runtimes)
+
+    async def create(self, spec: CellSpec) -> AgentCell:
+        """While the daemon starts anew it is waited for."""
+        self.check(spec)
+        deadline_s = asyncio.get_running_loop().time() + RESTART_PATIENCE_S
+        while True:
+            self._check_open()
+            try:
+                return await self._create(spec)
+            except EngineSilent:
+                if asyncio.get_running_loop().time() > deadline_s:
+                    raise
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    async def reap(self) -> int:
+        """Containers whose owners are dead."""
+        orphans = [found["Id"] for found in await self._engine.containers(OWNER_LABEL) if is_orphan(found)]
+        await asyncio.gather(*(self._engine.remove(container) for container in orphans))
+        return len(orphans)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _create(self, spec: CellSpec) -> AgentCell:
+        image = await self._engine.image(spec.image or DEFAULT_IMAGE)
+        config = container_config(spec, image=image.id, command=COMMAND, labels=self._ownership.labels(), is_agent=True)
+        container = await self._engine.create(config)
+        try:
+            link = await self._start(container)
+        except BaseException:
+            await asyncio.shield(self._discard(container))
+            raise
+        cell = self._cell(spec, image, container, link)
+        self._cells.add(cell)
+        if self._closing is not None:
+            await cell.close()
+            self._check_open()
+        return cell
+
+    async def _start(self, container: str) -> AgentLink:
+        link = await AgentLink.open(self._engine.socket_path, container)
+        try:
+            await self._engine.start(container)
+            await link.boot(self._boot_data)
+        except BaseException:
+            link.close()
+            raise
+        if not link.has & Has.FILTER:
+            logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
+        return link
+
+    def _cell(self, spec: CellSpec, image: Image, container: str, link: AgentLink) -> AgentCell:
+        async def change(bounds: Bounds) -> None:
+            await self._engine.limit(container, bounds.config())
+
+        async def remove() -> None:
+            self._cells.discard(cell)
+            await self._discard(container)
+
+        home = workdir_of(spec)
+        env = {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
+        bounds = SharedBounds(Bounds.of(spec.limits), change)
+        cell = AgentCell(link, bounds, spec.limits, user_of(spec), env, remove)
+        return cell
+
+    async def _discard(self, container: str) -> None:
+        """The keeper and the daemon's own clearing up remain, should it fail."""
+        try:
+            await self._engine.remove(container)
+        except SandboxError as error:
+            logger.warning("%s", error)
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise SandboxError("the sandbox pool is closed; open another")
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(cell.close() for cell in tuple(self._cells)))
+        with contextlib.suppress(SandboxError):  # then there is no daemon, or the keeper has more patience than we
+            left = await self._engine.containers(self._ownership.filter)
+            await asyncio.gather(*(self._discard(container["Id"]) for container in left))
+        self._keeper.kill()
+        await self._keeper.wait()
+        await self._engine.aclose()
+
+
+async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", str(KEEPER), socket_path, label,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, env={}, cwd="/", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise SandboxError(f"the keeper of the containers could not be started: {error}") from error
+
+
+CAPABILITIES = Capabilities(
+    backend="docker",
+    isolation=Isolation.CONTAINER,
+    enforces=(
+        "wall-clock time",
+        "CPU time, file length and open files of each process",
+        "output",
+        "disk and number of files of the sandbox",
+        "no reading your files",
+        "no using the network",
+        "no changing files outside the working directory",
+        "no reading the memory and environment of your other processes",
+        "no sending signals to your other processes",
+        "daemons die with their program",
+        "memory and processes of all programs of a sandbox together",
+    ),
+    cannot_stop=("attacks on the kernel",),
+)
