@@ -16,7 +16,8 @@ from areal_agent.command import nearest
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
 from areal_agent.observe.config import ObserveConfig
-from areal_agent.rollout.config import EvalConfig, RolloutConfig, SandboxConfig, TasksConfig
+from areal_agent.rollout.config import EvalConfig, RolloutConfig, SandboxConfig
+from areal_agent.rollout.tasks.config import TrainingTasksConfig
 from areal_agent.section import Section
 from areal_agent.trainer.config import TrainerConfig
 
@@ -30,7 +31,7 @@ class Config(Section):
     """A Hugging Face folder, a hub name (`org/name`), or `tiny`: the quickstart's model, built on first use."""
     workflow: str | None = None
     """`package.module:name` of the workflow; from Python, `Run(config, workflow=...)` takes the object itself."""
-    tasks: TasksConfig | None = None
+    tasks: TrainingTasksConfig | None = None
     """Where tasks come from. Needed unless batches come from `rollout.gateway_url`."""
     run_dir: str | None = None
     """The run's folder; by default `runs/<name of the config file>`, with a number when that is taken."""
@@ -86,11 +87,13 @@ class Config(Section):
             raise ValueError("rollout.gateway_admin_key_file is for rollout.gateway_url, which is not set")
         if self.tasks is None:
             raise ValueError("'tasks' is missing; give it a value")
-        if self.eval.num_tasks and self.eval.tasks is None and self.tasks.source.endswith(".jsonl"):
-            raise ValueError(
-                f"tasks.source {self.tasks.source!r} is one file, and evaluation needs held-out tasks: "
-                "set eval.tasks, or eval.num_tasks=0"
-            )
+        if self.eval.num_tasks and self.eval.tasks is None:
+            for source in self.tasks.sources:
+                if not source.has_held_out_split:
+                    raise ValueError(
+                        f"tasks.source {source.source!r} is one {'split' if source.split else 'file'}, and evaluation "
+                        "needs held-out tasks: set eval.tasks, or eval.num_tasks=0"
+                    )
         return self
 
     @property
@@ -135,6 +138,11 @@ def require_online(config: Config) -> None:
         )
     if config.straggler == "mask":
         raise ValueError("straggler is 'mask', which needs rollouts of the run's own; give 'wait' or 'drop'")
+    if config.algorithm.dynamic_sampling:
+        raise ValueError(
+            "algorithm.dynamic_sampling is true, which needs rollouts of the run's own: who plays elsewhere decides on "
+            "the tasks; set it to false"
+        )
     strangers = [name for name in ("workflow", "tasks") if getattr(config, name) is not None]
     strangers += ["eval.num_tasks"] * (config.eval.num_tasks != 0)
     strangers += _not_default(config.engine, "engine.", ("url",))

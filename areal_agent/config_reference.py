@@ -5,7 +5,7 @@ python -m areal_agent.config_reference > docs/configuration.md
 
 import sys
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -34,15 +34,25 @@ def _table(prefix: str, section: type[Section]) -> Iterator[str]:
         yield f"{' '.join((section.__doc__ or '').split('>>>')[0].split())}\n"
     yield "| key | default | |\n|---|---|---|"
     for name, field in fields.items():
-        default = f"see [{name}](#{name})" if inner.get(name) and not field.is_required() else _default(field)
+        default = (
+            f"see [{name}](#{_anchor(prefix, name)})" if name in inner and not field.is_required() else _default(field)
+        )
         yield f"| `{prefix}{name}` | {default} | {' '.join((field.description or '').split())} |"
     yield ""
     for name, kind in inner.items():
-        if not prefix:  # sections of sections are ones that stand at the top, too
-            yield from _table(f"{name}.", kind)
+        if not prefix or name not in Config.model_fields:
+            yield from _table(f"{prefix}{name}.", kind)
+
+
+def _anchor(prefix: str, name: str) -> str:
+    """Of a section's heading. What bears the name of a section at the top is of its kind, and stands there alone."""
+    return name if name in Config.model_fields else f"{prefix}{name}".replace(".", "")
 
 
 def _section_of(field: FieldInfo) -> type[Section] | None:
+    """None for a list of sections: its keys are those of a section that stands elsewhere."""
+    if get_origin(field.annotation) is tuple:
+        return None
     kinds: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 

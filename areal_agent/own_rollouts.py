@@ -5,14 +5,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agent.config import Config
 from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError
 from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.preflight import Preflight
+from areal_agent.preflight import Preflight, make_curriculum
+from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.rollout.executor import RolloutStats
 from areal_agent.rollout.producer import Producer
-from areal_agent.rollout.tasks import TaskStream
+from areal_agent.rollout.tasks.draws import open_draws
+from areal_agent.rollout.tasks.stream import TaskStream
 from areal_agent.serving import Serving, open_serving
 from areal_agent.source import SourceCounts
 from areal_agent.staleness import Admission
@@ -99,10 +102,11 @@ async def open_own_rollouts(
 async def _make_producer(preflight: Preflight, ledger: Ledger, serving: Serving, step: int) -> Producer:
     """With what an earlier process of the run left waiting."""
     config = preflight.config
+    assert config.tasks is not None  # the config has seen to it
+    stream = TaskStream(preflight.tasks, seed=config.seed, shuffle=config.tasks.shuffle)
     producer = Producer(
         run_group=serving.run_group,
-        stream=TaskStream(preflight.tasks, config.seed),
-        next_number=await ledger.next_group_number(),
+        draws=await open_draws(stream, make_curriculum(config, preflight.tasks), ledger),
         ledger=ledger,
         admission=Admission(
             batch_answers=config.batch_answers,
@@ -116,6 +120,14 @@ async def _make_producer(preflight: Preflight, ledger: Ledger, serving: Serving,
         max_concurrent=config.rollout.max_concurrent,
         max_failed_groups=config.rollout.max_failed_groups,
         trains_altered=config.rollout.train_altered,
+        dynamic_sampling=make_dynamic_sampling(config),
     )
     await producer.restore(await ledger.waiting())
     return producer
+
+
+def make_dynamic_sampling(config: Config) -> DynamicSampling | None:
+    """None where every group is trained that can be."""
+    if not config.algorithm.dynamic_sampling:
+        return None
+    return DynamicSampling(max_flat_groups=config.rollout.max_flat_groups, part_weights=config.algorithm.reward_parts)

@@ -15,7 +15,10 @@ from areal_agent.cluster.local import check_port
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.gateway.admin_key import find_admin_key
-from areal_agent.rollout.tasks import load_tasks, require_json
+from areal_agent.rollout.tasks.curriculum import Curriculum
+from areal_agent.rollout.tasks.loading import load_tasks, require_json
+from areal_agent.rollout.tasks.stream import in_order
+from areal_agent.rollout.tasks.task_set import TaskSet
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.run_folder import RunFolder
 from areal_agent.types import Task
@@ -34,7 +37,7 @@ class Preflight:
     is_resumed: bool
     workflow: Workflow | None  # None: the agents are elsewhere
     workflow_path: str | None  # where the workers of the run find it; None without workers
-    tasks: tuple[Task, ...]
+    tasks: TaskSet
     eval_tasks: tuple[Task, ...]
 
     @classmethod
@@ -52,6 +55,7 @@ class Preflight:
         check_ports(config)
         assert config.tasks is not None  # the config has seen to it
         tasks, eval_tasks = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
+        make_curriculum(config, tasks)
         if config.rollout.workers:
             require_json((*tasks, *eval_tasks))
         return cls(
@@ -78,7 +82,7 @@ class Preflight:
             is_resumed=resume is not None,
             workflow=None,
             workflow_path=None,
-            tasks=(),
+            tasks=TaskSet(sources=()),
             eval_tasks=(),
         )
 
@@ -140,6 +144,13 @@ def check_model_folder(path: Path) -> None:
         raise ConfigError(f"model {str(path)!r} has no tokenizer.json; save its fast tokenizer there")
 
 
+def make_curriculum(config: Config, tasks: TaskSet) -> Curriculum | None:
+    """None where every task comes once an epoch. Raises ConfigError for tasks that do not fit it."""
+    if config.tasks is None or config.tasks.curriculum is None:
+        return None
+    return Curriculum(config.tasks.curriculum, tasks, seed=config.seed, success_reward=config.eval.success_reward)
+
+
 def load_eval_tasks(config: Config) -> tuple[Task, ...]:
     """The held-out tasks, `eval.num_tasks` of them. Raises ConfigError when the source has fewer."""
     wanted = config.eval.num_tasks
@@ -147,7 +158,4 @@ def load_eval_tasks(config: Config) -> tuple[Task, ...]:
         return ()
     source = config.eval.tasks or config.tasks
     assert source is not None  # the config has seen to it
-    tasks = load_tasks(source, "test", config.seed, "eval.tasks")
-    if len(tasks) < wanted:
-        raise ConfigError(f"eval.num_tasks is {wanted}, but {source.source!r} has {len(tasks)} held-out tasks")
-    return tasks[:wanted]
+    return in_order(load_tasks(source, "test", config.seed, "eval.tasks"), wanted, "eval.num_tasks")

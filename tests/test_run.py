@@ -186,7 +186,7 @@ async def test_a_workflow_that_always_fails_ends_the_run(tmp_path: Path, small_m
 
 async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -> None:
     async with Run(config(tmp_path, small_model), workflow=solve) as run:
-        tasks = run.preflight.tasks[:3]
+        tasks = list(run.preflight.tasks)[:3]
         batch = await run.rollout_batch(tasks)
         assert [group.task_id for group in batch.groups] == ["0", "1", "2"]
         await run.train_step(batch)

@@ -18,7 +18,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "ppo": {"advantage": "gae", "critic": True},
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
-    "dapo": {"clip_high": 0.28},
+    "dapo": {"clip_high": 0.28, "dynamic_sampling": True},
 }
 """What each preset chooses in place of the defaults of AlgorithmConfig. Keys that are set win over it."""
 
@@ -39,13 +39,15 @@ class AlgorithmConfig(Section):
     preset: Preset = "grpo"
     """A table of choices for the keys below. `grpo`: the defaults. `rloo`: advantage rloo. `ppo`: advantage gae with a
     critic. `gspo`: loss gspo, sequence_mean, clips 0.0003 and 0.0004. `cispo`: loss cispo, proximal behavior, clips 1
-    (none below) and 4. `dapo`: clip_high 0.28."""
+    (none below) and 4. `dapo`: clip_high 0.28, dynamic_sampling."""
     advantage: str = "grpo"
     """`grpo`: return minus the group's mean. `dr_grpo`: the same, never divided. `rloo`: minus the mean of the others.
     `reinforce_pp`: return, normalised over the batch. `gae`: of a critic. Or a function, `package.module:function`."""
     normalize_by_std: bool | None = None
     """Divide advantages by a standard deviation: grpo, dr_grpo and rloo that of the group's rewards; reinforce_pp and
     gae that of the batch, whose mean they subtract. By default as the paper: grpo, reinforce_pp and gae yes."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards have no spread, all of whose advantages are zero, and roll out other tasks instead."""
     step_group_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a second advantage (GiGPO), of turns against turns of the group that saw the same observation."""
     loss: str = "ppo_clip"
@@ -138,6 +140,11 @@ class AlgorithmConfig(Section):
             (
                 self.advantage == "dr_grpo" and self.normalize_by_std is True,
                 "advantage dr_grpo is never divided by a deviation: with normalize_by_std that is advantage grpo",
+            ),
+            (
+                self.dynamic_sampling and self.advantage in ("gae", "reinforce_pp"),
+                f"dynamic_sampling drops groups from which advantage {self.advantage!r} would learn; it is for "
+                f"{', '.join(GROUP_ADVANTAGES)}",
             ),
             (
                 self.step_group_weight > 0 and self.advantage not in GROUP_ADVANTAGES,

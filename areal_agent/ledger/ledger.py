@@ -200,9 +200,12 @@ class Ledger:
         """The id of the session, open or closed, that has this key; None when there is none."""
         return await self._reader.run(partial(questions.session_with_key, key_hash=key_hash))
 
-    async def next_group_number(self) -> int:
-        """One more than the highest number of a group id like `g000012`; 0 when there is none."""
-        return await self._reader.run(questions.next_group_number)
+    async def drawn_groups(self) -> Mapping[str, bool]:
+        """By the id of a group for training: whether it was cut off, with nothing of it that has completed.
+
+        Its process died, or the run ended before the group did, or before somebody trained it. Reads all sessions.
+        """
+        return await self._reader.run(questions.drawn_groups)
 
     async def counts(self) -> LedgerCounts:
         return await self._reader.run(questions.counts)

@@ -115,8 +115,16 @@ def _objection(standing: reads.Standing) -> str | None:
     return None
 
 
-def next_group_number(snapshot: Snapshot) -> int:
-    return max(reads.next_group_number(connection) for connection in snapshot)
+def drawn_groups(snapshot: Snapshot) -> Mapping[str, bool]:
+    """By the id of a group for training: whether it was cut off, with nothing of it that has completed."""
+    cut_off: dict[str, bool] = {}
+    completed: set[str] = set()
+    for connection in snapshot:
+        for group_id, is_cut_off, is_completed in reads.groups(connection):
+            cut_off[group_id] = cut_off.get(group_id, False) or is_cut_off
+            if is_completed:
+                completed.add(group_id)
+    return {group_id: is_cut_off and group_id not in completed for group_id, is_cut_off in cut_off.items()}
 
 
 def note(snapshot: Snapshot, key: str) -> Any:

@@ -151,13 +151,20 @@ def leased_groups(connection: sqlite3.Connection) -> Iterator[str]:
         yield group_id
 
 
-def next_group_number(connection: sqlite3.Connection) -> int:
-    """One more than the highest number of a group id like `g000012`; 0 when there is none."""
-    return number(
-        connection,
-        "coalesce(max(CAST(substr(group_id, 2) AS INTEGER)) + 1, 0) FROM sessions "
-        "WHERE group_id GLOB 'g[0-9]*' AND substr(group_id, 2) NOT GLOB '*[^0-9]*'",
+def groups(connection: sqlite3.Connection) -> Iterator[tuple[str, bool, bool]]:
+    """Of each group for training: whether a session of it was cut off, and whether another one completed.
+
+    Cut off: it is open, an orphan or cancelled, or was left over when the run ended.
+    """
+    rows = connection.execute(
+        "SELECT group_id, max(is_cut_off), max(NOT is_cut_off AND is_completed) FROM ("
+        "SELECT s.group_id, e.status = ? AS is_completed, e.status IS NULL OR e.status IN (?, ?) "
+        "OR s.id IN (SELECT session FROM fates WHERE dropped = ?) AS is_cut_off "
+        "FROM sessions s LEFT JOIN endings e ON e.session = s.number WHERE s.purpose = ?) GROUP BY group_id",
+        (Status.COMPLETED, Status.ORPHAN, Status.CANCELLED, Drop.ORPHAN, SessionPurpose.TRAIN),
     )
+    for group_id, is_cut_off, is_completed in rows:
+        yield group_id, bool(is_cut_off), bool(is_completed)
 
 
 def number(connection: sqlite3.Connection, query: str) -> int:

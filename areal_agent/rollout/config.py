@@ -1,9 +1,10 @@
-"""The config sections of rollouts: how they run, where their tasks come from, and how they are evaluated."""
+"""The config sections of rollouts: how they run, and how they are evaluated. (Their tasks: tasks/config.py.)"""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from areal_agent.rollout.tasks.config import TasksConfig
 from areal_agent.section import Section
 from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.keep_thinking import HistoryThinking
@@ -23,6 +24,8 @@ class RolloutConfig(Section):
     """With `straggler: wait`: how long a batch waits for a group that would be too stale for the next one."""
     max_failed_groups: Annotated[int, Field(ge=1)] = 8
     """The run ends when this many groups in a row have failed as a whole."""
+    max_flat_groups: Annotated[int, Field(ge=1)] = 256
+    """With `algorithm.dynamic_sampling`: the run ends when this many groups in a row have had no spread in reward."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     """Sampling temperature of requests that name none."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
@@ -95,22 +98,13 @@ class SandboxConfig(Section):
     """Programs at once."""
 
 
-class TasksConfig(Section):
-    """Where tasks come from. In YAML a bare string is `source`."""
-
-    source: str
-    """`package.module:function`, called as `function(split, seed, **args)`, or the path of a .jsonl file."""
-    args: dict[str, JsonValue] = Field(default_factory=dict[str, Any])
-    """Further arguments of the function."""
-
-
 class EvalConfig(Section):
     """The evaluation before and after training: the same tasks, seeds and sampling."""
 
     num_tasks: Annotated[int, Field(ge=0)] = 200
     """How many held-out tasks; 0 skips evaluation."""
     tasks: TasksConfig | None = None
-    """Defaults to the training source with split `test`; a .jsonl source needs one of its own."""
+    """Defaults to the training sources with split `test`; a file, or a split that was named, needs one of its own."""
     every: Annotated[int, Field(ge=0)] = 0
     """Evaluate also after every so many steps, beside training, in a quarter of `rollout.max_concurrent` at most;
     0: only before and after. Pushes go on meanwhile: its row in metrics.jsonl counts the answers of each weight

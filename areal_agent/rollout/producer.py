@@ -1,7 +1,7 @@
 """The producing half of a run: admits tasks while the bound allows, and hands out batches. It owns the admit loop.
 
-    stream ──▶ admit loop ──▶ one task a group ──▶ buffer ──▶ take ──▶ (trainer)
-                  ▲                 │ all failed: capacity back           │
+    draws ───▶ admit loop ──▶ one task a group ──▶ buffer ──▶ take ──▶ (trainer)
+                  ▲                 │ all failed, or flat: capacity back  │
                   └── publish(step): the bound moves                      └── too stale: dropped, capacity back
 
 The admit loop waits for room under the bound or for free rollout slots; a finished group, a taken batch and a published
@@ -21,7 +21,8 @@ from areal_agent.ledger.digest import token_digest
 from areal_agent.ledger.fates import FATE_OF_STATUS
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.buffer import Buffer, ReadyGroup
-from areal_agent.rollout.tasks import TaskStream
+from areal_agent.rollout.dynamic_sampling import DynamicSampling
+from areal_agent.rollout.tasks.draws import Draw, Draws
 from areal_agent.staleness import Admission, oldest_step
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
@@ -56,8 +57,7 @@ class Producer:
         self,
         *,
         run_group: RunGroup,
-        stream: TaskStream,
-        next_number: int,
+        draws: Draws,
         ledger: Ledger,
         admission: Admission,
         group_size: int,
@@ -66,13 +66,13 @@ class Producer:
         max_concurrent: int,
         max_failed_groups: int,
         trains_altered: bool = False,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         self.admission = admission
         self.buffer = Buffer(admission.max_staleness)
         self.counts = ProducerCounts()
         self._run_group = run_group
-        self._stream = stream
-        self._next_number = next_number
+        self._draws = draws
         self._ledger = ledger
         self._group_size = group_size
         self._straggler = straggler
@@ -80,6 +80,7 @@ class Producer:
         self._max_concurrent = max_concurrent
         self._max_failed_groups = max_failed_groups
         self._trains_altered = trains_altered
+        self._dynamic_sampling = dynamic_sampling
         self._failed_in_a_row = 0
         self._changed = asyncio.Event()
 
@@ -101,12 +102,10 @@ class Producer:
         async with asyncio.TaskGroup() as groups:
             while True:
                 await self._until(self._may_start)
-                group_id = f"g{self._next_number:06d}"
-                task = self._stream.at(self._next_number)
-                self._next_number += 1
+                draw = self._draws.draw()
                 self.admission.start(self._group_size)
-                self.buffer.start(group_id, self.admission.step)
-                groups.create_task(self._produce(group_id, task), name=group_id)
+                self.buffer.start(draw.group_id, self.admission.step)
+                groups.create_task(self._produce(draw), name=draw.group_id)
 
     def publish(self, step: int) -> None:
         """A new weight version serves: the bound moves."""
@@ -134,13 +133,9 @@ class Producer:
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Run exactly these tasks now, outside the bound and the stream, and lease what can be trained of them."""
-        numbers = range(self._next_number, self._next_number + len(tasks))
-        self._next_number = numbers.stop
+        draws = [self._draws.give(task) for task in tasks]
         async with asyncio.TaskGroup() as running:
-            groups = [
-                running.create_task(self._run_group(f"g{number:06d}", task))
-                for number, task in zip(numbers, tasks, strict=True)
-            ]
+            groups = [running.create_task(self._run_group(draw.group_id, draw.task)) for draw in draws]
         self.admission.consumed += len(tasks) * self._group_size
         ready = [await self._finished(group.result()) for group in groups]
         return await self._lease(step, [one for one in ready if one is not None])
@@ -157,6 +152,8 @@ class Producer:
     async def _lease(self, step: int, taken: Iterable[ReadyGroup]) -> RolloutBatch:
         """Turn taken groups into records; trajectories without a token to train are dropped here."""
         taken = tuple(taken)
+        for ready in taken:
+            self._learn(ready)
         records: list[TokenRecord] = []
         digests: dict[str, str] = {}
         num_loss_tokens: dict[str, int] = {}
@@ -192,19 +189,21 @@ class Producer:
         trainable = tuple(one for one in group.trajectories if one.status is Status.COMPLETED)
         return ReadyGroup(group=group, trainable=trainable, size=self._group_size) if trainable else None
 
-    async def _produce(self, group_id: str, task: Task) -> None:
-        is_trainable = await self._finish(await self._run_group(group_id, task))
-        self._failed_in_a_row = 0 if is_trainable else self._failed_in_a_row + 1
+    async def _produce(self, draw: Draw) -> None:
+        has_completed = await self._finish(await self._run_group(draw.group_id, draw.task))
+        self._failed_in_a_row = 0 if has_completed else self._failed_in_a_row + 1
         if self._failed_in_a_row >= self._max_failed_groups:
             raise RolloutsFailing(
                 f"{self._failed_in_a_row} groups in a row failed as a whole; the last failure was: "
                 f"{self.counts.last_error}"
             )
+        if self._dynamic_sampling is not None and self._dynamic_sampling.is_exhausted:
+            raise RolloutsFailing(self._dynamic_sampling.describe())
 
     async def _finish(self, group: TrajectoryGroup) -> bool:
-        """Put a group that has ended into the buffer, or give its capacity back; whether it can be trained."""
+        """Put a group that has ended into the buffer, or give its capacity back; whether any rollout has completed."""
         ready = await self._finished(group)
-        if ready is None:
+        if ready is None or await self._is_replaced(ready):
             self.admission.give_back_running(self._group_size)
             self.buffer.abandon(group.group_id)
         else:
@@ -212,6 +211,17 @@ class Producer:
             self.buffer.finish(ready)
         self._changed.set()
         return ready is not None
+
+    async def _is_replaced(self, ready: ReadyGroup) -> bool:
+        """With dynamic sampling, a group without spread is dropped here."""
+        if self._dynamic_sampling is None or not self._dynamic_sampling.replaces(ready.trainable):
+            return False
+        self._learn(ready)
+        await self._drop({one.session_id: Drop.FILTERED for one in ready.trainable})
+        return True
+
+    def _learn(self, ready: ReadyGroup) -> None:
+        self._draws.learn(ready.group.task_id, [one.rewards.total for one in ready.trainable])
 
     def _may_start(self) -> bool:
         running = self.admission.running

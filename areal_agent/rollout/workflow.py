@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from areal_agent.errors import ConfigError
 from areal_agent.rollout.context import Rollout
-from areal_agent.rollout.tasks import import_object
+from areal_agent.rollout.tasks.imports import import_object
 from areal_agent.rollout.threads import run_in_thread
 
 Workflow = Callable[[dict[str, Any], Rollout], Awaitable[object]]

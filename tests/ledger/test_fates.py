@@ -122,11 +122,28 @@ async def test_notes_hold_values(ledger: Ledger) -> None:
     assert await ledger.get_note("success") == {"before": 0.5}
 
 
-async def test_group_numbers_count_on(ledger: Ledger, make) -> None:
-    assert await ledger.next_group_number() == 0
-    for number, group_id in enumerate(["g000012", "g9", "group99", "eval-before-77", "g1x", "g"]):
-        await ledger.open_session(make.session(f"s{number}", group_id=group_id))
-    assert await ledger.next_group_number() == 13
+async def test_groups_of_which_nothing_completed_were_cut_off(ledger: Ledger, make) -> None:
+    await ledger.open_session(make.session("open", group_id="running"))
+    for id, group_id, status in (
+        ("a", "cancelled", Status.CANCELLED),
+        ("b", "failed", Status.ERROR),
+        ("c", "half", Status.COMPLETED),
+        ("d", "half", Status.CANCELLED),
+    ):
+        await ledger.open_session(make.session(id, group_id=group_id))
+        await ledger.close_session(make.ending(id, status=status))
+    await make.closed(ledger, "e", group_id="left over")
+    await make.closed(ledger, "f", group_id="stale")
+    await make.closed(ledger, "g", group_id="evaluation", purpose=SessionPurpose.EVAL)
+    await ledger.drop({"e": Drop.ORPHAN, "f": Drop.STALE})
+    assert await ledger.drawn_groups() == {
+        "running": True,
+        "cancelled": True,
+        "failed": False,
+        "half": False,
+        "left over": True,
+        "stale": False,
+    }
 
 
 async def test_counts_add_up(ledger: Ledger, make) -> None:

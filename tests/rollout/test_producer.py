@@ -6,7 +6,9 @@
    gives its capacity back;
 4. `mask`: only stale tokens leave the loss;
 5. failed siblings get their fate at once, a group that failed as a whole is replaced;
-6. the oldest groups go first.
+6. the oldest groups go first;
+7. dynamic sampling: a group without spread is filtered and replaced, with its capacity; what restarts leave waiting is
+   judged too; when group after group is flat, that ends the run and says so.
 """
 
 import asyncio
@@ -14,10 +16,16 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
+from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.rollout.producer import Producer
-from areal_agent.rollout.tasks import TaskStream
+from areal_agent.rollout.tasks.draws import Draws
+from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.rollout.tasks.task_set import TaskSet
 from areal_agent.staleness import Admission
 from areal_agent.types import (
     Completion,
@@ -34,7 +42,9 @@ from areal_agent.types import (
 GROUP_SIZE = 2
 
 
-async def roll_out(ledger: Ledger, session_id: str, group_id: str, versions: list[int], status: Status) -> Trajectory:
+async def roll_out(
+    ledger: Ledger, session_id: str, group_id: str, versions: list[int], status: Status, reward: float
+) -> Trajectory:
     """Record one rollout whose one answer was sampled under `versions`, token by token."""
     record = SessionRecord(
         id=session_id,
@@ -76,7 +86,7 @@ async def roll_out(ledger: Ledger, session_id: str, group_id: str, versions: lis
             group_id=group_id,
             task_id="0",
             turns=(turn,),
-            rewards=Rewards(final=1.0),
+            rewards=Rewards(final=reward),
             status=status,
             error=None,
             logged={},
@@ -94,6 +104,7 @@ class Script:
         self.ledger = ledger
         self.versions = versions
         self.statuses: dict[int, list[Status]] = {}
+        self.rewards: dict[int, list[float]] = {}
         self.held: dict[int, asyncio.Event] = {}
         self.started: list[int] = []
 
@@ -104,24 +115,28 @@ class Script:
         if number in self.held:
             await self.held[number].wait()
         statuses = self.statuses.get(number, [Status.COMPLETED] * GROUP_SIZE)
+        rewards = self.rewards.get(number, [1.0] * GROUP_SIZE)
         siblings = [
-            await roll_out(self.ledger, f"{group_id}-{index}", group_id, versions[index], statuses[index])
+            await roll_out(
+                self.ledger, f"{group_id}-{index}", group_id, versions[index], statuses[index], rewards[index]
+            )
             for index in range(GROUP_SIZE)
         ]
         return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=tuple(siblings))
 
 
-@asynccontextmanager
-async def producing(
-    tmp_path: Path, script: Callable[[Ledger], Script], *, max_staleness: int, straggler: str, groups_a_batch: int = 1
-) -> AsyncGenerator[tuple[Producer, Script]]:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    scripted = script(ledger)
-    producer = Producer(
-        run_group=scripted.run_group,
-        stream=TaskStream([Task(id="0", data={})], seed=0),
-        next_number=0,
+def make_producer(
+    ledger: Ledger,
+    script: Script,
+    dynamic_sampling: DynamicSampling | None,
+    *,
+    max_staleness: int = 0,
+    straggler: str = "wait",
+    groups_a_batch: int = 1,
+) -> Producer:
+    return Producer(
+        run_group=script.run_group,
+        draws=Draws(TaskStream(TaskSet.of([Task(id="0", data={})]), seed=0)),
         ledger=ledger,
         admission=Admission(batch_answers=groups_a_batch * GROUP_SIZE, max_staleness=max_staleness),
         group_size=GROUP_SIZE,
@@ -129,7 +144,32 @@ async def producing(
         straggler_wait_s=60.0,
         max_concurrent=64,
         max_failed_groups=3,
+        dynamic_sampling=dynamic_sampling,
     )
+
+
+@asynccontextmanager
+async def producing(
+    tmp_path: Path,
+    script: Callable[[Ledger], Script],
+    *,
+    max_staleness: int,
+    straggler: str,
+    groups_a_batch: int = 1,
+    dynamic_sampling: DynamicSampling | None = None,
+) -> AsyncGenerator[tuple[Producer, Script]]:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(0)
+    scripted = script(ledger)
+    producer = make_producer(
+        ledger,
+        scripted,
+        dynamic_sampling,
+        max_staleness=max_staleness,
+        straggler=straggler,
+        groups_a_batch=groups_a_batch,
+    )
+    await producer.restore(await ledger.waiting())
     admitting = asyncio.create_task(producer.admit_forever())
     try:
         yield producer, scripted
@@ -228,3 +268,57 @@ async def test_the_oldest_groups_go_first(tmp_path: Path) -> None:
     async with producing(tmp_path, later_is_older, max_staleness=2, straggler="wait") as (producer, _):
         await settled(lambda: producer.buffer.num_ready == 3)
         assert numbers(await producer.take(1, 1)) == [2]
+
+
+async def test_a_flat_group_is_replaced_and_gives_its_capacity_back(tmp_path: Path) -> None:
+    def first_two_are_flat(ledger: Ledger) -> Script:
+        script = Script(ledger, lambda number: [[0], [0]])
+        script.rewards = {0: [1.0, 1.0], 1: [0.0, 0.0], 2: [1.0, 0.0]}
+        return script
+
+    sampling = DynamicSampling(max_flat_groups=3)
+    async with producing(
+        tmp_path, first_two_are_flat, max_staleness=0, straggler="wait", dynamic_sampling=sampling
+    ) as (producer, script):
+        assert numbers(await producer.take(1, 1)) == [2]
+        assert script.started == [0, 1, 2], "one at a time: the bound has room for one group"
+        assert (dict(producer.counts.drops), sampling.num_flat) == ({"filtered": 4}, 2)
+        assert (producer.admission.running, producer.admission.finished, producer.admission.consumed) == (0, 0, 2)
+
+
+async def test_flat_groups_that_a_restart_finds_waiting_are_filtered(tmp_path: Path) -> None:
+    def one_waits(ledger: Ledger) -> Script:
+        script = Script(ledger, lambda number: [[0], [0]])
+        script.rewards = {0: [1.0, 0.0]}
+        return script
+
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(0)
+    for index in range(GROUP_SIZE):
+        await roll_out(ledger, f"g000009-{index}", "g000009", [0], Status.COMPLETED, 1.0)
+    await ledger.aclose()
+    sampling = DynamicSampling(max_flat_groups=3)
+    async with producing(tmp_path, one_waits, max_staleness=0, straggler="wait", dynamic_sampling=sampling) as (
+        producer,
+        _,
+    ):
+        assert numbers(await producer.take(1, 1)) == [0]
+        assert dict(producer.counts.drops) == {"filtered": 2}
+
+
+async def test_only_flat_groups_end_the_run(tmp_path: Path) -> None:
+    def always_right(ledger: Ledger) -> Script:
+        return Script(ledger, lambda number: [[0], [0]])
+
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(0)
+    producer = make_producer(ledger, always_right(ledger), DynamicSampling(max_flat_groups=5))
+    with pytest.raises(ExceptionGroup) as failure:
+        async with asyncio.timeout(60):
+            await producer.admit_forever()
+    (reason,) = failure.value.exceptions
+    await ledger.aclose()
+    assert isinstance(reason, RolloutsFailing)
+    assert "5 groups in a row had no spread in reward, the last was task '0': 2 rollouts, each with reward 1" in str(
+        reason
+    )

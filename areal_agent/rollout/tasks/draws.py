@@ -1,0 +1,160 @@
+"""Which task is rolled out next, over restarts: each position of the stream is drawn, and after a crash drawn again.
+
+    position   0 1 2 3 4 5 6 ...
+               t t w r w ─ ─              t trained, w waits to be, r was running when the process died
+    next       3, then 5, 6, ...          after the restart: first what was cut off, then what was never drawn
+
+The cursor is in the ledger: a group's id says its position, and a session is there before its first token. So nothing
+is lost or doubled between two checkpoints: what had finished is restored and trained, what was cut off is drawn again
+under a new id, and each task is settled once an epoch (trained, or dropped as failed, flat or stale), however
+often the run is killed. A checkpoint holds what the ledger does not: the estimates of the curriculum. With a
+curriculum, a position without a group was passed over; without one, its process died before the group's first session.
+"""
+
+import logging
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.rollout.tasks.curriculum import Curriculum
+from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.types import JsonObject, Task
+
+logger = logging.getLogger(__name__)
+
+DRAWN = re.compile(r"g(\d{6,})(?:r(\d+))?")
+GIVEN = re.compile(r"t(\d{6,})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """A task to roll out, and the id of its group."""
+
+    group_id: str
+    task: Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """The `number`-th time that the group of a position is started, from 0.
+
+    >>> Attempt(position=12, number=0).group_id, Attempt(position=12, number=1).group_id
+    ('g000012', 'g000012r1')
+    """
+
+    position: int
+    number: int = 0
+
+    @property
+    def group_id(self) -> str:
+        return f"g{self.position:06d}" + (f"r{self.number}" if self.number else "")
+
+    @classmethod
+    def parse(cls, group_id: str) -> Self | None:
+        """None for the group of a task that was not drawn."""
+        found = DRAWN.fullmatch(group_id)
+        return None if found is None else cls(position=int(found[1]), number=int(found[2] or 0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """What earlier processes of the run have drawn.
+
+    >>> Past.of({"g000000": False, "g000002": True}, since=0).again
+    (Attempt(position=1, number=0), Attempt(position=2, number=1))
+    """
+
+    since: int = 0  # the position at which the stream of these tasks begins
+    next_position: int = 0
+    again: tuple[Attempt, ...] = ()  # cut off, or never begun: to be drawn again
+    num_given: int = 0
+
+    @classmethod
+    def of(cls, groups: Mapping[str, bool], since: int, *, skips_gaps: bool = False) -> Self:
+        """From the groups in the ledger, and whether each was cut off. What was drawn before `since` is not again."""
+        attempts = [attempt for group_id in groups if (attempt := Attempt.parse(group_id)) is not None]
+        latest = {one.position: one for one in sorted(attempts, key=lambda one: (one.position, one.number))}
+        next_position = max(latest, default=-1) + 1
+        again: list[Attempt] = []
+        for position in range(since, next_position):
+            attempt = latest.get(position)
+            if attempt is not None and groups[attempt.group_id]:
+                again.append(Attempt(position=position, number=attempt.number + 1))
+            elif attempt is None and not skips_gaps:
+                again.append(Attempt(position=position))
+        given = [int(found[1]) for group_id in groups if (found := GIVEN.fullmatch(group_id)) is not None]
+        return cls(
+            since=since,
+            next_position=max(since, next_position),
+            again=tuple(again),
+            num_given=max(given, default=-1) + 1,
+        )
+
+
+class Draws:
+    """The draws of one process of a run."""
+
+    def __init__(self, stream: TaskStream, *, curriculum: Curriculum | None = None, past: Past | None = None) -> None:
+        past = past or Past()
+        self.num_passed_over = 0
+        self._stream = stream
+        self._curriculum = curriculum
+        self._since = past.since
+        self._again = deque(past.again)
+        self._next_position = past.next_position
+        self._num_given = past.num_given
+
+    def draw(self) -> Draw:
+        """The next task: what was cut off first."""
+        while True:
+            attempt = self._again.popleft() if self._again else Attempt(position=self._advance())
+            task = self._stream.at(attempt.position - self._since)
+            if attempt.number > 0 or self._curriculum is None or self._curriculum.draws(task, attempt.position):
+                return Draw(group_id=attempt.group_id, task=task)
+            self.num_passed_over += 1
+
+    def give(self, task: Task) -> Draw:
+        """A task of the caller's own, outside the stream."""
+        number, self._num_given = self._num_given, self._num_given + 1
+        return Draw(group_id=f"t{number:06d}", task=task)
+
+    def learn(self, task_id: str, rewards: Sequence[float]) -> None:
+        """What the rollouts of a group earned that leaves the buffer."""
+        if self._curriculum is not None:
+            self._curriculum.learn(task_id, rewards)
+
+    def state(self) -> JsonObject:
+        """What a checkpoint has to hold."""
+        return {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
+
+    def restore(self, state: JsonObject) -> None:
+        """Go on with what a checkpoint held; one of a run without a curriculum holds nothing."""
+        if self._curriculum is not None:
+            self._curriculum.restore(state.get("curriculum", {}))
+
+    def _advance(self) -> int:
+        position, self._next_position = self._next_position, self._next_position + 1
+        return position
+
+
+TASKS_NOTE = "tasks"
+"""The note in the ledger on which tasks its groups were drawn from: the stream's fingerprint, and where it begins."""
+
+
+async def open_draws(stream: TaskStream, curriculum: Curriculum | None, ledger: Ledger) -> Draws:
+    """Go on where the ledger's groups end. Other tasks than before begin a stream of their own there."""
+    groups = await ledger.drawn_groups()
+    skips_gaps = curriculum is not None
+    note: Mapping[str, Any] | None = await ledger.get_note(TASKS_NOTE)
+    since = note["since"] if note else 0
+    if note and note["fingerprint"] != stream.fingerprint():
+        since = Past.of(groups, 0).next_position
+        logger.warning(
+            "the tasks, their order or their weights are not those that this run began with: draws go on with the new "
+            "ones; of the old ones nothing is drawn again that was cut off"
+        )
+    await ledger.set_note(TASKS_NOTE, {"fingerprint": stream.fingerprint(), "since": since})
+    return Draws(stream, curriculum=curriculum, past=Past.of(groups, since, skips_gaps=skips_gaps))
