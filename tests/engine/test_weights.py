@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
+from areal_agent.types import DiskWeights, GenerateResult, SharedMemoryWeights, WeightVersion
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 
@@ -49,6 +49,12 @@ FAULTS = {
 }
 
 
+def check_same(result: GenerateResult, before: GenerateResult) -> None:
+    """The prefix cache may have begun the second answer: that changes log-probabilities by rounding only."""
+    assert (result.token_ids, result.versions) == (before.token_ids, before.versions)
+    assert result.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_faulty_shared_memory_leaves_the_old_version_serving(fault, tiny, other, serve, ask, share):
     spoil, message = FAULTS[fault]
@@ -56,7 +62,7 @@ async def test_faulty_shared_memory_leaves_the_old_version_serving(fault, tiny, 
         before = await served.engine.generate(ask(1))
         with pytest.raises(WeightUpdateError, match=message):
             await served.engine.update_weights(spoil(share(other)), NEW)
-        assert await served.engine.generate(ask(1)) == before
+        check_same(await served.engine.generate(ask(1)), before)
     assert before.versions[0].version == OLD
 
 
@@ -67,7 +73,7 @@ async def test_shared_memory_that_lacks_a_tensor(tiny, other, serve, ask, share)
         before = await served.engine.generate(ask(1))
         with pytest.raises(WeightUpdateError, match=r"lack 1 tensors \['model.norm.weight'\]"):
             await served.engine.update_weights(without_last, NEW)
-        assert await served.engine.generate(ask(1)) == before
+        check_same(await served.engine.generate(ask(1)), before)
 
 
 def crc32_of(weights: SharedMemoryWeights, entries) -> int:
@@ -94,7 +100,7 @@ async def test_a_faulty_folder_leaves_the_old_version_serving(fault, tiny, other
         before = await served.engine.generate(ask(1))
         with pytest.raises(WeightUpdateError):
             await served.engine.update_weights(DiskWeights(path=str(tmp_path)), NEW)
-        assert await served.engine.generate(ask(1)) == before
+        check_same(await served.engine.generate(ask(1)), before)
 
 
 async def test_a_sharded_folder(tiny, other, serve, ask, truth, tmp_path):

@@ -3,9 +3,12 @@
     server.py       aiohttp: requests and commands in, answers out (streaming.py: in events); no torch
        │  commands            ▲ futures; token_stream.py: tokens as they are sampled
        ▼                      │
-    scheduler.py    the model thread: drains commands between steps, prefills, decodes, stamps versions
-       │               row.py: one request and what it has so far
-       ├─▶ model_runner.py   token ids to logits      attention.py, kv_cache.py: where keys and values lie
+    scheduler.py    the model thread: drains commands between steps
+       ▼
+    workload.py     the rows and one step of them: admit, prefill in chunks, decode, stamp versions     counts.py
+       │               row.py: one request and what it has so far     prefix_cache.py: what can be begun with
+       ├─▶ model_runner.py   token ids to logits      decoder.py: the forward pass     attention.py, kv_cache.py: where
+       │                     keys and values lie      kv_room.py: how many of them
        ├─▶ batch.py          how its rows sample
        │      adjustments.py  penalties and biases of logits     sampler.py  logits to tokens and log-probabilities
        └─▶ weights.py        reads and proves a new set of weights, then copies it in place

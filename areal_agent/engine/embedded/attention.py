@@ -1,93 +1,80 @@
-"""Attention over the slots, in the place that transformers' models keep for it. Knows nothing of requests.
+"""Attention over the slots. Knows nothing of requests, nor of the model around it.
 
-A step travels through the model's forward as a keyword argument and is asked once a layer, so nothing is global but
-the name under which transformers finds `slot_attention`. Grouped-query attention puts the group on the query axis:
-repeating keys and values is 3 to 13 times slower on a CPU.
+Grouped-query attention puts the group on the query axis: repeating keys and values is 3 to 13 times slower on a CPU.
 
-Shapes: n rows, N packed tokens, G query heads a key-value head, H key-value heads, D head dimension, W width.
+Shapes: n rows, N packed tokens, T tokens of one piece, Q query heads, H key-value heads, G = Q / H, D head dimension,
+W width.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from areal_agent.engine.embedded.kv_cache import KVCache
-
-ATTENTION_NAME = "areal_agent_slots"
 
 _BUCKET_ROWS = 16
 _BUCKETING_GAIN = 0.75  # bucket when it reads less than this part of one read over all rows
 
 
-class Step(Protocol):
-    """One forward pass, as attention sees it."""
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """Keep keys and values of the new tokens; attend. `[B, heads, T, D]` in, `[B, T, heads, D]` out."""
-        ...
-
-
-def register_attention() -> None:
-    """Make `ATTENTION_NAME` known to transformers. Harmless when done before.
-
-    transformers builds no mask for a name that is registered for attention only: each step brings its own.
-    """
-    AttentionInterface.register(ATTENTION_NAME, slot_attention)
-
-
-def slot_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    slot_step: Step,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """What a transformers attention layer calls instead of its own."""
-    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    return slot_step.attend(layer, query, key, value, scaling), None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Tokens `[start, stop)` of a packed prefill are the whole sequence of `slot`."""
+    """Packed tokens `[start, stop)` are positions `[begin, begin + T)` of the sequence in `slot`.
+
+    `mask` is added to the scores, `[T, begin + T]`; None where plain
+    causality will do, because the piece begins its sequence.
+    """
 
     slot: int
+    begin: int
     start: int
     stop: int
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillStep:
-    """Whole sequences, packed on one axis without padding: only attention tells them apart."""
+    """Pieces of sequences, packed on one axis without padding: only attention tells them apart."""
 
     cache: KVCache
     segments: Sequence[Segment]
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        outputs: list[Tensor] = []
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """`[N, heads, D]` in, `[N, Q * D]` out."""
+        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for segment in self.segments:
             tokens = slice(segment.start, segment.stop)
-            self.cache.write_prompt(layer, segment.slot, keys[0, :, tokens], values[0, :, tokens])
-            outputs.append(
-                scaled_dot_product_attention(
-                    queries[:, :, tokens],
-                    keys[:, :, tokens],
-                    values[:, :, tokens],
-                    is_causal=True,
-                    scale=scaling,
-                    enable_gqa=True,
-                )
-            )
-        return torch.cat(outputs, dim=2).transpose(1, 2)  # [1, N, heads, D]
+            own_keys, own_values = keys[tokens].transpose(0, 1), values[tokens].transpose(0, 1)
+            self.cache.write(layer, segment.slot, segment.begin, own_keys, own_values)
+            if segment.begin:
+                end = segment.begin + segment.stop - segment.start
+                own_keys, own_values = (one[0] for one in self.cache.read(layer, segment.slot, segment.slot + 1, end))
+            output[tokens] = scaled_dot_product_attention(
+                queries[tokens].transpose(0, 1)[None],
+                own_keys[None],
+                own_values[None],
+                attn_mask=segment.mask,
+                is_causal=segment.mask is None,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+        return output.flatten(1)
+
+
+def prefill_step(cache: KVCache, pieces: Sequence[tuple[int, int, int]], *, like: Tensor) -> PrefillStep:
+    """The prefill of pieces `(slot, begin, T)`, packed in this order; `like` has the model's device and dtype."""
+    segments: list[Segment] = []
+    start = 0
+    for slot, begin, num_tokens in pieces:
+        mask = None
+        if begin:
+            mask = torch.full(
+                (num_tokens, begin + num_tokens), float("-inf"), device=like.device, dtype=like.dtype
+            ).triu_(begin + 1)
+        segments.append(Segment(slot=slot, begin=begin, start=start, stop=start + num_tokens, mask=mask))
+        start += num_tokens
+    return PrefillStep(cache=cache, segments=segments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,28 +95,28 @@ class DecodeStep:
     positions: Tensor  # [n]
     buckets: Sequence[Bucket]
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        self.cache.append(layer, self.positions, keys[:, :, 0], values[:, :, 0])
-        num_rows, num_heads, _, head_dim = queries.shape
-        grouped = queries.view(num_rows, keys.shape[1], -1, head_dim)  # [n, H, G, D]
-        outputs = [self._attend_bucket(layer, grouped, bucket, scaling) for bucket in self.buckets]
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """`[n, heads, D]` in, `[n, Q * D]` out."""
+        self.cache.append(layer, self.positions, keys, values)
+        num_rows, num_kv_heads, head_dim = keys.shape
+        grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)  # [n, H, G, D]
+        outputs = [self._attend_bucket(layer, grouped, bucket) for bucket in self.buckets]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output.reshape(num_rows, 1, num_heads, head_dim)
+        return output.reshape(num_rows, -1)
 
-    def _attend_bucket(self, layer: int, grouped: Tensor, bucket: Bucket, scaling: float) -> Tensor:
+    def _attend_bucket(self, layer: int, grouped: Tensor, bucket: Bucket) -> Tensor:
         keys, values = self.cache.read(layer, bucket.start, bucket.stop, bucket.width)
-        rows = grouped[bucket.start : bucket.stop]
-        return scaled_dot_product_attention(rows, keys, values, attn_mask=bucket.mask, scale=scaling)
+        return scaled_dot_product_attention(grouped[bucket.start : bucket.stop], keys, values, attn_mask=bucket.mask)
 
 
-def decode_step(cache: KVCache, lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype) -> DecodeStep:
-    """The decode of rows that have `lengths` tokens, the new one included."""
-    length = torch.tensor(lengths, device=device)
+def decode_step(cache: KVCache, lengths: Sequence[int], *, like: Tensor) -> DecodeStep:
+    """The decode of rows that have `lengths` tokens, the new one included; `like` has the model's device and dtype."""
+    length = torch.tensor(lengths, device=like.device)
     buckets: list[Bucket] = []
     for start, stop in bucket_rows(lengths):
         width = max(lengths[start:stop])
-        is_beyond = torch.arange(width, device=device) >= length[start:stop, None]
-        mask = torch.zeros(is_beyond.shape, device=device, dtype=dtype).masked_fill_(is_beyond, float("-inf"))
+        is_beyond = torch.arange(width, device=like.device) >= length[start:stop, None]
+        mask = torch.zeros(is_beyond.shape, device=like.device, dtype=like.dtype).masked_fill_(is_beyond, float("-inf"))
         buckets.append(Bucket(start=start, stop=stop, width=width, mask=mask[:, None, None]))
     return DecodeStep(cache=cache, positions=length - 1, buckets=buckets)
 

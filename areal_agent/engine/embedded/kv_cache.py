@@ -1,13 +1,22 @@
 """Keys and values of every slot and layer. Knows nothing of models, requests or attention.
 
-Slots 0..n-1 are the n running rows, without gaps, so that a decode step reads plain views and gathers nothing.
-Shapes: L layers, S slots, H key-value heads, P positions, D head dimension.
+Slots 0..n-1 are the n running rows, without gaps, so that a decode step reads plain views and gathers nothing. A slot
+reserves addresses for all its positions; on a CPU the memory behind them comes with the first write, and `release`
+gives it back.
+
+Shapes: L layers, S slots, H key-value heads, P positions, D head dimension, T tokens.
 """
 
+import math
+import mmap
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap names from 3.13 on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,26 +26,27 @@ class KVShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    num_slots: int
-    num_positions: int
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 class KVCache:
-    """One tensor of keys and one of values a layer, `[S, H, P, D]`."""
+    """One tensor `[2L, S, H, P, D]`: the keys of layer l are 2l, its values 2l + 1."""
 
-    def __init__(self, shape: KVShape, *, device: torch.device, dtype: torch.dtype) -> None:
-        size = (shape.num_slots, shape.num_kv_heads, shape.num_positions, shape.head_dim)
-        # Zeros, not empty: a masked position weighs 0, and 0 times a stray NaN would be NaN. The operating system
-        # maps zero pages on first use, so positions that no row reaches cost nothing on a CPU.
-        self._keys = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.num_layers)]
-        self._values = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.num_layers)]
-        self._slots = torch.arange(shape.num_slots, device=device)
-
-    def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Positions `[0, T)` of one slot; keys and values `[H, T, D]`."""
-        num_tokens = keys.shape[1]
-        self._keys[layer][slot, :, :num_tokens] = keys
-        self._values[layer][slot, :, :num_tokens] = values
+    def __init__(
+        self, shape: KVShape, *, num_slots: int, num_positions: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        size = (2 * shape.num_layers, num_slots, shape.num_kv_heads, num_positions, shape.head_dim)
+        self._memory = _Memory(math.prod(size) * dtype.itemsize) if _can_release(device) else None
+        # Zeros, not empty: a masked position weighs 0, and 0 times a stray NaN would be NaN.
+        self._tensor = (
+            torch.zeros(size, device=device, dtype=dtype) if self._memory is None else self._memory.tensor(size, dtype)
+        )
+        parts = self._tensor.unbind(0)
+        self._keys, self._values = parts[0::2], parts[1::2]
+        self._slots = torch.arange(num_slots, device=device)
 
     def append(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         """One position of each of the first n slots; positions `[n]`, keys and values `[n, H, D]`."""
@@ -44,11 +54,58 @@ class KVCache:
         self._keys[layer][slots, :, positions] = keys
         self._values[layer][slots, :, positions] = values
 
+    def write(self, layer: int, slot: int, begin: int, keys: Tensor, values: Tensor) -> None:
+        """Positions `[begin, begin + T)` of one slot; keys and values `[H, T, D]`."""
+        positions = slice(begin, begin + keys.shape[1])
+        self._keys[layer][slot, :, positions] = keys
+        self._values[layer][slot, :, positions] = values
+
     def read(self, layer: int, start: int, stop: int, width: int) -> tuple[Tensor, Tensor]:
         """Views of slots `[start, stop)`, positions `[0, width)`: keys and values `[stop - start, H, width, D]`."""
         return self._keys[layer][start:stop, :, :width], self._values[layer][start:stop, :, :width]
 
+    def copy_out(self, slot: int, start: int, stop: int) -> Tensor:
+        """Positions `[start, stop)` of one slot in all layers, `[2L, H, T, D]`."""
+        return self._tensor[:, slot, :, start:stop].contiguous()
+
+    def copy_in(self, slot: int, parts: Sequence[Tensor]) -> None:
+        """What `copy_out` gave, part after part from position 0 on."""
+        start = 0
+        for part in parts:
+            stop = start + part.shape[2]
+            self._tensor[:, slot, :, start:stop] = part
+            start = stop
+
     def move(self, source: int, target: int, num_positions: int) -> None:
         """Copy the first positions of one slot to another."""
-        for tensor in (*self._keys, *self._values):
-            tensor[target, :, :num_positions] = tensor[source, :, :num_positions]
+        self._tensor[:, target, :, :num_positions] = self._tensor[:, source, :, :num_positions]
+
+    def release(self, slot: int) -> None:
+        """Give the memory of one slot back, where the device can; it reads as zeros then."""
+        if self._memory is None:
+            return
+        num_bytes = self._tensor[0, 0].numel() * self._tensor.itemsize
+        for part in range(len(self._tensor)):
+            self._memory.release((part * self._tensor.shape[1] + slot) * num_bytes, num_bytes)
+
+
+class _Memory:
+    """Addresses of this process whose memory comes when it is written, and goes when it is released."""
+
+    def __init__(self, num_bytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        self._map = mmap.mmap(-1, num_bytes, flags=flags)
+
+    def tensor(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(self._map, dtype=dtype).view(*size)
+
+    def release(self, start: int, num_bytes: int) -> None:
+        """Whole pages inside the range only."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _can_release(device: torch.device) -> bool:
+    return device.type == "cpu" and sys.platform == "linux"

@@ -4,61 +4,94 @@ It knows nothing of requests, sampling or time. Everything runs in the thread th
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from dataclasses import dataclass
+from typing import Literal, Self, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from areal_agent.engine.embedded.attention import (
-    ATTENTION_NAME,
-    PrefillStep,
-    Segment,
-    Step,
-    decode_step,
-    register_attention,
-)
+from areal_agent.engine.embedded.attention import decode_step, prefill_step
+from areal_agent.engine.embedded.decoder import Decoder
 from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
+from areal_agent.engine.embedded.kv_room import plan_room
 from areal_agent.engine.embedded.weights import WeightLayout
 from areal_agent.errors import ConfigError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Dense decoders whose attention passes keyword arguments through and has no other state than keys and values."""
+"""Dense decoders of one shape (decoder.py), which have no other state than keys and values."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend on a token's own position only: others would move keys that are cached already."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Tokens of one sequence whose keys and values are to be computed: positions `[begin, begin + T)` in `slot`."""
+
+    slot: int
+    begin: int
+    ids: NDArray[np.int32]  # [T]
+
+
 class ModelRunner:
     """The model, its KV cache and the layout of its weights. Rows are slots 0..n-1."""
 
-    def __init__(self, model: PreTrainedModel, *, model_path: str, num_slots: int, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        model_path: str,
+        num_slots: int,
+        max_context_tokens: int,
+        kv_tokens: int | None = None,
+    ) -> None:
         config = model.config
         self.model_path = model_path
-        self.num_slots = num_slots
         self.max_context_tokens = max_context_tokens
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
-        self.layout = WeightLayout.of(model)
-        self._model = model
         self.device = model.device
-        self._dtype = model.dtype
-        self._cache = KVCache(_kv_shape(config, num_slots, max_context_tokens), device=model.device, dtype=model.dtype)
+        self.layout = WeightLayout.of(model)
+        self._decoder = Decoder(model, max_positions=max_context_tokens)
+        shape = KVShape(
+            num_layers=self._decoder.num_layers,
+            num_kv_heads=self._decoder.num_kv_heads,
+            head_dim=self._decoder.head_dim,
+        )
+        room = plan_room(
+            num_slots=num_slots,
+            max_context_tokens=max_context_tokens,
+            kv_tokens=kv_tokens,
+            token_bytes=shape.num_bytes(model.dtype),
+            device=model.device,
+        )
+        self.num_slots = room.num_slots
+        self.kv_tokens = room.kv_tokens
+        self._like = torch.empty(0, device=model.device, dtype=model.dtype)
+        self._cache = KVCache(
+            shape, num_slots=room.num_slots, num_positions=max_context_tokens, device=model.device, dtype=model.dtype
+        )
 
     @classmethod
     def load(
-        cls, model_path: str, *, device: Literal["auto", "cpu", "cuda"], num_slots: int, max_context_tokens: int
+        cls,
+        model_path: str,
+        *,
+        device: Literal["auto", "cpu", "cuda"],
+        num_slots: int,
+        max_context_tokens: int,
+        kv_tokens: int | None = None,
     ) -> Self:
         """Load a Hugging Face folder: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
         place = _resolve_device(device)
-        register_attention()
         try:
             config = AutoConfig.from_pretrained(model_path)
             _check_supported(config, max_context_tokens)
             model = AutoModelForCausalLM.from_pretrained(
-                model_path,
-                dtype=torch.bfloat16 if place.type == "cuda" else torch.float32,
-                attn_implementation=ATTENTION_NAME,
+                model_path, dtype=torch.bfloat16 if place.type == "cuda" else torch.float32
             )
         except (OSError, ValueError) as error:
             cause = " ".join(str(error).split())[:300]
@@ -66,43 +99,54 @@ class ModelRunner:
                 f"cannot load the model {model_path!r}: {cause}; it must be a Hugging Face folder or a hub name"
             ) from error
         model = cast(PreTrainedModel, model).to(place).requires_grad_(False).eval()  # pyright: ignore[reportArgumentType]
-        return cls(model, model_path=model_path, num_slots=num_slots, max_context_tokens=max_context_tokens)
+        return cls(
+            model,
+            model_path=model_path,
+            num_slots=num_slots,
+            max_context_tokens=max_context_tokens,
+            kv_tokens=kv_tokens,
+        )
 
     @torch.inference_mode()
-    def prefill(self, sequences: Sequence[Sequence[int]], first_slot: int) -> Tensor:
-        """Compute whole sequences into slots from `first_slot` on; the logits after each one's last token, `[n, V]`."""
-        segments: list[Segment] = []
-        for sequence in sequences:
-            start = segments[-1].stop if segments else 0
-            segments.append(Segment(slot=first_slot + len(segments), start=start, stop=start + len(sequence)))
-        ids = torch.tensor([[id_ for sequence in sequences for id_ in sequence]], device=self.device)
-        positions = torch.cat([torch.arange(len(sequence), device=self.device) for sequence in sequences])[None]
-        hidden = self._forward(ids, positions, PrefillStep(cache=self._cache, segments=segments))
-        last = torch.tensor([segment.stop - 1 for segment in segments], device=self.device)
-        return self._logits(hidden[0, last])
+    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        """Compute keys and values of the pieces; the logits after each one's last token, `[n, V]`."""
+        places = [(piece.slot, piece.begin, len(piece.ids)) for piece in pieces]
+        step = prefill_step(self._cache, places, like=self._like)
+        ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces])).to(self.device)
+        positions = np.concatenate([np.arange(begin, begin + length) for _, begin, length in places])
+        hidden = self._decoder.hidden(ids, torch.from_numpy(positions).to(self.device), step)
+        last = torch.tensor([segment.stop - 1 for segment in step.segments], device=self.device)
+        return self._decoder.logits(hidden[last])
 
     @torch.inference_mode()
     def decode(self, last_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """One more token for each of the first n slots; `lengths` count that token. The logits after it, `[n, V]`."""
-        step = decode_step(self._cache, lengths, device=self.device, dtype=self._dtype)
-        ids = torch.tensor(last_ids, device=self.device)[:, None]
-        return self._logits(self._forward(ids, step.positions[:, None], step)[:, 0])
+        step = decode_step(self._cache, lengths, like=self._like)
+        ids = torch.tensor(last_ids, device=self.device)
+        return self._decoder.logits(self._decoder.hidden(ids, step.positions, step))
 
     @torch.inference_mode()
     def move(self, source: int, target: int, num_positions: int) -> None:
         """Give the row in slot `source` the slot `target`."""
         self._cache.move(source, target, num_positions)
 
+    @torch.inference_mode()
+    def copy_out(self, slot: int, start: int, stop: int) -> Tensor:
+        """Keys and values of positions `[start, stop)` of a slot, for `copy_in` into any slot."""
+        return self._cache.copy_out(slot, start, stop)
+
+    @torch.inference_mode()
+    def copy_in(self, slot: int, parts: Sequence[Tensor]) -> None:
+        """Begin a slot with keys and values that were copied out, part after part."""
+        self._cache.copy_in(slot, parts)
+
+    def release(self, slot: int) -> None:
+        """Nothing in this slot is needed any more."""
+        self._cache.release(slot)
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights that `layout` has proved, in place."""
         self.layout.copy(weights)
-
-    def _forward(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
-        decoder = cast(Any, self._model).model
-        return decoder(input_ids=ids, position_ids=positions, use_cache=False, slot_step=step).last_hidden_state
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return cast(Any, self._model).lm_head(hidden).float()
 
 
 def _resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -117,6 +161,8 @@ def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
         raise ConfigError(
             f"the embedded engine does not serve model type {config.model_type!r}; it serves {', '.join(MODEL_TYPES)}"
         )
+    if config.hidden_act != "silu":
+        raise ConfigError(f"the embedded engine does not serve the activation {config.hidden_act!r}; it serves 'silu'")
     longest: int = config.max_position_embeddings
     if max_context_tokens > longest:
         raise ConfigError(
@@ -129,20 +175,13 @@ def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
             f"the model attends over a sliding window of {window} tokens, which the embedded engine does not serve "
             f"beyond the window; set max_context_tokens to at most {window}"
         )
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise ConfigError(f"the embedded engine does not serve rope type {rope!r}; it serves {', '.join(ROPE_TYPES)}")
-
-
-def _kv_shape(config: PretrainedConfig, num_slots: int, max_context_tokens: int) -> KVShape:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return KVShape(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        num_slots=num_slots,
-        num_positions=max_context_tokens,
-    )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        raise ConfigError(
+            f"the embedded engine does not serve rope type {rope['rope_type']!r}; it serves {', '.join(ROPE_TYPES)}"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("the embedded engine rotates whole heads; partial_rotary_factor must be 1")
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

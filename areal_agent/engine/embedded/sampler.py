@@ -18,6 +18,7 @@ from torch import Tensor
 
 from areal_agent.types import SamplingParams, TopLogprobs
 
+_BLOCK_TOKENS = 64
 _UNIFORM_BITS = 24  # what float32 represents exactly: a uniform is never rounded up to 1
 
 
@@ -26,7 +27,7 @@ class SamplingRows:
     """How each of n rows samples. None where no row asks for it, so the common case pays nothing."""
 
     seeds: NDArray[np.uint64]  # [n]
-    temperatures: Tensor  # [n, 1], 1 where greedy
+    temperatures: Tensor | None  # [n, 1], 1 where greedy; None where all are 1
     is_greedy: Tensor | None  # [n]
     top_k: Tensor | None  # [n, 1], V where off
     top_p: Tensor | None  # [n, 1]
@@ -45,6 +46,7 @@ class SamplingRows:
     ) -> "SamplingRows":
         """Gather the parameters of the rows."""
         greedy = [p.temperature == 0 for p in params]
+        temperatures = [p.temperature or 1.0 for p in params]
         top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
         top_p = [p.top_p for p in params]
         min_p = [p.min_p for p in params]
@@ -55,7 +57,7 @@ class SamplingRows:
 
         return cls(
             seeds=np.array(seeds, dtype=np.uint64),
-            temperatures=column([p.temperature or 1.0 for p in params]),
+            temperatures=column(temperatures) if any(t != 1 for t in temperatures) else None,
             is_greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             top_k=column(top_k) if is_filtered else None,
             top_p=column(top_p) if is_filtered else None,
@@ -76,15 +78,16 @@ class Draws:
 @torch.inference_mode()
 def sample(logits: Tensor, rows: SamplingRows, token_indices: Sequence[int]) -> Draws:
     """One token a row; logits `[n, V]` float32, `token_indices` `[n]` count within completions."""
-    logprobs = torch.log_softmax(logits / rows.temperatures, dim=-1)
+    scaled = logits if rows.temperatures is None else logits / rows.temperatures
+    probabilities = torch.softmax(scaled, dim=-1)
     uniforms = torch.from_numpy(uniform(rows.seeds, np.array(token_indices, dtype=np.uint64))).to(logits.device)
-    tokens = _draw(_filter_min_p(_filter(logprobs.exp(), rows), rows), uniforms)
+    tokens = _draw(_filter_min_p(_filter(probabilities, rows), rows), uniforms)
     if rows.is_greedy is not None:
         tokens = torch.where(rows.is_greedy, logits.argmax(dim=-1), tokens)
     return Draws(
         token_ids=tokens.tolist(),
-        logprobs=logprobs.gather(1, tokens[:, None])[:, 0].tolist(),
-        top_logprobs=_likeliest(logprobs, rows.num_top),
+        logprobs=probabilities.gather(1, tokens[:, None])[:, 0].log().tolist(),
+        top_logprobs=_likeliest(scaled, rows.num_top),
     )
 
 
@@ -121,22 +124,41 @@ def _filter_min_p(probabilities: Tensor, rows: SamplingRows) -> Tensor:
     return probabilities.masked_fill(probabilities < rows.min_p * best, 0.0)
 
 
-def _likeliest(logprobs: Tensor, num_top: Sequence[int]) -> list[TopLogprobs]:
-    """The `num_top` likeliest tokens of each row, likeliest first."""
-    found: list[TopLogprobs] = [()] * len(logprobs)
+def _likeliest(scaled: Tensor, num_top: Sequence[int]) -> list[TopLogprobs]:
+    """The `num_top` likeliest tokens of each row, likeliest first; logits over temperature `[n, V]`."""
+    found: list[TopLogprobs] = [()] * len(scaled)
     asking = [row for row, number in enumerate(num_top) if number]
     if asking:
-        values, ids = logprobs[asking].topk(max(num_top), dim=-1)
+        values, ids = torch.log_softmax(scaled[asking], dim=-1).topk(max(num_top), dim=-1)
         for row, row_values, row_ids in zip(asking, values.tolist(), ids.tolist(), strict=True):
             found[row] = tuple(zip(row_ids, row_values, strict=True))[: num_top[row]]
     return found
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds `uniform * total`: never one of weight 0. `[n]`"""
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1:].contiguous()
-    drawn = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-    # Rounding may put the target on the total itself: the last token with any weight is meant.
-    last = torch.searchsorted(cumulative, total)
-    return torch.minimum(drawn, last)[:, 0]
+    """The first token whose cumulative weight exceeds `uniform * total`: never one of weight 0. `[n]`
+
+    First the block of tokens that it falls into, then the token: sums cost a tenth of a running sum over all.
+    """
+    blocks = _in_blocks(weights)  # [n, V / K, K]
+    running = blocks.sum(dim=-1).cumsum(dim=-1)
+    targets = uniforms[:, None] * running[:, -1:]
+    block = _first_beyond(running, targets)
+    before = torch.where(block > 0, running.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    rows = torch.arange(len(weights), device=weights.device)
+    token = _first_beyond(blocks[rows, block[:, 0]].cumsum(dim=-1), targets - before)
+    return (block * _BLOCK_TOKENS + token)[:, 0]
+
+
+def _in_blocks(weights: Tensor) -> Tensor:
+    num_beyond = -weights.shape[-1] % _BLOCK_TOKENS
+    padded = torch.nn.functional.pad(weights, (0, num_beyond)) if num_beyond else weights
+    return padded.view(len(weights), -1, _BLOCK_TOKENS)
+
+
+def _first_beyond(running: Tensor, targets: Tensor) -> Tensor:
+    """Where a running sum exceeds its target first, `[n, 1]`; rounding aside, which may put the target on the total
+    itself: the last entry with any weight is meant then."""
+    found = torch.searchsorted(running, targets, right=True)
+    last = torch.searchsorted(running, running[:, -1:].contiguous())
+    return torch.minimum(found, last)

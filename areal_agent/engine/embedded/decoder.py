@@ -1,0 +1,168 @@
+"""The forward pass of a dense decoder in as few operations as it takes. Llama, Mistral, Qwen2 and Qwen3 are one.
+
+    h <- embed(ids)
+    h <- h + o(attend(rope(q), rope(k), v))     (q, k, v) = qkv(rms(h)), for Qwen3 with q and k normalised by head
+    h <- h + down(silu(gate) * up)              (gate, up) = gate_up(rms(h)); both lines once a layer
+    h <- rms(h)
+
+The weights stay parameters of transformers' model, under transformers' names. Those that multiply the same input lie
+side by side in one tensor, and the parameters become views of it: whoever copies into a parameter changes the product.
+It knows attention by the `Step` alone, and nothing of requests, slots or sampling.
+
+Shapes: N tokens, E hidden size, Q query heads, H key-value heads, D head dimension.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, silu
+from transformers import PreTrainedModel
+
+
+class Step(Protocol):
+    """One forward pass, as attention sees it."""
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Keep the keys and values of the new tokens, `[N, H, D]`; attend with `[N, Q, D]`; answer `[N, Q * D]`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Linear:
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, *parts: nn.Linear) -> "_Linear":
+        """One product in place of several of the same input. The parts keep their parameters, as views."""
+        biases = [cast(Any, part).bias for part in parts]
+        return cls(
+            weight=_side_by_side([part.weight for part in parts]),
+            bias=None if biases[0] is None else _side_by_side(biases),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        """`hidden <- hidden + self(x)`"""
+        hidden.addmm_(x, self.weight.t())
+        if self.bias is not None:
+            hidden.add_(self.bias)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Norm:
+    """x / sqrt(mean(x^2) + eps) * weight, the mean in float32 (Zhang and Sennrich 2019)."""
+
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Norm":
+        norm = cast(Any, module)
+        return cls(weight=norm.weight, eps=norm.variance_epsilon)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return normalised(x, self.eps).mul_(self.weight)
+
+
+def normalised(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis; a new tensor."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).to(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    input_norm: _Norm
+    qkv: _Linear
+    query_norm: _Norm | None
+    key_norm: _Norm | None
+    output: _Linear
+    mlp_norm: _Norm
+    gate_up: _Linear
+    down: _Linear
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Layer":
+        layer = cast(Any, module)
+        attention, mlp = layer.self_attn, layer.mlp
+        has_head_norms = hasattr(attention, "q_norm")
+        return cls(
+            input_norm=_Norm.of(layer.input_layernorm),
+            qkv=_Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            query_norm=_Norm.of(attention.q_norm) if has_head_norms else None,
+            key_norm=_Norm.of(attention.k_norm) if has_head_norms else None,
+            output=_Linear.of(attention.o_proj),
+            mlp_norm=_Norm.of(layer.post_attention_layernorm),
+            gate_up=_Linear.of(mlp.gate_proj, mlp.up_proj),
+            down=_Linear.of(mlp.down_proj),
+        )
+
+
+class Decoder:
+    """A transformers model's weights, and the forward pass over them. The model itself is not called any more."""
+
+    def __init__(self, model: PreTrainedModel, *, max_positions: int) -> None:
+        config, inner = model.config, cast(Any, model).model
+        self.num_layers: int = config.num_hidden_layers
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = inner.layers[0].self_attn.head_dim
+        self._embedding: Tensor = inner.embed_tokens.weight
+        self._layers = [_Layer.of(layer) for layer in inner.layers]
+        self._norm = _Norm.of(inner.norm)
+        self._head: Tensor = cast(Any, model).lm_head.weight
+        self._cos, self._sin = _rotations(inner.rotary_emb, max_positions, like=self._embedding)
+
+    def hidden(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+        """The last hidden states `[N, E]` of tokens `[N]` at `positions` `[N]` of their sequences."""
+        hidden = embedding(ids, self._embedding)
+        cos, sin = self._cos[positions], self._sin[positions]
+        for number, layer in enumerate(self._layers):
+            queries, keys, values = self._project(layer, layer.input_norm(hidden), cos, sin)
+            layer.output.add_to(hidden, step.attend(number, queries, keys, values))
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+            layer.down.add_to(hidden, silu(gate).mul_(up))
+        return self._norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the next token, `[n, V]` float32."""
+        return linear(hidden, self._head).float()
+
+    def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normalised and rotated together, and values: `[N, Q, D]`, `[N, H, D]`, `[N, H, D]`."""
+        num_rotated = self.num_heads + self.num_kv_heads
+        heads = layer.qkv(x).view(len(x), num_rotated + self.num_kv_heads, self.head_dim)
+        rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            rotated = normalised(rotated, layer.query_norm.eps)
+            rotated[:, : self.num_heads].mul_(layer.query_norm.weight)
+            rotated[:, self.num_heads :].mul_(layer.key_norm.weight)
+        rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
+        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], values
+
+
+def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
+    if len(parameters) == 1:
+        return parameters[0]
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    parts = whole.split([len(parameter) for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part
+    return whole
+
+
+def _rotations(rotary: nn.Module, max_positions: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position, `[P, 1, D]`. rotate_half(x) is roll(x) with its first half negated: the
+    sign is in the sines."""
+    positions = torch.arange(max_positions, device=like.device)[None]
+    with torch.inference_mode():
+        cos, sin = rotary(like, positions)
+        sin[..., : sin.shape[-1] // 2].neg_()
+    return cos[0][:, None], sin[0][:, None]

@@ -1,0 +1,55 @@
+"""How many tokens' keys and values an engine keeps, and how many requests may run at once for that. Pure arithmetic.
+
+On a CPU a slot costs what is written in it, so slots are as many as asked for and the tokens are what is bounded. On
+a GPU every slot takes its whole context at once: where memory is short there are fewer slots.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from areal_agent.errors import ConfigError
+
+GPU_SHARE = 0.5
+"""Of the memory that is free when the model has been loaded; the rest is for activations, and for a trainer."""
+
+CPU_SHARE = 0.25
+"""Of the machine's memory."""
+
+CONTEXTS_A_SLOT = 2
+"""As many contexts are kept for each request that may run: its own, and one that has ended, to be continued."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVRoom:
+    """`kv_tokens` are kept at most, in slots and in the prefix cache together."""
+
+    num_slots: int
+    kv_tokens: int
+
+
+def plan_room(
+    *, num_slots: int, max_context_tokens: int, kv_tokens: int | None, token_bytes: int, device: torch.device
+) -> KVRoom:
+    """What was asked for, or what fits. Raises ConfigError where not even one whole context does."""
+    if kv_tokens is None:
+        fitting = int(_memory_bytes(device)) // token_bytes
+        kv_tokens = min(fitting, CONTEXTS_A_SLOT * num_slots * max_context_tokens)
+        remedy = "lower max_context_tokens, or free memory"
+    else:
+        remedy = "raise kv_tokens, or lower max_context_tokens"
+    if kv_tokens < max_context_tokens:
+        raise ConfigError(
+            f"there is room for the keys and values of {kv_tokens} tokens ({token_bytes} bytes each), and one request "
+            f"may take max_context_tokens = {max_context_tokens}; {remedy}"
+        )
+    if device.type == "cuda":
+        num_slots = min(num_slots, kv_tokens // max_context_tokens)
+    return KVRoom(num_slots=num_slots, kv_tokens=kv_tokens)
+
+
+def _memory_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+    return CPU_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,288 @@
+"""What one model has to do: the rows in flight, and one step of work on them at a time.
+
+    waiting ──admit──▶ filling ──▶ decoding ──▶ answered
+       ▲                  └────┬───────┘
+       └── retracted: slot and keys lost, tokens kept
+
+Row i holds slot i. The first rows decode; of those after them, which are still prefilled in chunks, there is one at
+most between two steps. A step is a chunk of prefill or one token for every decoding row, in turns, so that neither a
+long prompt nor a long answer holds the other up.
+
+Room for keys and values is counted in tokens: what rows have comes first, what they do not need is prefix cache. When
+the decoding rows outgrow it, the youngest goes back to wait. It knows no thread, no queue and no pause.
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from areal_agent.engine.embedded.batch import SamplingBatch
+from areal_agent.engine.embedded.counts import Counts
+from areal_agent.engine.embedded.model_runner import ModelRunner, Piece
+from areal_agent.engine.embedded.prefix_cache import PrefixCache
+from areal_agent.engine.embedded.row import Row
+from areal_agent.errors import EngineRejected
+from areal_agent.types import FinishReason, WeightVersion
+
+CHUNK_TOKENS = 512
+"""Tokens of one prefill step: enough for matrix products at full speed, few enough to stay in the CPU's caches."""
+
+TURN_TOKENS = 2048
+"""Tokens that are prefilled before the decoding rows have their turn again."""
+
+HEADROOM_TOKENS = 32
+"""Room that every running row keeps to grow when another one is admitted; without it they would soon be retracted."""
+
+SIBLING_TOKENS = 16
+"""Rows that go on with the same so many tokens wait for the first of them, and take what it has computed."""
+
+
+class Workload:
+    """The rows of one model. Only one thread may use it."""
+
+    def __init__(self, runner: ModelRunner, version: WeightVersion) -> None:
+        self.version = version
+        self.counts = Counts()
+        self._runner = runner
+        self._rows: dict[str, Row] = {}  # every row in flight
+        self._waiting: deque[Row] = deque()
+        self._slots: list[Row] = []  # row i holds slot i
+        self._num_decoding = 0  # of `_slots`, from the front
+        self._sampling: SamplingBatch | None = None  # of the decoding rows; None: they have changed
+        self._prefixes = PrefixCache()
+        self._prefilled_tokens = 0  # since the last decode step
+        self._is_tight = runner.kv_tokens < runner.num_slots * runner.max_context_tokens
+
+    # ------------------------------------------------------------------------------------------------ rows
+
+    @property
+    def num_running(self) -> int:
+        """Rows that hold a slot."""
+        return len(self._slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that wait for one."""
+        return len(self._waiting)
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Tokens whose keys and values rows hold, or will when they are prefilled."""
+        return sum(row.num_tokens for row in self._slots)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the prefix cache holds."""
+        return self._prefixes.num_tokens
+
+    def has_work(self) -> bool:
+        return bool(self._slots or self._waiting)
+
+    def add(self, row: Row) -> None:
+        """Queue a row. Raises EngineRejected when one of its id is in flight."""
+        request_id = row.request.request_id
+        if request_id in self._rows:
+            raise EngineRejected(f"rid {request_id!r} is in flight already; make ids unique")
+        self._rows[request_id] = row
+        self._waiting.append(row)
+        self.counts.requests += 1
+
+    def abort(self, request_id: str | None) -> None:
+        """Answer one row, or all of them, with what it has."""
+        if request_id is None:
+            rows = list(self._rows.values())
+        else:
+            rows = [self._rows[request_id]] if request_id in self._rows else []
+        for row in rows:
+            self._end(row, FinishReason.ABORT)
+            self.counts.aborted_requests += 1
+
+    def fail(self, error: Exception) -> None:
+        """Answer every row with an error."""
+        for row in self._rows.values():
+            row.answer.set_exception(error)
+        self._rows.clear()
+
+    def retract(self) -> None:
+        """Take every slot; the rows wait before all others, in their old order."""
+        while self._slots:
+            self._retract_last()
+
+    def swap(self, weights: Mapping[str, Tensor], version: WeightVersion, *, flush_cache: bool) -> None:
+        """Copy new weights into the model. Without `flush_cache` rows go on with the keys and values that they have."""
+        if flush_cache:
+            self.retract()
+        for row in self._slots:
+            row.is_mixed = True
+        self._prefixes.clear()
+        self._runner.load_weights(weights)
+        self.version = version
+
+    # ----------------------------------------------------------------------------------------------- steps
+
+    def step(self) -> None:
+        """A chunk of prefill, or one token for every decoding row."""
+        started_s = time.perf_counter()
+        pieces: Sequence[Piece] = ()
+        if self._prefilled_tokens < TURN_TOKENS or not self._num_decoding:
+            pieces = self._next_pieces()
+        if pieces:
+            self._prefill(pieces)
+        else:
+            self._decode()
+        self.counts.busy_s += time.perf_counter() - started_s
+
+    def _next_pieces(self) -> list[Piece]:
+        """The next chunk: the row that is being filled, then rows that are admitted now, first come first served."""
+        pieces = [self._piece(slot, CHUNK_TOKENS) for slot in range(self._num_decoding, len(self._slots))]
+        num_left = CHUNK_TOKENS - sum(len(piece.ids) for piece in pieces)
+        openings: set[bytes] = set()
+        passed_over: list[Row] = []
+        while num_left > 0 and self._may_admit():
+            row = self._waiting.popleft()
+            if self._should_wait_for_sibling(row, openings):
+                passed_over.append(row)
+                continue
+            self._admit(row)
+            pieces.append(self._piece(len(self._slots) - 1, num_left))
+            num_left -= len(pieces[-1].ids)
+        self._waiting.extendleft(reversed(passed_over))
+        return pieces
+
+    def _may_admit(self) -> bool:
+        if not self._waiting or len(self._slots) >= self._runner.num_slots:
+            return False
+        num_tokens = self.num_used_tokens + self._waiting[0].num_tokens
+        return not self._slots or num_tokens + HEADROOM_TOKENS * (len(self._slots) + 1) <= self._runner.kv_tokens
+
+    def _should_wait_for_sibling(self, row: Row, openings: set[bytes]) -> bool:
+        """Whether a row admitted into this chunk goes on as this one does; it waits once."""
+        if row.has_waited_for_sibling or self._is_tight:
+            return False
+        ids = row.all_ids()
+        start = self._prefixes.match(ids).num_tokens
+        opening = ids[start : start + SIBLING_TOKENS]
+        if len(opening) < SIBLING_TOKENS:
+            return False
+        row.has_waited_for_sibling = opening.tobytes() in openings
+        openings.add(opening.tobytes())
+        return row.has_waited_for_sibling
+
+    def _admit(self, row: Row) -> None:
+        """Give a row the next slot, begun with what the prefix cache has of it. Its last token is always computed."""
+        self._make_room(row.num_tokens)
+        prefix = self._prefixes.match(row.all_ids()[:-1])
+        self._runner.copy_in(len(self._slots), prefix.parts)
+        self._slots.append(row)
+        row.num_computed = prefix.num_tokens
+        row.is_mixed = False
+        if not row.token_ids:
+            row.num_cached = prefix.num_tokens
+            self.counts.prompt_tokens += row.num_tokens
+            self.counts.cached_tokens += prefix.num_tokens
+
+    def _piece(self, slot: int, max_tokens: int) -> Piece:
+        row = self._slots[slot]
+        ids = row.all_ids()[row.num_computed : row.num_computed + max_tokens]
+        return Piece(slot=slot, begin=row.num_computed, ids=ids)
+
+    def _prefill(self, pieces: Sequence[Piece]) -> None:
+        """Compute the pieces; rows that are complete then get their first token and decode from now on."""
+        logits = self._runner.prefill(pieces)
+        for piece in pieces:
+            self._slots[piece.slot].num_computed += len(piece.ids)
+            self._prefilled_tokens += len(piece.ids)
+        complete = [row for row in self._slots[self._num_decoding :] if row.num_computed == row.num_tokens]
+        for slot, row in enumerate(complete, start=self._num_decoding):
+            self._hold(row, slot, row.num_tokens)
+        self._num_decoding += len(complete)
+        self._sampling = None
+        if complete:
+            self._sample(complete, logits[: len(complete)], self._gather(complete))
+
+    def _decode(self) -> None:
+        self._prefilled_tokens = 0
+        while self.num_used_tokens > self._runner.kv_tokens:
+            self._retract_last()
+            self.counts.retracted_requests += 1
+        self._make_room(0)
+        rows = self._slots[: self._num_decoding]
+        logits = self._runner.decode([row.token_ids[-1] for row in rows], [row.num_tokens for row in rows])
+        self._sampling = self._sampling or self._gather(rows)
+        self._sample(rows, logits, self._sampling)
+
+    def _gather(self, rows: Sequence[Row]) -> SamplingBatch:
+        return SamplingBatch(rows, vocab_size=self._runner.vocab_size, device=self._runner.device)
+
+    def _sample(self, rows: Sequence[Row], logits: Tensor, sampling: SamplingBatch) -> None:
+        """Give each row its next token, and answer those that it ends."""
+        draws = sampling.sample(logits)
+        self.counts.generated_tokens += len(rows)
+        eos_token_ids, version = self._runner.eos_token_ids, self.version
+        for row, token, logprob, top in zip(rows, draws.token_ids, draws.logprobs, draws.top_logprobs, strict=True):
+            row.append(token, logprob, top, version)
+            reason = row.finish_reason(eos_token_ids)
+            if reason is not None:
+                self._end(row, reason)
+
+    # ----------------------------------------------------------------------------------------------- slots
+
+    def _end(self, row: Row, reason: FinishReason) -> None:
+        """Answer a row and take it out of wherever it is."""
+        del self._rows[row.request.request_id]
+        if row in self._slots:
+            self._free(self._slots.index(row))
+        else:
+            self._waiting.remove(row)
+        row.finish(reason)
+
+    def _free(self, slot: int) -> None:
+        """Keep what the row computed for others, and close the gap: slots stay dense, decoding rows first."""
+        row = self._slots[slot]
+        is_decoding = slot < self._num_decoding
+        # The last token that was sampled has not been through the model.
+        self._hold(row, slot, row.num_tokens - 1 if is_decoding else row.num_computed)
+        if is_decoding:
+            self._num_decoding -= 1
+            self._sampling = None
+            self._fill_gap(self._num_decoding, slot)
+            slot = self._num_decoding
+        self._fill_gap(len(self._slots) - 1, slot)
+        self._drop_last()
+
+    def _fill_gap(self, source: int, target: int) -> None:
+        if source != target:
+            row = self._slots[target] = self._slots[source]
+            self._runner.move(source, target, row.num_tokens)
+
+    def _retract_last(self) -> None:
+        """The youngest row waits before all others; what it has computed is lost."""
+        slot = len(self._slots) - 1
+        row = self._slots[slot]
+        if self._num_decoding > slot:
+            self._num_decoding = slot
+            self._sampling = None
+        self._drop_last()
+        self._waiting.appendleft(row)
+
+    def _drop_last(self) -> None:
+        self._slots.pop()
+        if self._is_tight:
+            self._runner.release(len(self._slots))
+
+    def _hold(self, row: Row, slot: int, num_tokens: int) -> None:
+        """Put the first tokens of a row into the prefix cache, unless they are of several sets of weights."""
+        if row.is_mixed or num_tokens > self._num_free():
+            return
+        self._prefixes.hold(row.all_ids()[:num_tokens], partial(self._runner.copy_out, slot))
+        self._make_room(0)
+
+    def _num_free(self) -> int:
+        return self._runner.kv_tokens - self.num_used_tokens
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Shrink the prefix cache until rows may take so many tokens more."""
+        self._prefixes.shrink(self._num_free() - num_tokens)
