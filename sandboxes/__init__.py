@@ -25,20 +25,24 @@ An independent package: of areal_agent it knows the error `SandboxError` alone. 
 README.md and in `Pool.capabilities()`.
 """
 
-from sandboxes.base import Capabilities
+from sandboxes.base import Capabilities, Cell, Process, Program, Provider
 from sandboxes.limits import Limits
-from sandboxes.pool import Pool, Provider, Sandbox, open_pool
+from sandboxes.pool import Pool, open_pool
 from sandboxes.result import ExecResult, Status
+from sandboxes.sandbox import Sandbox
 from sandboxes.spec import Access, Isolation, Network, SandboxSpec
 
 __all__ = [
     "Access",
     "Capabilities",
+    "Cell",
     "ExecResult",
     "Isolation",
     "Limits",
     "Network",
     "Pool",
+    "Process",
+    "Program",
     "Provider",
     "Sandbox",
     "SandboxSpec",

@@ -8,9 +8,10 @@ import asyncio
 import sys
 
 from areal_agent.errors import SandboxError
+from sandboxes.backends import Backend
 from sandboxes.conformance import ROWS, Verdict, check
 from sandboxes.doctor import examine, strongest_backend
-from sandboxes.pool import Backend, open_pool
+from sandboxes.pool import open_pool
 from sandboxes.reap import reap
 
 

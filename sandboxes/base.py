@@ -87,10 +87,10 @@ class Cell(Protocol):
         """Run a program to its end."""
         ...
 
-    async def spawn(self, program: Program, *, limits: Limits | None) -> Process:
+    async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> Process:
         """Start a program, which lives until its end, `kill`, or `close` of the cell.
 
-        Its output is not bounded. `limits` None: those of the cell, without those of time.
+        Its output is not bounded; `is_timed`: whether `limits.wall_s` and `cpu_s` hold.
         """
         ...
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from sandboxes.limits import Limits
-from sandboxes.pool import Pool, Sandbox
+from sandboxes.pool import Pool
 from sandboxes.result import ExecResult, Status
+from sandboxes.sandbox import Sandbox
 from sandboxes.spec import Isolation
 
 MIB = 2**20

@@ -15,7 +15,7 @@ import struct
 import sys
 from typing import Any
 
-from sandboxes.inside import MS_BIND, MS_NODEV, MS_NOSUID, WORK, mount, serve, telling_the_host
+from sandboxes.inside import MS_BIND, MS_NODEV, MS_NOSUID, mount, serve, telling_the_host
 from sandboxes.launcher import LIBC, PR_SET_PDEATHSIG, check, control_socket, prctl, syscall
 
 NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = (
@@ -52,7 +52,7 @@ def leave_the_host(uid: int) -> None:
     unshare(NEW_MOUNTS | NEW_CGROUP | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NET)
 
 
-def build_root(shown: dict[str, str], devices: list[str], links: dict[str, str]) -> None:
+def build_root(shown: dict[str, str], devices: list[str], links: dict[str, str], workdir: str) -> None:
     """A root with `shown` (place: path of the host), read-only, and with nothing else of the host's."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=0755")
@@ -66,7 +66,7 @@ def build_root(shown: dict[str, str], devices: list[str], links: dict[str, str])
         show(f"/host{device}", f"/jail{device}", is_read_only=False)
     for place, target in links.items():
         os.symlink(target, f"/jail{place}")
-    for folder in ("/dev/shm", "/tmp", WORK, "/proc"):
+    for folder in ("/dev/shm", "/tmp", workdir, "/proc"):
         os.makedirs(f"/jail{folder}", exist_ok=True)
     mount("proc", "/jail/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     mount("none", "/jail", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
@@ -111,5 +111,5 @@ def main() -> None:
     with telling_the_host(control):
         socket.sethostname("sandbox")
         start_loopback()
-        build_root(config["shown"], config["devices"], config["links"])
+        build_root(config["shown"], config["devices"], config["links"], config["workdir"])
     serve(control, config)

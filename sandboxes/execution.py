@@ -1,38 +1,27 @@
-"""One program, from its start to its result: the deadline, the bound on output, and the judgement of its end.
+"""One program, from its start to its end: the deadline, the kill, and the judgement of how it ended.
 
-It knows the launcher (`link.py`) and a control group when the backend has one; it knows no backend.
+It knows the launcher (`link.py`) and a control group when the backend has one; it knows no backend, and not what
+becomes of the output (`output.py` keeps it, `streams.py` hands it on).
 """
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from sandboxes.folder import relative_parts
 from sandboxes.limits import Limits
-from sandboxes.link import Ended, LauncherLink, Run
-from sandboxes.output import BoundedOutput
+from sandboxes.link import Ended, LauncherLink, Run, Turn
 from sandboxes.result import ExecResult, Status
 
 KILL_GRACE_S = 5.0
 """A launcher that has not reported the end of a killed program by then is killed itself."""
 NEARLY_ALL_MEMORY = 0.9
 """Without a control group: a failed program that had this share of its limit resident failed for want of memory."""
-
-
-def program_of(argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> dict[str, Any]:
-    """A program as the launcher reads it. Raises ValueError for what is none, or for a folder outside of the work's."""
-    if isinstance(argv, str) or not argv:
-        raise ValueError(f"argv is {argv!r}; give the program and its arguments as a list of strings")
-    if cwd not in (None, "."):
-        relative_parts(cwd)
-    return {"argv": list(argv), "cwd": cwd or ".", "env": dict(env)}
 
 
 class Group(Protocol):
@@ -55,73 +44,63 @@ class Group(Protocol):
 
 
 class Execution:
-    """One program."""
+    """One program: `start` it, `wait` for its end, ask for its `result`. `is_timed`: whether `limits.wall_s` holds."""
 
-    def __init__(self, link: LauncherLink, limits: Limits, group: Group | None = None) -> None:
+    def __init__(self, link: LauncherLink, limits: Limits, group: Group | None, *, is_timed: bool = True) -> None:
         self._link = link
         self._limits = limits
         self._group = group
+        self._wall_s = limits.wall_s if is_timed else None
         self._run: Run | None = None
+        self._started_s = 0.0
         self._verdict: Status | None = None  # of the host: why it had the program killed
 
     @property
     def is_running(self) -> bool:
         return self._run is not None and not self._run.ended.done()
 
-    async def run(self, request: bytes, stdin: bytes) -> ExecResult:
-        """Cancelling it kills the program, and does not wait for its death."""
-        with BoundedOutput(self._limits.output_bytes, self._on_overflow) as output:
-            self._run = self._start(request, stdin, output)
-            started_s = time.monotonic()
-            try:
-                await self._wait_for_end()
-            finally:
-                self._kill_run()
-            ended, wall_s = self._run.ended.result(), time.monotonic() - started_s
-            stdout, stderr = output.collect()
-            return self._result(ended, stdout, stderr, wall_s, is_truncated=output.is_truncated)
+    def start(self, request: bytes, standard: Sequence[int], turn: Turn) -> None:
+        """`request`: what to run, as the launcher reads it; `standard`: stdin, stdout, stderr, the caller's own."""
+        descriptor = sealed_file(request)
+        try:
+            groups = self._group.descriptors if self._group else ()
+            self._run = self._link.run([descriptor, *standard, *groups], turn)
+        finally:
+            os.close(descriptor)
+            if self._group is not None:
+                self._group.close_descriptors()
+        self._started_s = time.monotonic()
+
+    async def wait(self) -> Ended:
+        """Its end, which comes by the deadline. Cancelling it kills the program, and does not wait for its death."""
+        assert self._run is not None
+        try:
+            done, _ = await asyncio.wait([self._run.ended], timeout=self._wall_s)
+            if not done:
+                self._verdict = self._verdict or Status.TIMEOUT
+                await self.kill()
+        finally:
+            self._send_kill()
+        return self._run.ended.result()
+
+    def stop(self, verdict: Status) -> None:
+        """Kill it for a reason, which becomes its status."""
+        self._verdict = self._verdict or verdict
+        self._send_kill()
 
     async def kill(self) -> None:
         """Kill the program and wait until it is dead; a launcher that does not answer is killed with it."""
         if self._run is None:
             return
-        self._kill_run()
+        self._send_kill()
         done, _ = await asyncio.wait([self._run.ended], timeout=KILL_GRACE_S)
         if not done:
             self._link.abandon()
 
-    def _start(self, request: bytes, stdin: bytes, output: BoundedOutput) -> Run:
-        with contextlib.ExitStack() as stack:
-            descriptors: list[int] = []
-            for data in (request, stdin):
-                descriptors.append(sealed_file(data))
-                stack.callback(os.close, descriptors[-1])
-            groups: list[int] = []
-            if self._group is not None:
-                groups = self._group.descriptors
-                stack.callback(self._group.close_descriptors)
-            run = self._link.run([*descriptors, *output.write_ends, *groups])
-            output.close_write_ends()
-            return run
-
-    def _kill_run(self) -> None:
-        if self._run is not None and self.is_running:
-            if self._group is not None:
-                self._group.forbid_forks()
-            self._link.kill(self._run)
-
-    async def _wait_for_end(self) -> None:
-        assert self._run is not None
-        done, _ = await asyncio.wait([self._run.ended], timeout=self._limits.wall_s)
-        if not done:
-            self._verdict = self._verdict or Status.TIMEOUT
-            await self.kill()
-
-    def _on_overflow(self) -> None:
-        self._verdict = self._verdict or Status.OUTPUT_LIMIT
-        self._kill_run()
-
-    def _result(self, ended: Ended, stdout: bytes, stderr: bytes, wall_s: float, *, is_truncated: bool) -> ExecResult:
+    def result(
+        self, ended: Ended, stdout: bytes = b"", stderr: bytes = b"", *, is_truncated: bool = False
+    ) -> ExecResult:
+        """How it ended, with what was kept of its output; to be asked before its control group is gone."""
         code = os.waitstatus_to_exitcode(ended.wait_status)
         status = self._verdict or status_of(code, ended, stderr, self._limits, has_group=self._group is not None)
         oom_kills = 0
@@ -138,11 +117,17 @@ class Execution:
             stdout=stdout,
             stderr=stderr,
             truncated=is_truncated,
-            wall_s=wall_s,
+            wall_s=time.monotonic() - self._started_s,
             cpu_s=ended.cpu_s,
             peak_memory_bytes=ended.peak_memory_bytes,
             oom_kills=oom_kills,
         )
+
+    def _send_kill(self) -> None:
+        if self._run is not None and self.is_running:
+            if self._group is not None:
+                self._group.forbid_forks()
+            self._link.kill(self._run)
 
 
 def status_of(code: int, ended: Ended, stderr: bytes, limits: Limits, *, has_group: bool = False) -> Status:

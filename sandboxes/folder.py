@@ -11,10 +11,15 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Generator
-from pathlib import Path, PurePosixPath
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+from sandboxes.archive import Entry
+from sandboxes.paths import folder_parts, relative_parts
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+TAR_BLOCK_BYTES = 512  # the least that an entry takes
+MAX_DEPTH = 100
 
 
 class WorkingFolder:
@@ -29,17 +34,14 @@ class WorkingFolder:
             self.path.mkdir(mode=0o700)
             self._is_made = True
 
-    def read(self, path: str, max_bytes: int) -> bytes:
-        """The bytes of a regular file of at most `max_bytes`."""
+    @contextlib.contextmanager
+    def open(self) -> Generator["OpenFolder", None, None]:
         self.make()
-        with self._open() as files:
-            return files.read(path, max_bytes)
-
-    def write(self, path: str, data: bytes) -> None:
-        """Write a file anew, with the folders that lead to it."""
-        self.make()
-        with self._open() as files:
-            files.write(path, data)
+        top = os.open(self.path, FOLDER_FLAGS)
+        try:
+            yield OpenFolder(top)
+        finally:
+            os.close(top)
 
     def remove_if_empty(self) -> bool:
         """Remove the folder when that takes no time; whether it is gone."""
@@ -54,14 +56,6 @@ class WorkingFolder:
     def remove(self) -> None:
         remove_tree(self.path)
 
-    @contextlib.contextmanager
-    def _open(self) -> Generator["OpenFolder", None, None]:
-        top = os.open(self.path, FOLDER_FLAGS)
-        try:
-            yield OpenFolder(top)
-        finally:
-            os.close(top)
-
 
 class OpenFolder:
     """Files beneath an open folder, which stays the caller's. What is written belongs to `owner`, or to this user."""
@@ -72,41 +66,51 @@ class OpenFolder:
 
     def read(self, path: str, max_bytes: int) -> bytes:
         """The bytes of a regular file of at most `max_bytes`."""
+        *parents, name = relative_parts(path)
         with contextlib.ExitStack() as stack:
-            folder, name = self._descend(path, stack, create=False)
-            # Not blocking: opening a FIFO would wait for a writer.
-            file = stack.enter_context(
-                open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb")
-            )
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "only regular files are read, this is none", path)
-            data = file.read(max_bytes + 1)
+            data = _read_file(self._descend(parents, stack), name, max_bytes)
         if len(data) > max_bytes:
             raise OSError(errno.EFBIG, f"longer than Limits.file_bytes, {max_bytes}", path)
         return data
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes, *, is_executable: bool = False) -> None:
         """Write a file anew, with the folders that lead to it."""
+        *parents, name = relative_parts(path)
         with contextlib.ExitStack() as stack:
-            folder, name = self._descend(path, stack, create=True)
+            folder = self._descend(parents, stack, create=True)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)  # whatever a program put there: a FIFO, a link
             new_file = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            file = stack.enter_context(open(os.open(name, new_file, 0o600, dir_fd=folder), "wb"))
+            mode = 0o700 if is_executable else 0o600
+            file = stack.enter_context(open(os.open(name, new_file, mode, dir_fd=folder), "wb"))
             file.write(data)
             if self._owner is not None:
                 os.fchown(file.fileno(), self._owner, self._owner)
 
-    def _descend(self, path: str, stack: contextlib.ExitStack, *, create: bool) -> tuple[int, str]:
-        """The open folder that holds `path`, and its last name; never through a symlink."""
-        *parents, name = relative_parts(path)
+    def make_folder(self, path: str) -> None:
+        """With the folders that lead to it; harmless when it is there."""
+        with contextlib.ExitStack() as stack:
+            self._descend(folder_parts(path), stack, create=True)
+
+    def entries(self, path: str, max_bytes: int) -> Generator[Entry, None, None]:
+        """The files and folders beneath a folder; OSError when they are more than `max_bytes`, or too deep."""
+        room = max_bytes
+        with contextlib.ExitStack() as stack:
+            for entry in _entries_below(self._descend(folder_parts(path), stack), "", max_bytes):
+                room -= TAR_BLOCK_BYTES + len(entry.data or b"")
+                if room < 0:
+                    raise OSError(errno.EFBIG, f"its files are more than max_bytes, {max_bytes}", path)
+                yield entry
+
+    def _descend(self, names: Sequence[str], stack: contextlib.ExitStack, *, create: bool = False) -> int:
+        """The open folder at the end of these names; never through a symlink."""
         folder = self._top
-        for parent in parents:
+        for name in names:
             if create:
-                self._make_folder(parent, folder)
-            folder = os.open(parent, FOLDER_FLAGS, dir_fd=folder)
+                self._make_folder(name, folder)
+            folder = os.open(name, FOLDER_FLAGS, dir_fd=folder)
             stack.callback(os.close, folder)
-        return folder, name
+        return folder
 
     def _make_folder(self, name: str, parent: int) -> None:
         with contextlib.suppress(FileExistsError):
@@ -115,12 +119,31 @@ class OpenFolder:
                 os.chown(name, self._owner, self._owner, dir_fd=parent, follow_symlinks=False)
 
 
-def relative_parts(path: str) -> tuple[str, ...]:
-    """The names of a path within a working directory; PermissionError for one that leads out of it."""
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise PermissionError(errno.EPERM, "give a path in the working directory, relative and without '..'", path)
-    return parts
+def _read_file(folder: int, name: str, max_bytes: int) -> bytes:
+    """The bytes of a regular file, one more than `max_bytes` at most."""
+    # Not blocking: opening a FIFO would wait for a writer.
+    with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "only regular files are read, this is none", name)
+        return file.read(max_bytes + 1)
+
+
+def _entries_below(folder: int, prefix: str, max_bytes: int) -> Generator[Entry, None, None]:
+    """Depth first, an open descriptor a level."""
+    if prefix.count("/") > MAX_DEPTH:
+        raise OSError(errno.ENAMETOOLONG, f"deeper than {MAX_DEPTH} folders", prefix)
+    for name in sorted(os.listdir(folder)):
+        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            yield Entry(path=prefix + name, data=None)
+            below = os.open(name, FOLDER_FLAGS, dir_fd=folder)
+            try:
+                yield from _entries_below(below, f"{prefix}{name}/", max_bytes)
+            finally:
+                os.close(below)
+        elif stat.S_ISREG(mode):
+            data = _read_file(folder, name, max_bytes)
+            yield Entry(path=prefix + name, data=data, is_executable=bool(mode & 0o100))
 
 
 def remove_tree(root: Path) -> None:

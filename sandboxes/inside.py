@@ -29,7 +29,6 @@ from sandboxes.launcher import (
     ready_interpreter,
 )
 
-WORK = "/work"
 MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
@@ -39,11 +38,11 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
     check(LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]))
 
 
-def make_disk(num_bytes: int, num_inodes: int, uid: int) -> None:
+def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
     """One file system in memory, shared by all places that a program may write to, so that one limit bounds them."""
     options = f"size={num_bytes},nr_inodes={num_inodes},mode=0755"
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
-    for name, place in (("work", WORK), ("shm", "/dev/shm"), ("tmp", "/tmp")):  # /tmp last: it hides the others
+    for name, place in (("work", workdir), ("shm", "/dev/shm"), ("tmp", "/tmp")):  # /tmp last: it hides the others
         folder = f"/tmp/{name}"
         os.mkdir(folder, 0o700)
         if os.getuid() == 0:
@@ -86,18 +85,22 @@ def telling_the_host(control: socket.socket) -> Generator[None, None, None]:
 
 def serve(control: socket.socket, config: dict[str, Any]) -> None:
     """Close the jail from inside and serve until the host is gone: the end of this process ends all others."""
+    listener: socket.socket | None = None
     with telling_the_host(control):
-        make_disk(config["disk_bytes"], config["inodes"], config["uid"])
+        if config["proxy_port"] is not None:
+            listener = socket.create_server(("127.0.0.1", config["proxy_port"]))
+        make_disk(config["disk_bytes"], config["inodes"], config["uid"], config["workdir"])
         forbid_user_namespaces()
         become_nobody(config["uid"])
         prctl(PR_SET_DUMPABLE, 0)  # no program may look into this process, though it has the same user
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # anew: a change of user forgets it
         load_filter(bytes.fromhex(config["filter"]))
-        os.chdir(WORK)
+        os.chdir(config["workdir"])
     ready_interpreter()
     for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
         del sys.modules[name]  # a program may have a module of that name
-    Launcher(control, jail_folder=os.open(WORK, os.O_RDONLY | os.O_DIRECTORY)).serve()
+    folder = os.open(config["workdir"], os.O_RDONLY | os.O_DIRECTORY)
+    Launcher(control, jail_folder=folder, listener=listener).serve()
     os._exit(0)
 
 

@@ -14,8 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
-from sandboxes.limits import Limits
+from sandboxes.proxy import PROXY_PORT
 from sandboxes.seccomp import denying_filter
+from sandboxes.spec import Access, CellSpec
 
 JAIL_UID = 65534
 """The user inside, `nobody`. Outside it is the same one when the host runs as root, else the host's own."""
@@ -28,6 +29,12 @@ BOOT = (
 """Runs one module of this package without its `__init__`, which imports what is of no use inside."""
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache")  # names of programs and where libraries are
+NETWORK_FILES = (
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+    "/etc/pki/tls/certs",
+    "/etc/ca-certificates",
+)  # whom to trust
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 DEVICE_LINKS = {
     "/dev/fd": "/proc/self/fd",
@@ -35,6 +42,8 @@ DEVICE_LINKS = {
     "/dev/stdout": "/proc/self/fd/1",
     "/dev/stderr": "/proc/self/fd/2",
 }
+DEFAULT_WORKDIR = "/work"
+TAKEN_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "dev", "proc", "sys", "tmp", "sandbox")
 DEFAULT_DISK_BYTES = 64 * 2**20
 DEFAULT_INODES = 10_000
 
@@ -51,26 +60,87 @@ class Jail:
     """The command that starts a launcher in a jail of its own."""
 
     walls: Walls
-    limits: Limits
+    spec: CellSpec
+
+    @property
+    def home(self) -> str:
+        """The working directory."""
+        return self.spec.workdir or DEFAULT_WORKDIR
+
+    @property
+    def has_proxy(self) -> bool:
+        return self.spec.network is not None and self.spec.network.access is not Access.NONE
 
     def command(self, control: int) -> list[str]:
         """`control`: the descriptor of the control socket, which the launcher inherits."""
         if self.walls is Walls.BUBBLEWRAP:
-            return [*bubblewrap(), *python_on("inside", PACKAGE_INSIDE), str(control), self._config()]
+            return [*self._bubblewrap(), *python_on("inside", PACKAGE_INSIDE), str(control), self._config()]
         return [*python_on("enter", str(PACKAGE)), str(control), self._config()]
 
     def _config(self) -> str:
-        shown, links = shown_of_host()
+        shown, links = shown_of_host(has_network=self.has_proxy)
         return json.dumps(
             {
                 "uid": JAIL_UID,
-                "disk_bytes": self.limits.disk_bytes or DEFAULT_DISK_BYTES,
-                "inodes": self.limits.inodes or DEFAULT_INODES,
+                "disk_bytes": self.spec.limits.disk_bytes or DEFAULT_DISK_BYTES,
+                "inodes": self.spec.limits.inodes or DEFAULT_INODES,
                 "filter": denying_filter(platform.machine()).hex(),
                 "shown": shown,
                 "devices": DEVICES,
                 "links": links,
+                "workdir": self.home,
+                "proxy_port": PROXY_PORT if self.has_proxy else None,
             }
+        )
+
+    def _bubblewrap(self) -> Sequence[str]:
+        """Bubblewrap's part of the command; SandboxError where it is not installed."""
+        program = shutil.which("bwrap")
+        if program is None:
+            raise SandboxError("bubblewrap is not installed; install the package `bubblewrap`")
+        shown, links = shown_of_host(has_network=self.has_proxy)
+        arguments = [program, "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
+        for kind in ("pid", "net", "ipc", "uts", "cgroup"):
+            arguments.append(f"--unshare-{kind}")
+        arguments += ["--hostname", "sandbox", "--proc", "/proc"]
+        for parent in sorted(
+            {str(parent) for place in (*shown, *links, self.home) for parent in Path(place).parents} - {"/"}
+        ):
+            arguments += ["--perms", "0755", "--dir", parent]  # left to itself, it makes them for the owner only
+        for place, path in shown.items():
+            arguments += ["--ro-bind", path, place]
+        for device in DEVICES:  # not --dev: it makes a second namespace of users, without power over the mounts
+            arguments += ["--dev-bind", device, device]
+        for place, target in links.items():
+            arguments += ["--symlink", target, place]
+        for place in ("/tmp", self.home, "/dev/shm"):
+            arguments += ["--dir", place]
+        arguments += ["--remount-ro", "/", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+        if os.getuid() == 0:  # `inside.py` becomes another user; the filter denies namespaces of users
+            arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_CHOWN"]
+        else:
+            # Not --disable-userns, for the same reason as --dev: `inside.py` forbids further ones itself.
+            arguments += [
+                "--unshare-user",
+                "--uid",
+                str(JAIL_UID),
+                "--gid",
+                str(JAIL_UID),
+                "--cap-add",
+                "CAP_SYS_RESOURCE",
+            ]
+        return [*arguments, "--"]
+
+
+def check_workdir(workdir: str | None) -> None:
+    """SandboxError for a folder that a jail cannot have as its working directory."""
+    if workdir is None:
+        return
+    names = workdir.split("/")[1:]
+    is_plain = workdir.startswith("/") and all(name and name not in (".", "..") and "\0" not in name for name in names)
+    if not is_plain or names[0] in TAKEN_FOLDERS or Path(sys.base_prefix).is_relative_to(f"/{names[0]}"):
+        raise SandboxError(
+            f"SandboxSpec.workdir is {workdir!r}; give an absolute path that is not the system's, such as '/app'"
         )
 
 
@@ -83,7 +153,7 @@ def interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
-def shown_of_host() -> tuple[dict[str, str], dict[str, str]]:
+def shown_of_host(*, has_network: bool) -> tuple[dict[str, str], dict[str, str]]:
     """What a jail shows read-only, path of the host by place; and symbolic links, target by place."""
     shown: dict[str, str] = {"/usr": "/usr"}
     links = dict(DEVICE_LINKS)
@@ -92,37 +162,9 @@ def shown_of_host() -> tuple[dict[str, str], dict[str, str]]:
             links[folder] = os.readlink(folder)
         elif os.path.isdir(folder):
             shown[folder] = folder
-    shown |= {file: file for file in SYSTEM_FILES if os.path.exists(file)}
+    files = (*SYSTEM_FILES, *NETWORK_FILES) if has_network else SYSTEM_FILES
+    shown |= {file: file for file in files if os.path.exists(file)}
     if not Path(sys.base_prefix).is_relative_to("/usr"):
         shown[sys.base_prefix] = sys.base_prefix
     shown[PACKAGE_INSIDE] = str(PACKAGE)
     return shown, links
-
-
-def bubblewrap() -> Sequence[str]:
-    """Bubblewrap's part of the command; SandboxError where it is not installed."""
-    program = shutil.which("bwrap")
-    if program is None:
-        raise SandboxError("bubblewrap is not installed; install the package `bubblewrap`")
-    shown, links = shown_of_host()
-    arguments = [program, "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
-    for kind in ("pid", "net", "ipc", "uts", "cgroup"):
-        arguments.append(f"--unshare-{kind}")
-    arguments += ["--hostname", "sandbox", "--proc", "/proc"]
-    for parent in sorted({str(parent) for place in (*shown, *links) for parent in Path(place).parents} - {"/"}):
-        arguments += ["--perms", "0755", "--dir", parent]  # left to itself, it makes them for the owner only
-    for place, path in shown.items():
-        arguments += ["--ro-bind", path, place]
-    for device in DEVICES:  # not --dev: it makes a second namespace of users, without power over the mounts
-        arguments += ["--dev-bind", device, device]
-    for place, target in links.items():
-        arguments += ["--symlink", target, place]
-    for place in ("/tmp", "/work", "/dev/shm"):
-        arguments += ["--dir", place]
-    arguments += ["--remount-ro", "/", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
-    if os.getuid() == 0:  # `inside.py` becomes another user; the filter denies namespaces of users
-        arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_CHOWN"]
-    else:
-        # Not --disable-userns, for the same reason as --dev: `inside.py` forbids further ones itself.
-        arguments += ["--unshare-user", "--uid", str(JAIL_UID), "--gid", str(JAIL_UID), "--cap-add", "CAP_SYS_RESOURCE"]
-    return [*arguments, "--"]

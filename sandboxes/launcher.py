@@ -149,7 +149,8 @@ def set_limits(request: dict[str, Any], num_processes: int) -> None:
     if request["new_processes"] is not None and num_processes:
         lower_limit(resource.RLIMIT_NPROC, num_processes + request["new_processes"])
     # At the soft limit SIGXCPU ends the program; one that ignores it dies a second later.
-    lower_limit(resource.RLIMIT_CPU, request["cpu_s"], grace=1)
+    if request["cpu_s"] is not None:
+        lower_limit(resource.RLIMIT_CPU, request["cpu_s"], grace=1)
     if request["address_space_bytes"] is not None:
         lower_limit(resource.RLIMIT_AS, request["address_space_bytes"])
 
@@ -261,9 +262,12 @@ def print_traceback(kind: type[BaseException], error: BaseException, frames: typ
 class Launcher:
     """Forks programs, and answers for every process that comes of them."""
 
-    def __init__(self, control: socket.socket, jail_folder: int | None = None) -> None:
+    def __init__(
+        self, control: socket.socket, jail_folder: int | None = None, listener: socket.socket | None = None
+    ) -> None:
         self._control = control
         self._jail_folder = jail_folder  # open; None outside a jail
+        self._listener = listener  # for the host, not for us
         self._pid = os.getpid()
         self._pids: dict[int, int] = {}  # by run id
         self._runs: dict[int, int] = {}  # run id by pid
@@ -410,7 +414,11 @@ class Launcher:
 
     def _greet(self) -> None:
         descriptors = [] if self._jail_folder is None else [self._jail_folder]
+        if self._listener is not None:
+            descriptors.append(self._listener.fileno())
         socket.send_fds(self._control, [REPORT.pack(ReportKind.HELLO, 0, self._landlock, 0, 0)], descriptors)
+        if self._listener is not None:
+            self._listener.close()
 
     def _report(self, kind: ReportKind, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
         with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so

@@ -8,7 +8,8 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -16,6 +17,8 @@ from areal_agent.errors import SandboxError
 from sandboxes.launcher import REPORT, REQUEST, ReportKind, RequestKind, children_of
 
 START_TIMEOUT_S = 30.0
+MAX_ON_THE_WAY = 32
+"""Programs that are sent and not started: they fit the socket, and the kernel's bound on descriptors on their way."""
 STOP_TIMEOUT_S = 10.0
 
 Outcome = TypeVar("Outcome")
@@ -30,12 +33,26 @@ class Ended:
     peak_memory_bytes: int
 
 
+class Turn:
+    """The right to have one program on its way to the launcher."""
+
+    def __init__(self, room: asyncio.Semaphore) -> None:
+        self._room: asyncio.Semaphore | None = room
+
+    def end(self) -> None:
+        """Harmless when it has ended."""
+        if self._room is not None:
+            self._room.release()
+            self._room = None
+
+
 class Run:
     """One program in the launcher. `ended` raises SandboxError when the launcher could not run it to its end."""
 
-    def __init__(self, run_id: int, ended: asyncio.Future[Ended]) -> None:
+    def __init__(self, run_id: int, ended: asyncio.Future[Ended], turn: Turn) -> None:
         self.id = run_id
         self.ended = ended
+        self.turn = turn
         self.pid: int | None = None  # None until it has started
 
 
@@ -45,12 +62,15 @@ class LauncherLink:
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, shares_pids: bool) -> None:
         self.landlock_version = 0
         self.folder: int | None = None  # where the programs of a jail work, open until `aclose`
+        self._listener: socket.socket | None = None  # of a jail: its programs' way to the network, if they have one
         self._shares_pids = shares_pids
         self._loop = asyncio.get_running_loop()
         self._process = process
         self._control = control
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._runs: dict[int, Run] = {}
+        self._room = asyncio.Semaphore(MAX_ON_THE_WAY)
+        self._unwritten = bytearray()
         self._next_id = 1
         self._received = b""
         self._is_alive = True
@@ -96,19 +116,44 @@ class LauncherLink:
     def is_alive(self) -> bool:
         return self._is_alive
 
-    def run(self, descriptors: Sequence[int]) -> Run:
+    def take_listener(self) -> socket.socket | None:
+        """The socket on which a jail's programs ask for the network; the caller's from now on."""
+        listener, self._listener = self._listener, None
+        return listener
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncGenerator[Turn, None]:
+        """To be waited for before a program's descriptors are opened, so that any number of programs may wait."""
+        await self._room.acquire()
+        turn = Turn(self._room)
+        try:
+            yield turn
+        finally:
+            turn.end()
+
+    def run(self, descriptors: Sequence[int], turn: Turn) -> Run:
         """Start the program that the descriptors (request, stdin, stdout, stderr) tell of; they stay the caller's."""
-        run = Run(self._next_id, self._loop.create_future())
+        run = Run(self._next_id, self._loop.create_future(), turn)
         self._next_id += 1
-        self._send(RequestKind.START, run.id, descriptors)
+        self._write_kills()  # requests are taken in order: what was killed before is dead before this starts
+        if not self._is_alive:
+            raise SandboxError("the sandbox launcher is not running")
+        try:
+            socket.send_fds(self._control, [REQUEST.pack(RequestKind.START, run.id)], descriptors)
+        except ConnectionError:  # its end is news that the loop has not read yet
+            self._fail("the sandbox launcher died")
+            raise SandboxError("the sandbox launcher died before it could run a program") from None
+        except OSError as error:
+            raise SandboxError(f"the sandbox launcher takes no request: {error}") from error
         self._runs[run.id] = run
         return run
 
     def kill(self, run: Run) -> None:
         """Kill a program and its process group. Harmless when it has ended."""
         if run.id in self._runs:
-            with contextlib.suppress(SandboxError):  # the launcher is dead, and with it the program
-                self._send(RequestKind.KILL, run.id, ())
+            if not self._unwritten:
+                self._loop.call_soon(self._write_kills)  # all of one moment together: they take little room then
+            self._unwritten += REQUEST.pack(RequestKind.KILL, run.id)
 
     def abandon(self) -> None:
         """Kill a launcher that no longer answers; every run of it fails."""
@@ -122,6 +167,8 @@ class LauncherLink:
         if not done:
             self._kill_process()
             await self._watch
+        if (listener := self.take_listener()) is not None:
+            listener.close()
         if self.folder is not None:
             folder, self.folder = self.folder, None
             os.close(folder)
@@ -141,26 +188,30 @@ class LauncherLink:
                     os.kill(child, signal.SIGKILL)
         self._process.kill()
 
-    def _send(self, kind: RequestKind, run_id: int, descriptors: Sequence[int]) -> None:
-        if not self._is_alive:
-            raise SandboxError("the sandbox launcher is not running")
+    def _write_kills(self) -> None:
+        if not self._is_alive or not self._unwritten:
+            return
+        self._loop.remove_writer(self._control)
         try:
-            socket.send_fds(self._control, [REQUEST.pack(kind, run_id)], descriptors)
-        except ConnectionError:  # its end is news that the loop has not read yet
+            del self._unwritten[: self._control.send(self._unwritten)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the launcher is dead, and with it the programs
             self._fail("the sandbox launcher died")
-            raise SandboxError("the sandbox launcher died before it could run a program") from None
-        except OSError as error:
-            raise SandboxError(f"the sandbox launcher takes no request: {error}; run fewer programs at once") from error
+            return
+        if self._unwritten:
+            self._loop.add_writer(self._control, self._write_kills)
 
     def _on_readable(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._control, 65_536, 1)
+            data, descriptors, _, _ = socket.recv_fds(self._control, 65_536, 2)
         except BlockingIOError:
             return
         except ConnectionError:
             data, descriptors = b"", []
         if descriptors:
-            [self.folder] = descriptors
+            self.folder, *listeners = descriptors
+            self._listener = socket.socket(fileno=listeners[0]) if listeners else None
         if not data:
             self._fail("the sandbox launcher died")
             return
@@ -182,7 +233,9 @@ class LauncherLink:
             return  # it has failed already: its child told us before the launcher saw it end
         elif kind == ReportKind.STARTED:
             run.pid = value
+            run.turn.end()
         else:
+            run.turn.end()
             del self._runs[run_id]
             if kind == ReportKind.ENDED:
                 ended = Ended(wait_status=value, cpu_s=cpu_us / 1e6, peak_memory_bytes=peak_bytes)
@@ -197,9 +250,11 @@ class LauncherLink:
             return
         self._is_alive = False
         self._loop.remove_reader(self._control)
+        self._loop.remove_writer(self._control)
         self._control.close()
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
+            run.turn.end()
             if self._shares_pids:
                 _kill_orphans(run)
             _settle(run.ended, SandboxError(f"{reason} while a program ran"))

@@ -23,17 +23,19 @@ class Reaped:
 
 def reap() -> Reaped:
     """Remove it all. What a living process owns is left alone."""
-    return Reaped(num_groups=_reap_groups(), num_folders=_reap_folders())
+    return Reaped(num_groups=reap_groups(), num_folders=reap_folders())
 
 
-def _reap_groups() -> int:
+def reap_groups() -> int:
+    """Control groups, with the processes in them."""
     try:
         return remove_abandoned()
     except FileNotFoundError:
         return 0  # no control groups on this system
 
 
-def _reap_folders() -> int:
+def reap_folders() -> int:
+    """Working folders."""
     abandoned = [
         folder
         for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")

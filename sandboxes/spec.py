@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
+from areal_agent.errors import SandboxError
 from sandboxes.limits import Limits
 
 WEB_PORTS = (80, 443)
@@ -130,3 +131,12 @@ class CellSpec:
     workdir: str | None = None
     network: Network | None = None
     runtime: str | None = None
+
+    def refuse(self, backend: str, *names: str) -> None:
+        """SandboxError when one of these is asked for."""
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                raise SandboxError(
+                    f"SandboxSpec.{name} is {value!r}, and the {backend} backend cannot give it; "
+                    "leave it out, or use another backend"
+                )

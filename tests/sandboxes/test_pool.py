@@ -180,9 +180,9 @@ async def test_more_isolation_than_there_is_fails_closed(pool: Pool) -> None:
 @pytest.mark.parametrize("name", ["cpus", "pids", "disk_bytes", "inodes"])
 async def test_limit_that_is_not_enforced_is_refused(pool: Pool, box: Sandbox, name: str) -> None:
     limits = Limits(**{name: 1})
-    with pytest.raises(ValueError, match=f"Limits.{name} is 1, and the subprocess backend cannot enforce it"):
+    with pytest.raises(SandboxError, match=f"Limits.{name} is 1, and the subprocess backend cannot enforce it"):
         await box.exec_python("", limits=limits)
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(SandboxError, match="leave it out"):
         async with pool.acquire(SandboxSpec(limits=limits)):
             pass
 

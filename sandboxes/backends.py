@@ -1,0 +1,54 @@
+"""Which backend: by its name, or the strongest that works on this machine."""
+
+import logging
+from typing import Literal
+
+from areal_agent.errors import SandboxError
+from sandboxes.base import Provider
+from sandboxes.bubblewrap import BubblewrapProvider
+from sandboxes.jail import Walls
+from sandboxes.spec import Isolation
+from sandboxes.subprocess import SubprocessProvider
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "bubblewrap", "namespaces", "subprocess"]
+"""`bubblewrap` takes namespaces by system calls where bubblewrap is missing; `namespaces` takes nothing else."""
+ISOLATION_OF: dict[str, Isolation] = {
+    "bubblewrap": Isolation.NAMESPACES,
+    "namespaces": Isolation.NAMESPACES,
+    "subprocess": Isolation.PROCESS,
+}
+BACKENDS = ("auto", *ISOLATION_OF)
+
+
+async def start_provider(backend: Backend, min_isolation: Isolation) -> Provider:
+    """The provider of a backend; nothing is left of one that isolates too little."""
+    if backend not in BACKENDS:
+        raise ValueError(f"sandbox backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
+    if backend == "auto":
+        return await start_strongest(min_isolation)
+    refuse_less(backend, ISOLATION_OF[backend], min_isolation)
+    if backend == "subprocess":
+        return await SubprocessProvider.start()
+    return await BubblewrapProvider.start((Walls.NAMESPACES,) if backend == "namespaces" else tuple(Walls))
+
+
+async def start_strongest(min_isolation: Isolation) -> Provider:
+    """Bubblewrap or its like, else plain processes, as far as `min_isolation` lets."""
+    refuse_less("strongest", Isolation.NAMESPACES, min_isolation)
+    try:
+        return await BubblewrapProvider.start()
+    except SandboxError as error:
+        refuse_less(f"strongest that works here ({error})", Isolation.PROCESS, min_isolation)
+        logger.warning("sandbox backend: subprocess, for %s", error)
+    return await SubprocessProvider.start()
+
+
+def refuse_less(backend: str, isolation: Isolation, min_isolation: Isolation) -> None:
+    """SandboxError when a backend isolates less than is asked."""
+    if not isolation.covers(min_isolation):
+        raise SandboxError(
+            f"min_isolation is {min_isolation.value!r}, the {backend} backend gives only {isolation.value!r}; "
+            "use a stronger backend, or ask for less"
+        )

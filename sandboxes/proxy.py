@@ -1,0 +1,180 @@
+"""A sandbox's only way to the network: an HTTP proxy in the host's process that lets through what is allowed.
+
+It listens on a socket that was made inside the sandbox, so that there is no path, port or address of the host to reach.
+Names are resolved here, and the connection goes to the address that was judged: a name that leads to a private address,
+to this machine or its neighbours, is refused, and so is everything that is not TCP. It knows no backend.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from typing import Self
+from urllib.parse import urlsplit
+
+from sandboxes.spec import Access, Network, plain_host
+
+PROXY_PORT = 3128
+MAX_HEAD_BYTES = 65_536
+MAX_CONNECTIONS = 64
+HEAD_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
+CHUNK_BYTES = 65_536
+DETOURS = tuple(
+    ipaddress.ip_network(network) for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
+)
+"""IPv6 addresses that hold an IPv4 one, to which they may lead."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class RefusedError(Exception):
+    """The proxy does not do it; the message is the program's to read."""
+
+
+def proxy_environment() -> dict[str, str]:
+    """What tells programs of it."""
+    url = f"http://127.0.0.1:{PROXY_PORT}"
+    return {name: url for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+
+
+class FilteringProxy:
+    """Make it with `start`, end it with `aclose`."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(cls, listener: socket.socket, network: Network) -> Self:
+        """`listener` becomes its own."""
+        proxy = cls(network)
+        listener.setblocking(False)
+        proxy._server = await asyncio.start_server(proxy._on_connection, sock=listener, limit=MAX_HEAD_BYTES)
+        return proxy
+
+    async def aclose(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            writer.close()
+            return
+        connection = asyncio.create_task(self._serve(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection of a program, to its end. What goes wrong with it is the program's to see."""
+        with contextlib.suppress(OSError):
+            try:
+                await self._forward(reader, writer)
+            except RefusedError as refusal:
+                text = f"{refusal}\n"
+                head = f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+                writer.write((head + text).encode(errors="replace"))
+                await writer.drain()
+            finally:
+                writer.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HEAD_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            raise RefusedError("no whole HTTP request came") from None
+        host, port, opening = _read_head(head)
+        if not self._network.lets(host, port):
+            raise RefusedError(f"{host}:{port} is not among the hosts that this sandbox may reach")
+        there_reader, there_writer = await self._connect(host, port)
+        try:
+            if opening is None:
+                writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            else:
+                there_writer.write(opening)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_copy(reader, there_writer))
+                group.create_task(_copy(there_reader, writer))
+        finally:
+            there_writer.close()
+
+    async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To the first address of a host that may be reached and answers."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                for text in dict.fromkeys(str(entry[4][0]) for entry in found):
+                    if self._is_allowed(host, ipaddress.ip_address(text)):
+                        with contextlib.suppress(OSError):
+                            return await asyncio.open_connection(text, port)
+        except (OSError, UnicodeError, ValueError) as error:
+            raise RefusedError(f"{host}:{port} cannot be reached: {error}") from error
+        raise RefusedError(f"{host}:{port} cannot be reached at an address that this sandbox may reach")
+
+    def _is_allowed(self, host: str, address: Address) -> bool:
+        """An address that the list names is meant; any other must be public."""
+        is_named = self._network.access is Access.ALLOW and plain_host(host) == str(address)
+        return is_named or (is_public(address) and not is_own(address))
+
+
+def is_public(address: Address) -> bool:
+    """Whether anybody on the Internet would reach the same host by it."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return is_public(address.ipv4_mapped)
+        if any(address in detour for detour in DETOURS):
+            return False
+    return address.is_global and not address.is_multicast
+
+
+def is_own(address: Address) -> bool:
+    """Whether it is an address of this machine: it then is where packets to it start."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as channel:
+            channel.connect((str(address), 9))  # sends nothing
+            return channel.getsockname()[0] == str(address)
+    except OSError:
+        return False  # no way there: connecting will say so
+
+
+def _read_head(head: bytes) -> tuple[str, int, bytes | None]:
+    """Host and port of a request, and what to send there first: for CONNECT nothing."""
+    first, *headers = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
+    parts = first.split(" ")
+    if len(parts) != 3 or any(character in first for character in "\r\n\0"):
+        raise RefusedError("the request line is none of HTTP")
+    method, target, version = parts
+    try:
+        url = urlsplit(f"//{target}" if method == "CONNECT" else target)
+        host, port = url.hostname, url.port
+    except ValueError:
+        raise RefusedError(f"{target!r} is no address") from None
+    if not host or (method != "CONNECT" and url.scheme != "http"):
+        raise RefusedError(f"{target!r} is no address that a proxy forwards to; name the host")
+    if method == "CONNECT":
+        return host, port or 443, None
+    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    kept = [line for line in headers if not _is_of_the_proxy(line)]
+    lines = [f"{method} {path} {version}", f"Host: {url.netloc.rpartition('@')[2]}", *kept, "Connection: close"]
+    return host, port or 80, ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def _is_of_the_proxy(header: str) -> bool:
+    name = header.partition(":")[0].strip().lower()
+    return name in ("host", "connection", "keep-alive") or name.startswith("proxy-")
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """To the end of what is read, which ends what is written."""
+    with contextlib.suppress(OSError):
+        while chunk := await reader.read(CHUNK_BYTES):
+            writer.write(chunk)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()

@@ -1,0 +1,170 @@
+"""A sandbox: a cell of any backend in its caller's hands, with what is the same for all of them.
+
+It adds the environment, files and set-up of its spec, sessions, the packing of folders, and the pool's slots: a program
+that is run to its end waits for one, its time begins when it has it. A cell is taken when first needed. It knows no
+backend.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from areal_agent.errors import SandboxError
+from sandboxes.archive import checked, pack_folder
+from sandboxes.base import Cell, Process, Program
+from sandboxes.limits import Limits
+from sandboxes.paths import relative_parts
+from sandboxes.python_session import SESSION_SOURCE, PythonSession
+from sandboxes.result import ExecResult
+from sandboxes.shell_session import ShellSession
+from sandboxes.spec import CellSpec, SandboxSpec
+
+MAX_DOWNLOAD_BYTES = 64 * 2**20
+
+
+class Sandbox:
+    """A working directory in which programs run; any number at once. It is gone after `close`.
+
+    Cancelling a call kills its program. Files that are not as asked (nothing there, a link, too long) raise OSError; a
+    sandbox that does not work raises SandboxError.
+    """
+
+    def __init__(
+        self,
+        take_cell: Callable[[CellSpec], Awaitable[Cell]],
+        spec: SandboxSpec,
+        default_limits: Limits,
+        slots: asyncio.Semaphore,
+    ) -> None:
+        self._take_cell = take_cell
+        self._spec = spec
+        self._cell_spec = spec.cell(default_limits)
+        self._slots = slots
+        self._taking = asyncio.Lock()
+        self._cell: Cell | None = None
+        self._is_closed = False
+
+    @property
+    def limits(self) -> Limits:
+        """Those of a call that names none."""
+        return self._cell_spec.limits
+
+    async def prepare(self) -> None:
+        """Files and set-up, if there are any; the pool does this before it hands the sandbox out."""
+        for path, data in self._spec.files.items():
+            await self.write(path, data)
+        for command in self._spec.setup:
+            limits = replace(self.limits, wall_s=self._spec.setup_wall_s, cpu_s=None)
+            result = await self.exec(["sh", "-c", command], limits=limits)
+            if not result.is_ok:
+                said = (result.stderr or result.stdout).decode(errors="replace")[-500:]
+                raise SandboxError(f"setup command {command!r} ended as {result.status.value}: {said}")
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limits: Limits | None = None,
+    ) -> ExecResult:
+        """Run a program to its end; `cwd` is relative to the working directory.
+
+        An `argv[0]` that cannot be run ends as in a shell: 127 or 126, the reason on stderr.
+        """
+        return await self._run(self._executable(argv, env, cwd), stdin, limits)
+
+    async def exec_python(self, source: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
+        """Run Python source as `__main__`, in a process of its own, to its end."""
+        return await self._run(Program(source=source, env=self._spec.env), stdin, limits)
+
+    async def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limits: Limits | None = None,
+    ) -> Process:
+        """Start a program and talk with it while it runs: until its end, `kill`, or the sandbox's `close`.
+
+        Without `limits` its time is not bounded. It takes no slot of the pool: it may idle.
+        """
+        program = self._executable(argv, env, cwd)
+        return await self._spawn(program, limits)
+
+    async def spawn_python(self, source: str, *, limits: Limits | None = None) -> Process:
+        """As `spawn`, of Python source as `__main__`."""
+        return await self._spawn(Program(source=source, env=self._spec.env), limits)
+
+    def shell(self) -> ShellSession:
+        """Bash commands that share variables, functions and the folder they are in; see `shell_session.py`."""
+        return ShellSession(self.exec)
+
+    def python(self, *, limits: Limits | None = None) -> PythonSession:
+        """Python programs that share one interpreter; see `python_session.py`."""
+        return PythonSession(self._start_interpreter, limits or self.limits, self._slots)
+
+    async def read(self, path: str) -> bytes:
+        """The bytes of a regular file in the working directory, of at most `Limits.file_bytes`."""
+        return await (await self._live_cell()).read(path)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file in the working directory, folders included."""
+        await (await self._live_cell()).write(path, data)
+
+    async def upload(self, source: bytes | Path, path: str = ".") -> None:
+        """A folder of the host, or a tar, into a folder of the sandbox. ValueError when it holds links or the like."""
+        make_tar = partial(checked, source) if isinstance(source, bytes) else partial(pack_folder, source)
+        tar = await asyncio.to_thread(make_tar)
+        await (await self._live_cell()).upload(tar, path)
+
+    async def download(self, path: str = ".", *, max_bytes: int = MAX_DOWNLOAD_BYTES) -> bytes:
+        """A folder of the sandbox as a tar of its files and folders; OSError when they are more than `max_bytes`."""
+        return await (await self._live_cell()).download(path, max_bytes)
+
+    async def health(self) -> bool:
+        """Whether it runs programs."""
+        try:
+            await self.exec(["true"])  # whatever comes of it: a result is the answer
+        except SandboxError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Kill what runs in it and remove its files. Harmless when it is closed already."""
+        self._is_closed = True
+        async with self._taking:
+            if self._cell is not None:
+                await self._cell.close()
+
+    def _executable(self, argv: Sequence[str], env: Mapping[str, str] | None, cwd: str | None) -> Program:
+        if isinstance(argv, str):
+            raise ValueError(f"argv is {argv!r}; give the program and its arguments as a list of strings")
+        if cwd not in (None, "."):
+            relative_parts(cwd)
+        return Program(argv=tuple(argv), env={**self._spec.env, **(env or {})}, cwd=cwd or ".")
+
+    async def _run(self, program: Program, stdin: bytes, limits: Limits | None) -> ExecResult:
+        async with self._slots:
+            return await (await self._live_cell()).exec(program, stdin=stdin, limits=limits or self.limits)
+
+    async def _spawn(self, program: Program, limits: Limits | None) -> Process:
+        cell = await self._live_cell()
+        return await cell.spawn(program, limits=limits or self.limits, is_timed=limits is not None)
+
+    async def _start_interpreter(self, limits: Limits) -> Process:
+        """Of a session: it has no time of its own, its runs have."""
+        cell = await self._live_cell()
+        return await cell.spawn(Program(source=SESSION_SOURCE, env=self._spec.env), limits=limits, is_timed=False)
+
+    async def _live_cell(self) -> Cell:
+        async with self._taking:
+            if self._is_closed:
+                raise SandboxError("the sandbox is closed; acquire another")
+            if self._cell is None:
+                self._cell = await self._take_cell(self._cell_spec)
+            return self._cell
