@@ -4,11 +4,13 @@ What is said to a running container goes another way (`stream.py`). It knows no 
 """
 
 import asyncio
+import io
 import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import docker
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 4
 """Calls at once: the daemon makes no more than a few containers a second, however many ask it."""
 CALL_TIMEOUT_S = 60
+BUILD_TIMEOUT_S = 1800
+BUILD_LIMITS = {"memory": 4 * 2**30, "memswap": 4 * 2**30}
 UNIX_SCHEME = "unix://"
 DEFAULT_HOST = f"{UNIX_SCHEME}/var/run/docker.sock"
 
@@ -72,6 +76,38 @@ class Engine:
             ) from None
         pairs = (text.partition("=") for text in (found.get("Config") or {}).get("Env") or ())
         return Image(id=found["Id"], env={name: value for name, _, value in pairs})
+
+    async def has_image(self, name: str) -> bool:
+        return bool(await self._call(lambda: self._client.images(name)))
+
+    async def label_of_image(self, name: str, label: str) -> str | None:
+        """None where there is no such image, or no such label."""
+        found = await self._call(lambda: self._client.images(name))
+        return (found[0].get("Labels") or {}).get(label) if found else None
+
+    async def import_image(self, files: Path, name: str, labels: Mapping[str, str]) -> None:
+        """An image of one layer, from the tar of its root folder."""
+        repository, _, tag = name.partition(":")
+        changes = [f'LABEL {label}="{value}"' for label, value in labels.items()]
+        await self._call(
+            lambda: self._client.import_image(src=str(files), repository=repository, tag=tag, changes=changes)
+        )
+
+    async def build(self, content: bytes, dockerfile: str, name: str) -> None:
+        """An image of a tar and the Dockerfile in it, without network; SandboxError with what the build said."""
+        lines: list[Mapping[str, Any]] = await self._call(
+            lambda: list(
+                self._client.build(
+                    fileobj=io.BytesIO(content), custom_context=True, dockerfile=dockerfile, tag=name, decode=True,
+                    rm=True, forcerm=True, pull=False, network_mode="none", container_limits=BUILD_LIMITS,
+                    timeout=BUILD_TIMEOUT_S,
+                )
+            )
+        )  # fmt: skip
+        for line in lines:
+            if "error" in line:
+                said = "".join(line.get("stream", "") for line in lines)[-1000:]
+                raise SandboxError(f"the image was not built: {line['error']}; {said}")
 
     async def create(self, config: Mapping[str, Any]) -> str:
         """A container of this configuration, not started; its id."""

@@ -15,6 +15,7 @@ from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities
 from sandboxes.containers.agent.wire import Has
 from sandboxes.containers.agent_link import AgentLink
+from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.containers.boot import COMMAND, boot_data
 from sandboxes.containers.bounds import SharedBounds
 from sandboxes.containers.cell import AgentCell
@@ -26,7 +27,6 @@ from sandboxes.spec import CellSpec, Isolation
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_IMAGE = "areal-agent-sandbox"
 PROGRAM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 KEEPER = Path(__file__).with_name("keeper.py")
 RESTART_PATIENCE_S = 60.0
@@ -39,7 +39,7 @@ class DockerProvider:
     def __init__(self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership) -> None:
         self._engine = engine
         self._keeper = keeper
-        self._ownership = ownership
+        self.ownership = ownership
         self._boot_data = boot_data(denying_filter(engine.machine))
         self._cells: set[AgentCell] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -91,7 +91,7 @@ class DockerProvider:
 
     async def _create(self, spec: CellSpec) -> AgentCell:
         image = await self._engine.image(spec.image or DEFAULT_IMAGE)
-        config = container_config(spec, image=image.id, command=COMMAND, labels=self._ownership.labels(), is_agent=True)
+        config = container_config(spec, image=image.id, command=COMMAND, labels=self.ownership.labels(), is_agent=True)
         container = await self._engine.create(config)
         try:
             link = await self._start(container)
@@ -145,7 +145,7 @@ class DockerProvider:
     async def _close(self) -> None:
         await asyncio.gather(*(cell.close() for cell in tuple(self._cells)))
         with contextlib.suppress(SandboxError):  # then there is no daemon, or the keeper has more patience than we
-            left = await self._engine.containers(self._ownership.filter)
+            left = await self._engine.containers(self.ownership.filter)
             await asyncio.gather(*(self._discard(container["Id"]) for container in left))
         self._keeper.kill()
         await self._keeper.wait()

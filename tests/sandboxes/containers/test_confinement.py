@@ -1,0 +1,101 @@
+"""How containers are closed, read from the configuration that the engine is given.
+
+1. no network, no capabilities but the agent's three, no new privileges, a read-only root; 2. memory without swap,
+processes, CPUs and disks as the limits say, the disks together no more than allowed; 3. nothing of a spec reaches the
+configuration but by its own field; 4. root and names are refused as users; 5. folders that cannot be a disk of their
+own are refused; 6. a runtime that is not installed is refused; 7. so is the network.
+"""
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_agent.errors import SandboxError
+from sandboxes.containers.confinement import AGENT_BYTES, AGENT_PIDS, check, container_config, user_of, workdir_of
+from sandboxes.limits import Limits
+from sandboxes.spec import CellSpec, Network
+
+RUNTIMES = frozenset({"runc"})
+DANGEROUS = (
+    "Privileged", "Binds", "Mounts", "Devices", "DeviceRequests", "VolumesFrom", "PidMode", "UTSMode", "UsernsMode",
+    "ExtraHosts", "PublishAllPorts", "PortBindings", "MaskedPaths", "ReadonlyPaths", "Sysctls", "GroupAdd", "Links",
+)  # fmt: skip
+
+
+def config_of(spec: CellSpec) -> dict[str, Any]:
+    return container_config(spec, image="sha256:0", command=["agent"], labels={"a": "b"}, is_agent=True)
+
+
+def sizes(tmpfs: dict[str, str], option: str) -> int:
+    return sum(int(re.search(rf"\b{option}=(\d+)", options)[1]) for options in tmpfs.values())
+
+
+def test_closed() -> None:
+    config = config_of(CellSpec(limits=Limits()))
+    host = config["HostConfig"]
+    assert host["NetworkMode"] == "none"
+    assert (host["CapDrop"], host["CapAdd"]) == (["ALL"], ["SETUID", "SETGID", "KILL"])
+    assert host["SecurityOpt"] == ["no-new-privileges"]
+    assert host["ReadonlyRootfs"] is True
+    assert host["AutoRemove"] is True
+
+
+def test_limits() -> None:
+    limits = Limits(memory_bytes=2**27, pids=7, cpus=0.5, disk_bytes=2**24, inodes=1600)
+    host = config_of(CellSpec(limits=limits))["HostConfig"]
+    assert host["Memory"] == host["MemorySwap"] == 2**27 + AGENT_BYTES
+    assert (host["PidsLimit"], host["NanoCpus"]) == (7 + AGENT_PIDS, 500_000_000)
+    assert (sizes(host["Tmpfs"], "size"), sizes(host["Tmpfs"], "nr_inodes")) == (2**24, 1600)
+    assert all("nosuid,nodev" in options for options in host["Tmpfs"].values())
+
+
+words = st.text(max_size=30) | st.sampled_from(["--privileged", "/x:/y", "/var/run", "host", "0", "root", "1000:0"])
+
+
+@given(user=st.none() | words, workdir=st.none() | words, runtime=st.none() | words)
+def test_a_spec_asks_for_its_own_fields_alone(user: str | None, workdir: str | None, runtime: str | None) -> None:
+    spec = CellSpec(limits=Limits(), user=user, workdir=workdir, runtime=runtime)
+    plain = config_of(CellSpec(limits=Limits()))
+    try:
+        check(spec, RUNTIMES)
+    except SandboxError:
+        return
+    config = config_of(spec)
+    host = config["HostConfig"]
+    assert set(config) == set(plain)
+    assert not set(host) & set(DANGEROUS)
+    assert {name for name in host if host[name] != plain["HostConfig"][name]} <= {"Tmpfs", "Runtime"}
+    assert host["Runtime"] in ("", *RUNTIMES)
+    assert all(path.startswith("/") for path in host["Tmpfs"])
+
+
+@pytest.mark.parametrize("user", ["root", "0", "0:0", "1000:0", "nobody", "-1", "1 ", "", "1:2:3"])
+def test_user_that_is_refused(user: str) -> None:
+    with pytest.raises(SandboxError, match="user"):
+        user_of(CellSpec(limits=Limits(), user=user))
+
+
+def test_user() -> None:
+    user = user_of(CellSpec(limits=Limits(), user="1000:1001"))
+    assert (user.uid, user.gid) == (1000, 1001)
+
+
+@pytest.mark.parametrize(
+    "workdir", ["/", "work", "/proc/1", "/sys/x", "/dev/shm", "/usr", "/a/../etc", "", "/tmp", "//x"]
+)
+def test_workdir_that_is_refused(workdir: str) -> None:
+    with pytest.raises(SandboxError, match="workdir"):
+        workdir_of(CellSpec(limits=Limits(), workdir=workdir))
+
+
+def test_runtime_that_is_not_installed() -> None:
+    with pytest.raises(SandboxError, match=r"runsc.*runc"):
+        check(CellSpec(limits=Limits(), runtime="runsc"), RUNTIMES)
+
+
+def test_network_is_refused() -> None:
+    with pytest.raises(SandboxError, match="network"):
+        check(CellSpec(limits=Limits(), network=Network.full()), RUNTIMES)

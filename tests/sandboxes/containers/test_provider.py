@@ -1,0 +1,125 @@
+"""Containers come and go, and none is left.
+
+1. closing a cell ends its programs and removes the container; 2. closing the provider removes all, also one that is
+just being made; 3. a closed one makes no more; 4. a container that is killed from outside fails its calls, and is known to
+be dead; 5. after a `kill -9` of its process nothing is left, though nobody reaps; 6. reaping takes what dead owners
+left, and the unstarted whose lease is over, and nothing else.
+"""
+
+import asyncio
+import signal
+import sys
+import time
+
+import pytest
+
+from areal_agent.errors import SandboxError
+from sandboxes.base import Program
+from sandboxes.containers.base_image import DEFAULT_IMAGE
+from sandboxes.containers.engine import Engine
+from sandboxes.containers.ownership import HOLDER_LABEL, LEASE_LABEL, OWNER_LABEL, Ownership, is_orphan
+from sandboxes.containers.provider import DockerProvider
+from sandboxes.limits import Limits
+from sandboxes.owner import own_tag
+from sandboxes.spec import CellSpec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PATIENT = Limits(wall_s=30.0)
+SPEC = CellSpec(limits=PATIENT)
+GONE_WITHIN_S = 30.0
+HOST = """
+import asyncio
+from sandboxes.base import Program
+from sandboxes.containers.provider import DockerProvider
+from sandboxes.limits import Limits
+from sandboxes.spec import CellSpec
+
+async def main():
+    provider = await DockerProvider.start()
+    cell = await provider.create(CellSpec(limits=Limits(wall_s=1000.0)))
+    print(provider.ownership.filter, flush=True)
+    await cell.exec(Program(argv=("sleep", "1000")), stdin=b"", limits=Limits(wall_s=1000.0))
+
+asyncio.run(main())
+"""
+
+
+async def test_closed_cell_is_gone(engine: Engine, provider: DockerProvider) -> None:
+    cell = await provider.create(SPEC)
+    call = asyncio.create_task(cell.exec(Program(argv=("sleep", "1000")), stdin=b"", limits=PATIENT))
+    process = await cell.spawn(Program(argv=("cat",)), limits=PATIENT, is_timed=False)
+    await cell.close()
+    with pytest.raises(SandboxError):
+        await call
+    with pytest.raises(SandboxError):
+        await process.wait()
+    assert [chunk async for chunk in process.stdout] == []
+    assert not cell.is_alive
+    assert await engine.containers(provider.ownership.filter) == []
+
+
+async def test_closed_provider_leaves_nothing(engine: Engine) -> None:
+    provider = await DockerProvider.start()
+    await provider.create(SPEC)
+    making = asyncio.create_task(provider.create(SPEC))
+    while len(await engine.containers(provider.ownership.filter)) < 2 and not making.done():
+        pass
+    await provider.close()
+    with pytest.raises(SandboxError):
+        await (await making).exec(Program(argv=("true",)), stdin=b"", limits=PATIENT)
+    assert await engine.containers(provider.ownership.filter) == []
+    with pytest.raises(SandboxError, match="closed"):
+        await provider.create(SPEC)
+
+
+async def test_container_that_is_killed_from_outside(engine: Engine, provider: DockerProvider) -> None:
+    cell = await provider.create(SPEC)
+    call = asyncio.create_task(cell.exec(Program(argv=("sleep", "1000")), stdin=b"", limits=PATIENT))
+    [container] = await engine.containers(provider.ownership.filter)
+    await engine.remove(container["Id"])
+    with pytest.raises(SandboxError, match="gone"):
+        await call
+    assert not cell.is_alive
+    await cell.close()
+
+
+async def test_after_kill_of_its_process_nothing_is_left(engine: Engine) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", HOST, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    label = (await process.stdout.readline()).decode().strip()
+    assert len(await engine.containers(label)) == 1
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+    async with asyncio.timeout(GONE_WITHIN_S):
+        while await engine.containers(label):
+            pass
+
+
+async def test_reaping_takes_what_dead_owners_left(engine: Engine, provider: DockerProvider) -> None:
+    dead = await engine.create(unstarted(Ownership().labels() | {OWNER_LABEL: dead_owner()}))
+    expired = await engine.create(unstarted(Ownership().labels() | {OWNER_LABEL: "1.1.1", LEASE_LABEL: "1"}))
+    ours = Ownership()
+    living = await engine.create(unstarted(ours.labels()))
+    assert await provider.reap() == 2
+    assert [found["Id"] for found in await engine.containers(ours.filter)] == [living]
+    await engine.remove(living)
+    for gone in (dead, expired):
+        await engine.remove(gone)
+
+
+def unstarted(labels: dict[str, str]) -> dict[str, object]:
+    return {"Image": DEFAULT_IMAGE, "Cmd": ["true"], "Labels": labels, "HostConfig": {"NetworkMode": "none"}}
+
+
+def dead_owner() -> str:
+    """This process's tag with another start."""
+    pid, start, namespace = own_tag().split(".")
+    return f"{pid}.{int(start) + 1}.{namespace}"
+
+
+async def test_what_bears_no_label_is_nobodys_orphan() -> None:
+    assert not is_orphan({"Labels": None, "State": "created"})
+    later = {OWNER_LABEL: own_tag(), HOLDER_LABEL: "x", LEASE_LABEL: str(int(time.time()) + 100)}
+    assert not is_orphan({"Labels": later, "State": "created"})
+    assert not is_orphan({"Labels": later | {LEASE_LABEL: "1"}, "State": "running"})
