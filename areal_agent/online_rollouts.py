@@ -27,7 +27,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.executor import RolloutStats
 from areal_agent.rollout.online import OnlineGateway
 from areal_agent.source import SourceCounts
-from areal_agent.types import RolloutBatch, Task
+from areal_agent.types import RolloutBatch, Task, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,14 @@ class OnlineRollouts:
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         raise ConfigError("rollout_batch needs rollouts of the run's own; with rollout.gateway_url call prepare_batch")
 
-    async def publish(self, step: int) -> None:
+    async def publish(self, version: WeightVersion) -> None:
         self._state = await self.gateway.publish(
-            step, batch_answers=self.config.batch_answers, max_staleness=self.config.max_staleness
+            version.step,
+            incarnation=version.incarnation,
+            batch_answers=self.config.batch_answers,
+            max_staleness=self.config.max_staleness,
         )
-        self.step = step
+        self.step = version.step
 
     async def commit(self, step: int, checkpoint: Path) -> None:
         if step > 0:

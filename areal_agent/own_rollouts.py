@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agent.ancestry import Ancestry
 from areal_agent.config import Config
 from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError
@@ -44,8 +45,8 @@ class OwnRollouts:
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         return await self.producer.roll_out(step, tasks)
 
-    async def publish(self, step: int) -> None:
-        self.producer.publish(step)
+    async def publish(self, version: WeightVersion) -> None:
+        self.producer.publish(version.step)
 
     async def commit(self, step: int, checkpoint: Path) -> None:
         await self.ledger.commit_checkpoint(step, str(checkpoint))
@@ -122,7 +123,8 @@ async def _make_producer(preflight: Preflight, ledger: Ledger, serving: Serving,
         trains_altered=config.rollout.train_altered,
         dynamic_sampling=make_dynamic_sampling(config),
     )
-    await producer.restore(await ledger.waiting())
+    ancestry = Ancestry(forks=await ledger.forks())
+    await producer.restore(map(ancestry.relabelled, await ledger.waiting()))
     return producer
 
 

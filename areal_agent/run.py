@@ -151,7 +151,7 @@ class Run:
         weights = await self._trainer.publish()
         report = await push([self._source.engine], weights, version, PauseMode.RETRACT)
         self.version = version
-        await self._source.publish(version.step)
+        await self._source.publish(version)
         return report
 
     # ------------------------------------------------------------------ evaluation, checkpoints, the end

@@ -15,7 +15,7 @@ from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError
 from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.rollout.executor import RolloutStats
-from areal_agent.types import RolloutBatch, Task
+from areal_agent.types import RolloutBatch, Task, WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +46,8 @@ class Source(Protocol):
         """Exactly these tasks, now. Raises ConfigError where somebody else decides on the tasks."""
         ...
 
-    async def publish(self, step: int) -> None:
-        """Version `step` serves: the bound moves."""
+    async def publish(self, version: WeightVersion) -> None:
+        """This version serves: the bound moves."""
         ...
 
     async def commit(self, step: int, checkpoint: Path) -> None:

@@ -312,15 +312,19 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         return sum(len(completion.token_ids) for turn in self.turns for completion in turn.completions)
 
-    def sampled_steps(self) -> frozenset[int]:
-        """The distinct `WeightVersion.step`s that sampled tokens of this trajectory."""
+    def sampled_versions(self) -> frozenset[WeightVersion]:
+        """The distinct weights that sampled tokens of this trajectory."""
         return frozenset(
-            span.version.step
+            span.version
             for turn in self.turns
             for completion in turn.completions
             for span in completion.versions
             if span.end > span.start
         )
+
+    def sampled_steps(self) -> frozenset[int]:
+        """The distinct `WeightVersion.step`s of them."""
+        return frozenset(version.step for version in self.sampled_versions())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -384,6 +388,7 @@ class PauseMode(StrEnum):
     ABORT = "abort"  # they return what they have
     RETRACT = "retract"  # they stop at a token boundary; after resume the KV cache is recomputed (recompute)
     IN_PLACE = "in_place"  # they freeze and go on with the old KV cache (keep)
+    WAIT = "wait"  # they end first, and those that have sampled nothing wait; vLLM's name, SGLang has no such mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

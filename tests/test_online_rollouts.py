@@ -22,6 +22,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.online_rollouts import OnlineRollouts, take_over, trainer_name
 from areal_agent.rollout.online import OnlineGateway
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import WeightVersion
 
 KEY = "sk-admin"
 
@@ -97,7 +98,7 @@ async def test_a_batch_that_does_not_come_is_told_once(served: ServedGateway) ->
     rollouts = OnlineRollouts(
         config=config, engine=HttpEngine("http://127.0.0.1:1"), gateway=client, step=0, lease_wait_s=0.0
     )
-    await rollouts.publish(0)
+    await rollouts.publish(WeightVersion())
     listener = Listener()
     logging.getLogger("areal_agent.online_rollouts").addHandler(listener)
     taking = asyncio.create_task(rollouts.take(1))

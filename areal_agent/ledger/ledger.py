@@ -207,6 +207,10 @@ class Ledger:
         """
         return await self._reader.run(questions.drawn_groups)
 
+    async def forks(self) -> tuple[tuple[int, int], ...]:
+        """Of each incarnation, its number and the step at which it began; the oldest first."""
+        return await self._reader.run(questions.forks)
+
     async def counts(self) -> LedgerCounts:
         return await self._reader.run(questions.counts)
 

@@ -65,6 +65,11 @@ def last_checkpoint(snapshot: Snapshot) -> int:
     return reads.number(snapshot[0], "coalesce(max(step), 0) FROM checkpoints")
 
 
+def forks(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
+    """Of each incarnation, its number and the step at which it began; the oldest first."""
+    return tuple(snapshot[0].execute("SELECT number, checkpoint_step FROM incarnations ORDER BY number").fetchall())
+
+
 def session_with_key(snapshot: Snapshot, key_hash: str) -> str | None:
     """The id of the session that has this key; None when there is none."""
     for connection in snapshot:

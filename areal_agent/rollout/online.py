@@ -74,13 +74,21 @@ class OnlineGateway:
         )
         return await asyncio.to_thread(_read_lease, body)
 
-    async def publish(self, step: int, *, batch_answers: int | None = None, max_staleness: int | None = None) -> State:
-        """Version `step` serves; with the other two, under this staleness bound."""
+    async def publish(
+        self,
+        step: int,
+        *,
+        incarnation: int | None = None,
+        batch_answers: int | None = None,
+        max_staleness: int | None = None,
+    ) -> State:
+        """Version `step` serves, as weights of this incarnation; with the other two, under this staleness bound."""
         return await self._state(
             "/rl/publish",
             {
                 "step": step,
                 "trainer": self._trainer,
+                "incarnation": incarnation,
                 "batch_answers": batch_answers,
                 "max_staleness": max_staleness,
             },

@@ -18,8 +18,8 @@ class TrainerConfig(Section):
     schedule: LearningRateSchedule = "constant"
     """What follows the warm-up: `constant`, or a `linear` or `cosine` fall to zero over all steps of the run."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.001
-    """The share of the run's optimiser updates (`steps` times `algorithm.minibatches`) over which the learning rate rises
-    linearly."""
+    """The share of the run's optimiser updates (`steps` times `algorithm.minibatches`) over which the learning rate
+    rises linearly."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-5

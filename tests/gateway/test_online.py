@@ -53,7 +53,8 @@ async def test_a_lease_has_whole_groups_oldest_first_and_reads_back_exactly(onli
     newer = await online.play("b", 2)
     online.world.engine.version = WeightVersion(incarnation=1, step=0)
     older = await online.play("a", 2)
-    body = await online.done("lease", step=1, num_groups=2)
+    await online.done("publish", step=1)
+    body = await online.done("lease", step=2, num_groups=2)
     reply = decode_lease(body)
     assert ids_of(reply) == [ids(older), ids(newer)]
     for trajectory in (one for group in reply.groups for one in group.trajectories):
@@ -62,7 +63,7 @@ async def test_a_lease_has_whole_groups_oldest_first_and_reads_back_exactly(onli
     for sent, ours in zip(body["records"], records, strict=True):
         assert np.array_equal(np.asarray(sent["behavior_logprobs"], dtype=np.float32), ours.behavior_logprobs)
         assert sent["token_ids"] == ours.token_ids.tolist()
-    assert "records" not in await online.done("lease", step=1, num_groups=2, records=False)
+    assert "records" not in await online.done("lease", step=2, num_groups=2, records=False)
 
 
 async def test_a_lease_asked_for_again_is_the_same_also_by_the_next_process(

@@ -21,6 +21,7 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.online.bound import Bound, Progress
 from areal_agent.gateway.online.group import Waiting
 from areal_agent.gateway.online.groups import Groups
+from areal_agent.types import WeightVersion
 
 WAIT_S = 60.0
 
@@ -31,7 +32,8 @@ def make_groups(batch_answers: int = 4, max_staleness: int = 0, published: int =
 
 
 def waiting(session_id: str, oldest: int = 0, has_reward: bool = True) -> Waiting:
-    return Waiting(session_id=session_id, oldest=oldest, has_reward=has_reward)
+    versions = frozenset({WeightVersion(step=oldest)})
+    return Waiting(session_id=session_id, versions=versions, has_reward=has_reward)
 
 
 def finish(groups: Groups, *session_ids: str, group_id: str, oldest: int = 0) -> None:

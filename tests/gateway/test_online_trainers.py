@@ -4,7 +4,8 @@
 unasked; 3. a trainer that takes over keeps what others trained, begins after it, and has what waits; 4. the one before
 is refused from then on, and may take over in its turn; 5. over a restart of the gateway; 6. a trainer that has lost
 its own checkpoint trains again what that held, and nothing of what others trained; 7. whatever trainers do, the ledger
-is proved.
+is proved; 8. what another trainer's weights sampled is stale, whatever its label; what a trainer's own earlier weights
+sampled is as old as what they share with those that serve.
 """
 
 from collections.abc import AsyncIterator
@@ -27,9 +28,11 @@ async def online(open_world: OpenWorld, tmp_path: Path) -> AsyncIterator[Online]
     await online.ledger.aclose()
 
 
-async def train(online: Online, step: int, trainer: str | None, *, commits: bool = True) -> Agent:
-    """A whole train step of one rollout."""
-    online.world.engine.version = WeightVersion(step=step - 1)
+async def train(
+    online: Online, step: int, trainer: str | None, *, commits: bool = True, sampled_by: int | None = None
+) -> Agent:
+    """A whole train step of one rollout, sampled by the weights of the step before or of `sampled_by`."""
+    online.world.engine.version = WeightVersion(step=step - 1 if sampled_by is None else sampled_by)
     (agent,) = await online.play(f"{trainer}-{step}")
     reply = await online.lease(step, trainer=trainer)
     assert ids_of(reply) == [[agent.id]]
@@ -69,7 +72,7 @@ async def test_nothing_committed_is_undone_unasked(online: Online) -> None:
 
 async def test_who_takes_over_keeps_what_was_trained_and_has_what_waits(online: Online) -> None:
     first = await train(online, 1, "a")
-    leased = await train(online, 2, "a", commits=False)
+    leased = await train(online, 2, "a", commits=False, sampled_by=0)
     returned = await online.done("return", after_step=0, trainer="b", adopt=True)
     assert returned["num_returned"] == 1
     state = returned["state"]
@@ -110,6 +113,7 @@ async def test_the_next_process_knows_whose_steps_they_are(online: Online, open_
 async def test_a_lost_checkpoint_is_trained_again_and_nothing_of_others(online: Online) -> None:
     others = await train(online, 1, "a")
     await online.done("return", after_step=5, trainer="b", adopt=True)
+    await online.done("publish", step=5, trainer="b", incarnation=0)
     kept, lost = await train(online, 6, "b"), await train(online, 7, "b")
     assert (await online.post("return", after_step=6, trainer="b"))[0] == 409
     returned = await online.done("return", after_step=6, trainer="b", adopt=True)
@@ -117,8 +121,51 @@ async def test_a_lost_checkpoint_is_trained_again_and_nothing_of_others(online: 
     assert await fates(online, others, lost) == [Fate(trained_step=1), None]
     assert (await fate(online, kept)) is not None
     await online.done("return", after_step=0, trainer="b", adopt=True)
+    await online.done("publish", step=0, trainer="b", incarnation=1)
     assert await fates(online, others, kept, lost) == [Fate(trained_step=1), None, None]
     reply = await online.lease(1, trainer="b", num_groups=2)
     assert sorted(ids_of(reply)) == sorted([[kept.id], [lost.id]])
     await online.done("acknowledge", step=1, trainer="b", checkpoint="b/1")
     assert verify(online.path).violations == ()
+
+
+async def lease_after_take_over(online: Online, version: WeightVersion) -> list[list[str]]:
+    """What trainer b gets at its step 1, as incarnation 1, of a rollout that weights of `version` have sampled."""
+    await train(online, 1, "a")
+    online.world.engine.version = version
+    await online.play("played")
+    await online.done("return", after_step=0, trainer="b", adopt=True)
+    await online.done("publish", step=0, trainer="b", incarnation=1)
+    return ids_of(await online.lease(1, trainer="b"))
+
+
+async def test_what_another_trainers_weights_sampled_is_stale(online: Online) -> None:
+    assert await lease_after_take_over(online, WeightVersion(incarnation=0, step=7)) == []
+    assert (await online.done("status"))["state"]["drops"] == {"stale": 1}
+
+
+async def test_a_label_that_happens_to_fit_is_no_fresher(online: Online) -> None:
+    assert await lease_after_take_over(online, WeightVersion(incarnation=0, step=0)) == []
+
+
+async def test_what_its_own_weights_sampled_is_leased(online: Online) -> None:
+    (group,) = await lease_after_take_over(online, WeightVersion(incarnation=1, step=0))
+    assert len(group) == 1
+
+
+async def test_a_trainer_that_resumed_has_tokens_as_old_as_what_it_shares(
+    online: Online, open_world: OpenWorld
+) -> None:
+    await online.done("publish", step=0, trainer="a", incarnation=0)
+    first = await train(online, 1, "a")
+    online.world.engine.version = WeightVersion(step=1)  # of a step that no checkpoint holds
+    (waits,) = await online.play("waits")
+    await online.done("return", after_step=0, trainer="a", adopt=True)
+    later = await online.restarted(open_world)
+    await later.done("publish", step=0, trainer="a", incarnation=1)
+    reply = await later.lease(1, trainer="a", num_groups=2)
+    assert sorted(ids_of(reply)) == sorted([[first.id], [waits.id]])
+    assert {step for group in reply.groups for one in group.trajectories for step in one.sampled_steps()} == {0}
+    raw = await later.ledger.trajectory(waits.id)
+    assert raw.sampled_versions() == {WeightVersion(step=1)}
+    await later.ledger.aclose()

@@ -23,16 +23,20 @@ MAX_WAIT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishRequest:
-    """Version `step` serves now. With the counts the trainer names its bound; both or neither."""
+    """Version `step` serves now. With the counts the trainer names its bound; both or neither.
+
+    `incarnation` is the other half of the labels that the engine gives to its tokens; None: any is the trainer's.
+    """
 
     step: int
     trainer: str | None
+    incarnation: int | None
     batch_answers: int | None
     max_staleness: int | None
 
     @classmethod
     def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("step", "trainer", "batch_answers", "max_staleness"))
+        refuse_unknown(body, ("step", "trainer", "incarnation", "batch_answers", "max_staleness"))
         batch_answers = _optional_count(body, "batch_answers", low=1)
         max_staleness = _optional_count(body, "max_staleness", low=0)
         if (batch_answers is None) != (max_staleness is None):
@@ -43,6 +47,7 @@ class PublishRequest:
         return cls(
             step=_count(body, "step", low=0),
             trainer=_trainer(body),
+            incarnation=_optional_count(body, "incarnation", low=0),
             batch_answers=batch_answers,
             max_staleness=max_staleness,
         )

@@ -2,14 +2,24 @@
 
 from dataclasses import dataclass, field
 
+from areal_agent.ancestry import Ancestry
+from areal_agent.types import WeightVersion
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A session that has ended and could be trained: the version of its oldest token, and whether it was rewarded."""
+    """A session that has ended and could be trained: the weights that sampled it, and whether it was rewarded."""
 
     session_id: str
-    oldest: int
+    versions: frozenset[WeightVersion]
     has_reward: bool
+
+    def oldest(self, ancestry: Ancestry) -> int:
+        """The step of its oldest token, in the trainer's lineage."""
+        return min(map(ancestry.step_of, self.versions))
+
+    def newest(self, ancestry: Ancestry) -> int:
+        return max(map(ancestry.step_of, self.versions))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,9 +43,8 @@ class Group:
         """All siblings have started and ended."""
         return not self.running and self.num_started == self.size
 
-    @property
-    def oldest(self) -> int:
-        return min(one.oldest for one in self.waiting.values())
+    def oldest(self, ancestry: Ancestry) -> int:
+        return min(one.oldest(ancestry) for one in self.waiting.values())
 
     @property
     def lacks_nothing(self) -> bool:

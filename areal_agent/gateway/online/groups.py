@@ -10,7 +10,9 @@ for so long, counted from the last thing that happened to the group. Pure accoun
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from areal_agent.ancestry import FOREIGN, Ancestry
 from areal_agent.errors import RequestError
 from areal_agent.gateway.online.bound import Bound, Progress, capacity, require_possible, require_room
 from areal_agent.gateway.online.group import Group, Waiting
@@ -23,6 +25,7 @@ class Groups:
     def __init__(self, *, wait_s: float, bound: Bound | None = None, progress: Progress | None = None) -> None:
         self.bound = bound  # None: no trainer has named one yet, and everything is admitted
         self.progress = progress or Progress()
+        self.ancestry = Ancestry()  # of the trainer's weights
         self._wait_s = wait_s
         self._groups: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}  # by session
@@ -90,7 +93,7 @@ class Groups:
         """Take back what the ledger has of a group: the sessions that have ended, and those of them that wait."""
         group = self._groups.get(group_id)
         if group is None:
-            oldest = min(one.oldest for one in waiting)
+            oldest = min(one.oldest(self.ancestry) for one in waiting)
             group = self._groups[group_id] = Group(id=group_id, size=size, started_step=oldest, changed_s=now_s)
         for session_id in ended:
             if session_id not in group.sessions:
@@ -123,7 +126,7 @@ class Groups:
         group = self._group(session_id)
         if group is not None and session_id in group.waiting:
             one = group.waiting[session_id]
-            group.waiting[session_id] = Waiting(session_id=session_id, oldest=one.oldest, has_reward=True)
+            group.waiting[session_id] = replace(one, has_reward=True)
             group.changed_s = now_s
 
     # ----------------------------------------------------------------------------------- for the trainer
@@ -131,7 +134,7 @@ class Groups:
     def ready(self, now_s: float) -> tuple[Group, ...]:
         """The groups that could be leased now, the oldest tokens first."""
         found = [group for group in self._groups.values() if self._is_ready(group, now_s)]
-        return tuple(sorted(found, key=lambda group: (group.oldest, group.id)))
+        return tuple(sorted(found, key=lambda group: (group.oldest(self.ancestry), group.id)))
 
     def is_stuck(self, now_s: float) -> bool:
         """Whether only a lease can make anything happen: all groups are ready, and no further one is let in.
@@ -155,14 +158,15 @@ class Groups:
         )
 
     def stale(self, step: int) -> tuple[str, ...]:
-        """Sessions that wait and are beyond the bound for train step `step`."""
-        if self.bound is None:
-            return ()
+        """Sessions that wait and are beyond the bound for train step `step`.
+
+        So is one with a token of a later version than the step begins with: that label is of other weights.
+        """
         return tuple(
             one.session_id
             for group in self._groups.values()
             for one in group.waiting.values()
-            if is_stale(one.oldest, step, self.bound.max_staleness)
+            if self._is_beyond(one, step)
         )
 
     def stragglers(self, step: int) -> tuple[str, ...]:
@@ -250,6 +254,12 @@ class Groups:
         if group.running or not group.waiting:
             return False
         return group.lacks_nothing or self._has_waited(group, now_s)
+
+    def _is_beyond(self, one: Waiting, step: int) -> bool:
+        oldest = one.oldest(self.ancestry)
+        if self.bound is None:
+            return oldest == FOREIGN
+        return is_stale(oldest, step, self.bound.max_staleness) or one.newest(self.ancestry) >= step
 
     def _has_waited(self, group: Group, now_s: float) -> bool:
         return now_s - group.changed_s >= self._wait_s

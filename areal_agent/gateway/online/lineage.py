@@ -2,13 +2,16 @@
 
 The ledger numbers train steps once and for all: over all trainers they only go up. Every trainer counts its own from
 where its checkpoint is. `offset` lies between: the trainer's step s is the ledger's step `offset + s`. So a trainer
-that takes a gateway over begins after everything that was trained before, and undoes none of it.
+that takes a gateway over begins after everything that was trained before, and undoes none of it. Of its weights a
+lineage knows the incarnations: tokens of any other are another trainer's.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
+from areal_agent.ancestry import Ancestry
 from areal_agent.errors import RequestError
+from areal_agent.types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +21,20 @@ class Lineage:
     trainer: str | None = None  # None: one that does not say who it is
     base: int = 0  # the ledger's last checkpoint when it came: what others trained is never undone
     offset: int = 0
+    ancestry: Ancestry = field(default_factory=Ancestry)
+
+    @classmethod
+    def read(cls, fields: JsonObject) -> Self:
+        """The inverse of what JSON makes of it."""
+        forks = fields.get("ancestry", {}).get("forks", ())
+        ancestry = Ancestry(forks=tuple((number, began) for number, began in forks))
+        return cls(
+            trainer=fields.get("trainer"), base=fields.get("base", 0), offset=fields.get("offset", 0), ancestry=ancestry
+        )
+
+    def serving(self, incarnation: int | None, step: int) -> Self:
+        """Weights of this incarnation serve, for the first time those of `step`; None: it does not say."""
+        return self if incarnation is None else replace(self, ancestry=self.ancestry.forked(incarnation, step))
 
     def ledger_step(self, step: int) -> int:
         return self.offset + step

@@ -34,7 +34,7 @@ async def read_trainer(ledger: Ledger) -> TrainerNote:
     return TrainerNote(
         progress=Progress.read(note["progress"]),
         bound=Bound(**bound) if bound else None,
-        lineage=Lineage(**(note.get("lineage") or {})),
+        lineage=Lineage.read(note.get("lineage") or {}),
     )
 
 

@@ -34,7 +34,7 @@ def as_waiting(trajectory: Trajectory) -> Waiting:
     """Raises ValueError when nothing was sampled in it."""
     return Waiting(
         session_id=trajectory.session_id,
-        oldest=oldest_step(trajectory),
+        versions=trajectory.sampled_versions(),
         has_reward=not trajectory.rewards.is_missing,
     )
 

@@ -42,7 +42,12 @@ SCHEMAS: dict[str, JsonSchema] = {
     ),
     "Publish": closed_object(
         {"step": _VERSION}
-        | optional(trainer=NAME, batch_answers=integer(1, _MAX_COUNT), max_staleness=integer(0, _MAX_COUNT)),
+        | optional(
+            trainer=NAME,
+            incarnation=integer(0, _MAX_COUNT),
+            batch_answers=integer(1, _MAX_COUNT),
+            max_staleness=integer(0, _MAX_COUNT),
+        ),
         ["step"],
     ),
     "Lease": closed_object(
