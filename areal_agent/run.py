@@ -17,6 +17,7 @@ dies. Rollouts go on while `train_step`, `push` and `save` run; nothing waits fo
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -32,6 +33,9 @@ from areal_agent.eval_report import EvalReport
 from areal_agent.evaluation import Evaluation
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.progress import Progress
+from areal_agent.observe.trackers.background import Trackers
+from areal_agent.observe.trackers.choice import require_installed, start_trackers
+from areal_agent.observe.trackers.tracker import TrackedRun
 from areal_agent.online_rollouts import open_online_rollouts
 from areal_agent.own_rollouts import open_own_rollouts
 from areal_agent.preflight import Preflight
@@ -77,6 +81,7 @@ class Run:
                 "rollout.temperature is 0: greedy answers have no sampling probability, so none of them could be "
                 "trained; set it above 0 (areal_agent.eval takes 0)"
             )
+        require_installed(config.observe.trackers)
         self.config = config
         self.folder = self.preflight.folder
         self.version = WeightVersion()  # that serves
@@ -232,8 +237,8 @@ class Run:
         self.step = checkpoint.step if checkpoint else 0
         incarnation = await self._ledger.begin_incarnation(self.step)
         self.version = WeightVersion(incarnation=incarnation.number, step=self.step)
-        self._metrics.open(folder.metrics)
-        self._stack.callback(self._metrics.close)
+        self._metrics.open(folder.metrics, await self._open_trackers())
+        self._stack.push_async_callback(self._metrics.aclose)
         await self._start_processes(model, checkpoint)
         await self._metrics.connect(self._source, {self._trainer_process.name: self._trainer_process.pid})
         self._evaluation = Evaluation(
@@ -246,6 +251,21 @@ class Run:
         if config.is_online:  # whatever its engine has served until now
             await self._swap(await self._unused_version())
         await self._start_watching()
+
+    async def _open_trackers(self) -> Trackers:
+        run_id = await self.recall("tracked_run")
+        if run_id is None:
+            run_id = secrets.token_hex(4)
+            await self.remember("tracked_run", run_id)
+        tracked = TrackedRun(
+            id=run_id,
+            name=self.folder.path.resolve().name,
+            project=self.config.observe.project,
+            folder=self.folder.path,
+            config=self.config.model_dump(mode="json"),
+            first_step=self.step + 1,
+        )
+        return start_trackers(self.config.observe.trackers, tracked)
 
     async def _unused_version(self) -> WeightVersion:
         """The version of now, in an incarnation beyond what an engine elsewhere served for other runs.

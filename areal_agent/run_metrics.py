@@ -1,7 +1,7 @@
 """What a run writes into metrics.jsonl: a row a step, a row an evaluation, and where every second went.
 
     trainer side: the activities that the run names ─┐
-    engine side:  clocks of engine, gateway, runner ─┴─▶ rows ─▶ metrics.jsonl and progress
+    engine side:  clocks of engine, gateway, runner ─┴─▶ rows ─▶ metrics.jsonl, trackers, progress
 
 Both sides partition the same wall time, from the making of this object to the row that was written last: in every row
 the seconds of a side's activities add up to `seconds/wall`. It makes nothing happen.
@@ -24,7 +24,8 @@ from areal_agent.observe.engine_time import EngineReading, engine_seconds
 from areal_agent.observe.memory import peak_memory_bytes
 from areal_agent.observe.metrics import MetricsLog, read_metrics
 from areal_agent.observe.progress import Progress
-from areal_agent.observe.rows import Row, RowKind, Uncounted, view_of
+from areal_agent.observe.rows import Row, RowKind, Uncounted, numbers_of, view_of
+from areal_agent.observe.trackers.background import Trackers
 from areal_agent.source import Source
 from areal_agent.trainer.reports import StepReport
 from areal_agent.types import RolloutBatch, WeightVersion
@@ -55,13 +56,15 @@ class RunMetrics:
         self._row: Row = {}
         self._uncounted = Uncounted()
 
-    def open(self, path: Path) -> None:
-        """Rows go to `path`, after those that are there."""
+    def open(self, path: Path, trackers: Trackers | None = None) -> None:
+        """Rows go to `path`, after those that are there, and those of steps and evaluations to `trackers`, too."""
         self._path = path
         self._log = MetricsLog(path)
+        self._trackers = trackers or Trackers()
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         self._log.close()
+        await self._trackers.aclose()
 
     async def connect(self, source: Source, process_ids: Mapping[str, int]) -> None:
         """The engine of `source` is there, and the run's own processes, by name."""
@@ -107,6 +110,7 @@ class RunMetrics:
         row["tokens_per_s/trained"] = self._row.get("tokens/trained", 0) / wall_s
         self._row = {}
         self._log.append(row)
+        self._trackers.log(report.version.step, numbers_of(row))
         self._progress.step(view_of(row))
 
     def answered(self, answer: EvalAnswer) -> None:
@@ -117,6 +121,7 @@ class RunMetrics:
         """An evaluation has ended that began under `version`."""
         row = self._head(RowKind.EVALUATION, version) | {"label": label, **report.metrics(), "eval/seconds": seconds}
         self._log.append(row)
+        self._trackers.log(version.step, numbers_of(row))
 
     async def end_time(self, version: WeightVersion) -> None:
         """A row for the time that is of no step."""

@@ -96,7 +96,7 @@ async def stage(tmp_path: Path) -> AsyncGenerator[Stage]:
         await stage.metrics.connect(stage.source, {})
         yield stage
         stage.source.release.set()
-    stage.metrics.close()
+    await stage.metrics.aclose()
 
 
 async def test_its_result_is_that_of_the_version_with_which_it_began(stage: Stage) -> None:

@@ -1,7 +1,10 @@
 """The config section of what a person sees."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field, field_validator
+
+from areal_agent.observe.trackers.choice import TrackerName
 from areal_agent.section import Section
 
 
@@ -10,3 +13,16 @@ class ObserveConfig(Section):
 
     progress: Literal["auto", "plain", "none"] = "auto"
     """`auto`: a live bar in a terminal, one line a step elsewhere."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Where metrics go besides: `tensorboard`, `wandb` (offline unless `WANDB_MODE` says otherwise) and `mlflow` (in a
+    file unless `MLFLOW_TRACKING_URI` names a server) write into the run folder, `trackio` into its own database. Each
+    is an extra: `areal_agent[tensorboard]`. One that fails stops nothing."""
+    project: Annotated[str, Field(min_length=1)] = "areal_agent"
+    """What `wandb`, `mlflow` and `trackio` put the run under; its name there is that of its folder."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"is {[name.value for name in value]}; name each tracker once")
+        return value

@@ -3,6 +3,7 @@
 Names are `group/metric`; times in seconds, counts without a unit. docs/metrics.md explains every name.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,6 +29,16 @@ def step_rows(rows: Iterable[Row]) -> list[Row]:
 
 def evaluation_rows(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.get("kind") == RowKind.EVALUATION]
+
+
+def numbers_of(row: Row) -> dict[str, float]:
+    """The metrics of a row that are finite numbers, as trackers take them.
+
+    >>> numbers_of({"kind": "step", "step": 3, "reward/mean": 0.5, "trainer/grad_norm": float("nan")})
+    {'reward/mean': 0.5}
+    """
+    numbers = {name: value for name, value in row.items() if "/" in name and isinstance(value, int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
