@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=config.device,
         num_slots=config.max_running_requests,
         max_context_tokens=config.max_context_tokens,
+        kv_tokens=config.kv_tokens,
     )
     asyncio.run(_serve(runner, options.host, config.port, version, options.announce))
     return 0
@@ -64,6 +65,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--max-context", type=int, default=fields.max_context_tokens, help="tokens a request (default %(default)s)"
     )
+    parser.add_argument(
+        "--kv-tokens", type=int, help="tokens whose keys and values are kept (default: by the memory there is)"
+    )
     parser.add_argument("--weight-version", default="0:0", help="label of the weights it starts with (default 0:0)")
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the base URL there once it serves")
     return parser
@@ -78,6 +82,7 @@ def _config(options: Namespace) -> EngineConfig:
             threads=options.threads,
             max_running_requests=options.max_running,
             max_context_tokens=options.max_context,
+            kv_tokens=options.kv_tokens,
         )
     except ValidationError as error:
         fault = error.errors()[0]

@@ -21,8 +21,14 @@ class EngineConfig(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of the engine process. Engine and trainer together should not exceed the cores of the machine."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Requests that sample at once; further ones queue. Each reserves KV cache for `max_context_tokens`."""
+    """Requests that sample at once; further ones queue."""
     max_context_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 1024
     """Prompt and completion of one request together."""
+    kv_tokens: Annotated[int, Field(ge=16)] | None = None
+    """Tokens whose keys and values are kept, of running requests and of those that may be continued. Default: what fits
+    into a quarter of the machine's memory (a GPU: half of what is free), at most two contexts a running request."""
+    on_push: Literal["interrupt", "turn_boundary", "drain"] = "interrupt"
+    """What new weights do to answers under way. `interrupt`: they stop at a token and go on under the new weights.
+    `turn_boundary`: they end under the old ones first, and the next turns wait. `drain`: whole rollouts end first."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the engine may take to load the model and answer."""

@@ -2,8 +2,18 @@
 
 It keeps the promises of `protocols.Engine`: a pause really holds requests back, an abort returns what was sampled, a
 token bears the version that was current when it was sampled. With `is_stepped` nothing is sampled until the test
-calls `step`, so a weight swap can fall between any two tokens. A streamed request gets one chunk a `step`; without
-`is_stepped`, one chunk a token.
+calls `step`, so a weight swap can fall between any two tokens. With a `clock` (virtual_clock.py) every request in
+flight gets a token each `token_s` seconds of it, in no time of ours. A streamed request gets one chunk a `step`;
+without `is_stepped`, one chunk a token.
+
+What goes wrong with real engines can be made to go wrong here, once each:
+
+    fail_next(operation, error)   the next such call raises
+    hang_next(operation)          it never ends, until it is cancelled or `recover` is called
+    die_after(num_tokens)         in the middle of a turn: requests in flight and all later calls find nobody,
+                                  until `recover`
+    garble_next(garbage)          the next answer breaks one promise of `GenerateResult`
+    corrupt_next_push()           the weights arrive damaged: the push is refused, the old version goes on
 
 >>> import asyncio
 >>> from areal_agent.types import DiskWeights, SamplingParams
@@ -25,11 +35,12 @@ calls `step`, so a weight swap can fall between any two tokens. A streamed reque
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import StrEnum
 
+from areal_agent.engine.fake_faults import Faults, Garbage, Operation, garbled
 from areal_agent.engine.fake_row import FakeRow, fake_logprob, fake_top_logprobs
 from areal_agent.engine.limits import check_request
-from areal_agent.errors import EngineError, EngineRejected
+from areal_agent.engine.virtual_clock import VirtualClock
+from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
 from areal_agent.types import (
     DiskWeights,
     EngineInfo,
@@ -42,22 +53,22 @@ from areal_agent.types import (
     WeightVersion,
 )
 
-__all__ = ["FakeEngine", "Operation", "Reply", "Script", "fake_logprob", "fake_top_logprobs"]
+__all__ = [
+    "FakeEngine",
+    "Garbage",
+    "Operation",
+    "Reply",
+    "Script",
+    "VirtualClock",
+    "fake_logprob",
+    "fake_top_logprobs",
+]
 
 Reply = Sequence[int] | Exception
 """The ids that one request is answered with (an end token included where there should be one), or what it raises."""
 
 Script = Sequence[Reply] | Callable[[GenerateRequest], Reply]
 """One reply a request in the order of their arrival, or a function of the request."""
-
-
-class Operation(StrEnum):
-    """The calls that `fail_next` can make fail."""
-
-    GENERATE = "generate"
-    PAUSE = "pause"
-    RESUME = "resume"
-    UPDATE_WEIGHTS = "update_weights"
 
 
 class FakeEngine:
@@ -72,6 +83,8 @@ class FakeEngine:
         max_context_tokens: int = 1_000_000,
         has_grammar: bool = False,
         is_stepped: bool = False,
+        clock: VirtualClock | None = None,
+        token_s: float = 0.02,
     ) -> None:
         self.version = version or WeightVersion()
         self.paused: PauseMode | None = None
@@ -83,8 +96,11 @@ class FakeEngine:
         self._max_context_tokens = max_context_tokens
         self._has_grammar = has_grammar
         self._is_stepped = is_stepped
+        self._clock = clock
+        self._token_s = token_s
+        self._is_ticking = False
         self._running: dict[str, FakeRow] = {}
-        self._failures: dict[Operation, list[Exception]] = {operation: [] for operation in Operation}
+        self._faults = Faults()
         self._arrived = asyncio.Condition()
 
     # ------------------------------------------------------------------------------------ protocols.Engine
@@ -92,17 +108,18 @@ class FakeEngine:
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
-        self._raise_scripted(Operation.GENERATE)
+        await self._faults.strike(Operation.GENERATE)
         check_request(request, self.info())
         if request.request_id in self._running:
             raise EngineRejected(f"request_id {request.request_id!r} is in flight already; make ids unique")
         running = FakeRow(request=request, reply=self._next_reply(request), on_chunk=on_chunk)
         self.requests.append(replace(request, input_ids=tuple(request.input_ids)))
         self._running[request.request_id] = running
+        running.is_held = self.paused is PauseMode.WAIT
         try:
             await self._announce()
             self._advance()
-            return await running.answer
+            return garbled(await running.answer, self._faults.next_garbage(), self._vocab_size)
         except asyncio.CancelledError:
             self.aborted_ids.append(request.request_id)
             raise
@@ -110,24 +127,30 @@ class FakeEngine:
             del self._running[request.request_id]
 
     async def abort(self, request_id: str) -> None:
+        await self._faults.strike(Operation.ABORT)
         self.aborted_ids.append(request_id)
         if request_id in self._running:
             self._running[request_id].finish(FinishReason.ABORT)
 
     async def pause(self, mode: PauseMode) -> None:
-        self._raise_scripted(Operation.PAUSE)
+        await self._faults.strike(Operation.PAUSE)
         self.paused = mode
         if mode is PauseMode.ABORT:
             for running in self._running.values():
                 running.finish(FinishReason.ABORT)
+        elif mode is PauseMode.WAIT:
+            ending = [row.answer for row in self._running.values() if not row.is_held]
+            await asyncio.gather(*ending, return_exceptions=True)
 
     async def resume(self) -> None:
-        self._raise_scripted(Operation.RESUME)
+        await self._faults.strike(Operation.RESUME)
         self.paused = None
+        for running in self._running.values():
+            running.is_held = False
         self._advance()
 
     async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
-        self._raise_scripted(Operation.UPDATE_WEIGHTS)
+        await self._faults.strike(Operation.UPDATE_WEIGHTS)
         self.weights.append(weights)
         self.version = version
 
@@ -150,24 +173,52 @@ class FakeEngine:
 
     def step(self, num_tokens: int = 1) -> int:
         """Sample up to `num_tokens` for every request in flight, none while paused. Returns how many were sampled."""
-        if self.paused is not None:
+        if self.paused not in (None, PauseMode.WAIT):
             return 0
-        return sum(running.sample(num_tokens, self.version) for running in self._running.values())
+        num_sampled = 0
+        for running in self._running.values():
+            if not running.is_held:
+                num_sampled += self._faults.live(running.sample(self._faults.lifetime(num_tokens), self.version))
+        if self._faults.is_dead:
+            for running in self._running.values():
+                running.fail(self._faults.nobody_there())
+        return num_sampled
 
     async def wait_for_requests(self, num_requests: int) -> None:
         """Wait until this many requests have arrived since the start."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: len(self.requests) >= num_requests)
 
+    # -------------------------------------------------------------------------------------------- faults
+
     def fail_next(self, operation: Operation, error: Exception) -> None:
         """Make the next call of `operation` raise `error`; several failures queue up."""
-        self._failures[operation].append(error)
+        self._faults.fail_next(operation, error)
+
+    def hang_next(self, operation: Operation) -> None:
+        """Make the next call of `operation` wait until it is cancelled, or `recover` is called."""
+        self._faults.hang_next(operation)
+
+    def die_after(self, num_tokens: int) -> None:
+        """Be gone once so many tokens have been sampled from now on, whoever they belong to; 0: now."""
+        self._faults.die_after(num_tokens)
+        self.step(0)
+
+    def recover(self) -> None:
+        """Be there again: calls that hang go on, and later ones are answered. What was in flight is lost."""
+        self._faults.recover()
+
+    def garble_next(self, garbage: Garbage) -> None:
+        """Make the next answer break a promise; chunks that were handed out before are not garbled."""
+        self._faults.garble_next(garbage)
+
+    def corrupt_next_push(self) -> None:
+        """Let the next weights arrive damaged: they are refused, and the old version goes on."""
+        self.fail_next(
+            Operation.UPDATE_WEIGHTS, WeightUpdateError("the weights were damaged on their way; publish them again")
+        )
 
     # ------------------------------------------------------------------------------------------- internals
-
-    def _raise_scripted(self, operation: Operation) -> None:
-        if self._failures[operation]:
-            raise self._failures[operation].pop(0)
 
     def _next_reply(self, request: GenerateRequest) -> tuple[int, ...]:
         if callable(self._script):
@@ -186,6 +237,19 @@ class FakeEngine:
             self._arrived.notify_all()
 
     def _advance(self) -> None:
-        """Sample all there is, a token at a time, unless the test does it."""
-        while not self._is_stepped and self.step():
-            pass
+        """Sample all there is, a token at a time, unless the test or the clock does it."""
+        if self._clock is not None:
+            self._tick_later(self._clock)
+        else:
+            while not self._is_stepped and self.step():
+                pass
+
+    def _tick_later(self, clock: VirtualClock) -> None:
+        if not self._is_ticking:
+            self._is_ticking = True
+            clock.call_later(self._token_s, lambda: self._tick(clock))
+
+    def _tick(self, clock: VirtualClock) -> None:
+        self._is_ticking = False
+        if self.step():
+            self._tick_later(clock)

@@ -43,6 +43,7 @@ class FakeRow:
     reply: tuple[int, ...]
     on_chunk: Callable[[TokenChunk], None] | None
     versions: list[WeightVersion] = field(default_factory=list[WeightVersion])  # one a sampled token
+    is_held: bool = False  # it came during a pause that lets nobody begin
     answer: asyncio.Future[GenerateResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def sample(self, num_tokens: int, version: WeightVersion) -> int:
@@ -77,6 +78,11 @@ class FakeRow:
                 top_logprobs=sampled.top_logprobs,
             )
         )
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error. Harmless when answered before."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
     def _hand_out(self, start: int) -> None:
         if self.on_chunk is not None and len(self.versions) > start:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from areal_agent.engine import wire
 from areal_agent.engine.fields import WireError
 from areal_agent.engine.limits import check_request
-from areal_agent.engine.transport import Transport
+from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport
 from areal_agent.engine.wire import EngineStats, WeightUpdate
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import (
@@ -69,8 +69,12 @@ class HttpEngine:
         await self._transport.post(wire.ABORT_REQUEST, wire.encode_abort(request_id))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling at a token boundary. When this returns, no further token is sampled."""
-        await self._transport.post(wire.PAUSE_GENERATION, wire.encode_pause(mode))
+        """Stop sampling at a token boundary. When this returns, no further token is sampled.
+
+        `wait` takes as long as the requests in flight.
+        """
+        timeout_s = None if mode is PauseMode.WAIT else CONTROL_TIMEOUT_S
+        await self._transport.post(wire.PAUSE_GENERATION, wire.encode_pause(mode), timeout_s=timeout_s)
         self._paused = mode
 
     async def resume(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.engine.http import HttpEngine
 from areal_agent.types import GenerateRequest, SamplingParams, SharedMemoryWeights, TensorEntry, WeightVersion
@@ -176,6 +177,26 @@ def serve() -> Serve:
             await server.aclose()
 
     return serving
+
+
+@pytest.fixture
+def schedule():
+    """A model thread without a server: what is called from one thread is obeyed in that order."""
+
+    @contextmanager
+    def scheduling(folder: Path, *, num_slots: int = 8, kv_tokens: int | None = None):
+        runner = ModelRunner.load(
+            str(folder), device="cpu", num_slots=num_slots, max_context_tokens=MAX_CONTEXT, kv_tokens=kv_tokens
+        )
+        gate = Gate(runner)
+        scheduler = Scheduler(gate, version=WeightVersion(step=7), on_failure=lambda: None)
+        try:
+            yield scheduler, gate
+        finally:
+            gate.open()
+            scheduler.close()
+
+    return scheduling
 
 
 @pytest.fixture

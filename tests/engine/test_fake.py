@@ -4,6 +4,8 @@
 - a stepped completion is interrupted between any two tokens and says which version sampled what
 - chunks as tokens are sampled, one a token unless stepped; scripted likeliest tokens; a grammar if it is told so
 - pauses hold back, aborts and cancelled calls return or drop what there is
+- faults, once each: dying in mid-turn, hanging, garbage in an answer, a damaged push
+- on a virtual clock, tokens come at their time
 """
 
 import asyncio
@@ -11,7 +13,7 @@ import dataclasses
 
 import pytest
 
-from areal_agent.engine.fake import FakeEngine, Operation, fake_logprob, fake_top_logprobs
+from areal_agent.engine.fake import FakeEngine, Garbage, Operation, VirtualClock, fake_logprob, fake_top_logprobs
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import DiskWeights, FinishReason, PauseMode, TokenChunk, VersionSpan, WeightVersion
 
@@ -146,3 +148,88 @@ async def test_cancelling_generate_is_recorded_as_an_abort(ask):
     with pytest.raises(asyncio.CancelledError):
         await answer
     assert (engine.aborted_ids, engine.num_in_flight) == ([ask(1).request_id], 0)
+
+
+async def test_a_pause_that_waits_lets_requests_end_and_none_begin(ask):
+    engine = FakeEngine([[11, 12], [13]], is_stepped=True)
+    first = asyncio.create_task(engine.generate(ask(1)))
+    await engine.wait_for_requests(1)
+    engine.step()
+    pause = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    second = asyncio.create_task(engine.generate(ask(2)))
+    await engine.wait_for_requests(2)
+    assert not pause.done()
+    engine.step()
+    await pause
+    assert (await first).token_ids == (11, 12)
+    assert engine.step() == 0
+    await engine.resume()
+    engine.step()
+    assert (await second).token_ids == (13,)
+
+
+async def test_it_dies_in_the_middle_of_a_turn_and_recovers(ask):
+    engine, chunks = FakeEngine([[11, 12, 13], [14]]), []
+    engine.die_after(2)
+    with pytest.raises(EngineUnreachable, match="died"):
+        await engine.generate(ask(1), chunks.append)
+    assert [chunk.token_ids for chunk in chunks] == [(11,), (12,)]
+    for call in (engine.pause(PauseMode.RETRACT), engine.resume(), engine.abort("x"), engine.generate(ask(2))):
+        with pytest.raises(EngineUnreachable):
+            await call
+    engine.recover()
+    assert (await engine.generate(ask(2))).token_ids == (14,)
+
+
+async def test_it_dies_at_once(ask):
+    engine = FakeEngine([[11]], is_stepped=True)
+    answer = asyncio.create_task(engine.generate(ask(1)))
+    await engine.wait_for_requests(1)
+    engine.die_after(0)
+    with pytest.raises(EngineUnreachable):
+        await answer
+
+
+async def test_a_call_hangs_until_it_recovers(ask):
+    engine = FakeEngine([[11]])
+    engine.hang_next(Operation.UPDATE_WEIGHTS)
+    push = asyncio.create_task(engine.update_weights(DiskWeights(path="w"), NEW))
+    assert (await engine.generate(ask(1))).token_ids == (11,)
+    assert not push.done() and engine.version != NEW
+    engine.recover()
+    await push
+    assert engine.version == NEW
+
+
+@pytest.mark.parametrize("garbage", Garbage)
+async def test_garbage_breaks_one_promise_once(garbage, ask):
+    engine = FakeEngine(lambda _: [11, 12], vocab_size=100)
+    whole = await engine.generate(ask(1))
+    engine.garble_next(garbage)
+    broken = await engine.generate(ask(2))
+    changed = {f.name for f in dataclasses.fields(whole) if getattr(whole, f.name) != getattr(broken, f.name)}
+    assert len(changed) == 1
+    assert await engine.generate(ask(3)) == whole
+
+
+async def test_a_damaged_push_leaves_the_old_version(ask):
+    engine = FakeEngine([[11]], version=WeightVersion(step=7))
+    engine.corrupt_next_push()
+    with pytest.raises(WeightUpdateError, match="damaged"):
+        await engine.update_weights(DiskWeights(path="w"), NEW)
+    assert (await engine.generate(ask(1))).versions[0].version == WeightVersion(step=7)
+
+
+async def test_on_a_virtual_clock_tokens_come_at_their_time(ask):
+    clock = VirtualClock()
+    engine = FakeEngine([[11, 12], [13, 14, 15]], clock=clock, token_s=0.5)
+    first, second = (asyncio.create_task(engine.generate(ask(number))) for number in (1, 2))
+    await engine.wait_for_requests(2)
+    clock.advance(1.0)
+    assert ((await first).token_ids, second.done()) == ((11, 12), False)
+    await engine.pause(PauseMode.RETRACT)
+    clock.advance(60.0)
+    assert engine.num_in_flight == 1
+    await engine.resume()
+    clock.advance(0.5)
+    assert (await second).token_ids == (13, 14, 15)

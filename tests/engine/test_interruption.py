@@ -4,6 +4,7 @@
   spans say which; by shared memory and from disk
 - in place: the completion goes on with its old KV; the spans still tell the versions
 - abort: what is in flight returns partial; what arrives while paused waits
+- wait: what has begun ends on the old version first, and nothing begins
 - an update without a pause recomputes; no request is lost; new requests run on the new version only
 - a pause holds requests back, twice pausing and twice resuming are harmless
 """
@@ -137,6 +138,49 @@ async def test_pause_abort_returns_partials(tiny, serve, ask, truth):
     assert result.finish_reason is FinishReason.ABORT
     assert 8 <= len(result.token_ids) < 400
     assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+
+
+async def test_wait_lets_answers_end_and_none_begin(tiny, schedule, ask):
+    with schedule(tiny) as (scheduler, gate):
+        gate.shut()
+        begun = scheduler.submit(ask(1, max_tokens=40))
+        await gate.steps(5)
+        pause = scheduler.pause(PauseMode.WAIT)
+        late = scheduler.submit(ask(2))
+        gate.open()
+        await asyncio.wrap_future(pause)
+        assert begun.result().versions == spans(40)
+        assert scheduler.stats().num_queued == 1 and not late.done()
+        scheduler.resume()
+        assert (await asyncio.wrap_future(late)).versions == spans(12)
+
+
+async def test_wait_lets_answers_that_were_retracted_end_too(tiny, schedule, ask):
+    with schedule(tiny) as (scheduler, gate):
+        gate.shut()
+        begun = scheduler.submit(ask(1, max_tokens=40))
+        await gate.steps(5)
+        scheduler.pause(PauseMode.RETRACT)
+        pause = scheduler.pause(PauseMode.WAIT)
+        gate.open()
+        await asyncio.wrap_future(pause)
+        assert begun.result().versions == spans(40)
+
+
+@pytest.mark.parametrize("ends_by", ["abort", "resume", "nothing to wait for"])
+async def test_wait_is_over_when_there_is_nothing_to_wait_for(ends_by, tiny, schedule, ask):
+    with schedule(tiny) as (scheduler, gate):
+        gate.shut()
+        if ends_by != "nothing to wait for":
+            scheduler.submit(ask(1, max_tokens=400))
+            await gate.steps(5)
+        pause = scheduler.pause(PauseMode.WAIT)
+        if ends_by == "abort":
+            scheduler.abort(None)
+        elif ends_by == "resume":
+            scheduler.resume()
+        gate.open()
+        await asyncio.wrap_future(pause)
 
 
 @pytest.mark.parametrize("mode", PauseMode)

@@ -12,6 +12,7 @@ What happens to the rows that hold a slot (workload.py):
     pause abort      answered with what they have
     pause retract    become waiting; after resume their prompt and sampled tokens are prefilled again
     pause in_place   keep their slot and their KV
+    pause wait       go on to their end, and the pause is done then; no further row begins
     swap             become waiting if `flush_cache`, paused or not: their KV belongs to weights that are gone
 
 Nothing is lost while paused: new requests wait, and an abort answers at once, with what was sampled.
@@ -62,6 +63,7 @@ class Scheduler:
         self._work = Workload(runner, version)
         self._on_failure = on_failure  # called from the model thread when it dies of an error
         self._paused: PauseMode | None = None
+        self._at_rest: list[Future[None]] = []  # pauses that wait for rows to end
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # between the last command and the end of the thread
         self._is_closed = False
@@ -86,7 +88,15 @@ class Scheduler:
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop sampling. Once the future is done, no token is sampled until `resume`."""
+        if mode is PauseMode.WAIT:
+            return self._pause_when_done()
         return self._command(lambda: self._pause(mode))
+
+    def _pause_when_done(self) -> Future[None]:
+        at_rest: Future[None] = Future()
+        at_rest.set_running_or_notify_cancel()
+        self._command(lambda: self._come_to_rest(at_rest))
+        return at_rest
 
     def resume(self) -> Future[None]:
         """Go on sampling."""
@@ -138,12 +148,15 @@ class Scheduler:
             logger.exception("the model thread failed")
             failure = EngineUnreachable(f"the engine failed: {error!r}; see its log")
             self._work.fail(failure)
+            self._tell_that_it_rests()
             self._reject_further(failure)
             self._on_failure()
 
     def _drain(self) -> None:
         """Obey all commands; wait for one while there is nothing to sample."""
         while not self._is_closed:
+            if not self._work.has_work():
+                self._tell_that_it_rests()
             try:
                 command = self._commands.get(block=not self._can_step())
             except Empty:
@@ -151,9 +164,20 @@ class Scheduler:
             command.obey()
 
     def _can_step(self) -> bool:
-        return self._paused is None and self._work.has_work() and not self._is_closed
+        return self._paused in (None, PauseMode.WAIT) and self._work.has_work() and not self._is_closed
+
+    def _come_to_rest(self, at_rest: Future[None]) -> None:
+        self._at_rest.append(at_rest)
+        self._paused = PauseMode.WAIT
+        self._work.admits_new = False
+
+    def _tell_that_it_rests(self) -> None:
+        for at_rest in self._at_rest:
+            at_rest.set_result(None)
+        self._at_rest.clear()
 
     def _pause(self, mode: PauseMode) -> None:
+        self._resume()
         self._paused = mode
         if mode is PauseMode.ABORT:
             self._work.abort(None)
@@ -162,9 +186,12 @@ class Scheduler:
 
     def _resume(self) -> None:
         self._paused = None
+        self._work.admits_new = True
+        self._tell_that_it_rests()  # whoever waits for that waits in vain from now on
 
     def _close(self) -> None:
         self._work.abort(None)
+        self._tell_that_it_rests()
         self._reject_further(EngineUnreachable("the engine is ending; start another one"))
 
     def _reject_further(self, error: EngineUnreachable) -> None:

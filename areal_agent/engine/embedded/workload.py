@@ -46,6 +46,7 @@ class Workload:
     def __init__(self, runner: ModelRunner, version: WeightVersion) -> None:
         self.version = version
         self.counts = Counts()
+        self.admits_new = True  # False: rows that have sampled nothing go on waiting
         self._runner = runner
         self._rows: dict[str, Row] = {}  # every row in flight
         self._waiting: deque[Row] = deque()
@@ -79,7 +80,7 @@ class Workload:
         return self._prefixes.num_tokens
 
     def has_work(self) -> bool:
-        return bool(self._slots or self._waiting)
+        return bool(self._slots) or self._has_candidate()
 
     def add(self, row: Row) -> None:
         """Queue a row. Raises EngineRejected when one of its id is in flight."""
@@ -153,10 +154,14 @@ class Workload:
         return pieces
 
     def _may_admit(self) -> bool:
-        if not self._waiting or len(self._slots) >= self._runner.num_slots:
+        if not self._has_candidate() or len(self._slots) >= self._runner.num_slots:
             return False
         num_tokens = self.num_used_tokens + self._waiting[0].num_tokens
         return not self._slots or num_tokens + HEADROOM_TOKENS * (len(self._slots) + 1) <= self._runner.kv_tokens
+
+    def _has_candidate(self) -> bool:
+        """Rows that have begun stand before those that have not."""
+        return bool(self._waiting) and (self.admits_new or bool(self._waiting[0].token_ids))
 
     def _should_wait_for_sibling(self, row: Row, openings: set[bytes]) -> bool:
         """Whether a row admitted into this chunk goes on as this one does; it waits once."""
