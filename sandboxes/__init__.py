@@ -17,7 +17,7 @@
     execution.py    one program, from its start to its result
     output.py       what a program prints, bounded
     folder.py       a working directory, from its making to its removal
-    conformance.py  the hostile suite
+    conformance/    the hostile suite
     doctor.py       what works on this machine
     reap.py         what dead processes left; owner.py tells whose it was
 

@@ -1,6 +1,6 @@
-"""`python -m sandboxes` with `doctor`, `check` or `reap`: what works here, whether it holds, what dead owners left.
+"""`python -m sandboxes` with `doctor`, `check`, `reap` or `image`: what works here, whether it holds, what is left.
 
-Thin: it prints what `doctor.py`, `conformance.py` and `reap.py` find.
+Thin: it prints what `doctor.py`, `conformance/` and `reap.py` find.
 """
 
 import argparse
@@ -10,6 +10,8 @@ import sys
 from areal_agent.errors import SandboxError
 from sandboxes.backends import Backend
 from sandboxes.conformance import ROWS, Verdict, check
+from sandboxes.containers.base_image import DEFAULT_IMAGE, make_default_image
+from sandboxes.containers.engine import Engine
 from sandboxes.doctor import examine, strongest_backend
 from sandboxes.pool import open_pool
 from sandboxes.reap import reap
@@ -20,16 +22,15 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what works here, and why the rest does not")
     checking = commands.add_parser("check", help="run the hostile suite; exit 1 when a row fails")
-    checking.add_argument("--backend", choices=("bubblewrap", "namespaces", "subprocess"), required=True)
+    checking.add_argument("--backend", choices=("docker", "bubblewrap", "namespaces", "subprocess"), required=True)
     commands.add_parser("reap", help="remove what dead processes left")
+    commands.add_parser("image", help="make the default image of containers, from this machine's package mirror")
     options = parser.parse_args()
     if options.command == "doctor":
         return asyncio.run(print_findings())
     if options.command == "check":
         return asyncio.run(print_table(options.backend))
-    reaped = reap()
-    print(f"removed {reaped.num_groups} trees of control groups and {reaped.num_folders} folders of dead processes")
-    return 0
+    return asyncio.run(print_image() if options.command == "image" else print_reaped())
 
 
 async def print_findings() -> int:
@@ -37,6 +38,32 @@ async def print_findings() -> int:
     for finding in findings:
         print(f"{'yes' if finding.works else 'no':4}{finding.subject:24}{finding.detail}")
     print(f"backend auto takes: {strongest_backend(findings)}")
+    return 0
+
+
+async def print_reaped() -> int:
+    reaped = reap()
+    print(f"removed {reaped.num_groups} trees of control groups and {reaped.num_folders} folders of dead processes")
+    try:
+        async with open_pool(backend="docker") as pool:
+            print(f"removed {await pool.reap()} containers of dead processes")
+    except SandboxError as error:
+        print(f"no containers: {error}")
+    return 0
+
+
+async def print_image() -> int:
+    """The default image, made or there; 1 when it cannot be made."""
+    try:
+        engine = await Engine.connect()
+        try:
+            is_new = await make_default_image(engine)
+        finally:
+            await engine.aclose()
+    except SandboxError as error:
+        print(f"no image: {error}", file=sys.stderr)
+        return 1
+    print(f"{DEFAULT_IMAGE} {'is made' if is_new else 'was there'}")
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sandboxes import Isolation, Pool, Sandbox, open_pool
+from sandboxes import Isolation, Pool, open_pool
 from sandboxes.conformance import ROWS, Row, Verdict, check
 
 
@@ -33,15 +33,15 @@ async def test_row_holds(any_pool: Pool, row: Row) -> None:
 
 
 @pytest.mark.parametrize("number", [16, 19, 20])
-async def test_row_sees_that_a_wall_is_missing(box: Sandbox, number: int) -> None:
-    assert await row_of(number).run(box)
+async def test_row_sees_that_a_wall_is_missing(pool: Pool, number: int) -> None:
+    assert await row_of(number).run(pool)
 
 
 async def test_row_beyond_a_backend_is_not_run(pool: Pool) -> None:
-    ran: list[Sandbox] = []
+    ran: list[Pool] = []
 
-    async def run(box: Sandbox) -> str:
-        ran.append(box)
+    async def run(pool: Pool) -> str:
+        ran.append(pool)
         return ""
 
     row = Row(number=1, harm="any", required="nothing", run=run, needs=Isolation.NAMESPACES)
@@ -50,7 +50,7 @@ async def test_row_beyond_a_backend_is_not_run(pool: Pool) -> None:
 
 
 async def test_row_fails_with_what_it_saw(pool: Pool) -> None:
-    async def run(_box: Sandbox) -> str:
+    async def run(_pool: Pool) -> str:
         return "seen"
 
     row = Row(number=1, harm="any", required="nothing", run=run)
@@ -77,5 +77,6 @@ async def test_check_prints_a_line_a_row() -> None:
 async def test_doctor_names_the_backend_that_auto_takes() -> None:
     code, stdout, _ = await command("doctor")
     assert code == 0
-    walls = [line.split()[0] for line in stdout.splitlines() if "walls by" in line]
-    assert stdout.splitlines()[-1].split()[-1] == ("bubblewrap" if "yes" in walls else "subprocess")
+    works = {line.split()[1] for line in stdout.splitlines() if line.startswith("yes")}
+    strongest = "docker" if "containers" in works else "bubblewrap" if "walls" in works else "subprocess"
+    assert stdout.splitlines()[-1].split()[-1] == strongest
