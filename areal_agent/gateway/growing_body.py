@@ -2,10 +2,10 @@
 
 ::
 
-    before   {"messages":[ m1, m2          ],"model":...}
-    now      {"messages":[ m1, m2, a2, m3  ],"model":...}
-                          ──────── the same bytes: the same messages, as the objects that they were decoded to
-                                 ───────────────────── decoded, behind a mark that stands for them
+    before   {"model":..., "messages":[ m1, m2          ], "tools":...}
+    now      {"model":..., "messages":[ m1, m2, a2, m3  ], "tools":...}
+                                        ────── the same bytes: the same messages, decoded before
+             ────────────────────────── ▒ ─────────────────────── decoded, with a mark in their place
 
 A decoder that has read the same bytes is in the same place, so what follows means the same. It knows no field but
 `messages`, and nothing of their form.
@@ -65,7 +65,7 @@ class GrowingBody:
         if not isinstance(body, dict) or len(payload) > MAX_KEPT_BYTES:
             return
         messages = cast("dict[str, Any]", body).get("messages")
-        list_at = _list_of_messages(payload) if isinstance(messages, list) and messages else None
+        list_at = _list_of_messages(payload.decode()) if isinstance(messages, list) and messages else None
         if list_at is None:
             return
         end = _end_of(cast("list[Any]", messages), b"," + payload[list_at:])
@@ -74,15 +74,22 @@ class GrowingBody:
             self._messages = cast("list[Any]", messages)
 
 
-def _list_of_messages(payload: bytes) -> int | None:
-    """Where the list of messages begins, behind its bracket; None when the body begins with something else."""
-    text = payload[:64].decode(errors="replace")
-    for word in ("{", '"messages"', ":", "["):
-        text = text.lstrip(_SPACE)
-        if not text.startswith(word):
-            return None
-        text = text[len(word) :]
-    return len(payload[:64].decode(errors="replace")) - len(text)
+def _list_of_messages(text: str) -> int | None:
+    """At which byte of a body, valid JSON, the list of messages begins, behind its bracket; None: it has none."""
+    at = _behind(text, 0, "{")
+    try:
+        while at is not None:
+            key, at = _DECODER.raw_decode(text, at)
+            at = _behind(text, at, ":")
+            if at is None:
+                return None
+            if key == "messages":
+                return len(text[: at + 1].encode()) if text[at] == "[" else None
+            _, at = _DECODER.raw_decode(text, at)
+            at = _behind(text, at, ",")
+    except (ValueError, RecursionError):
+        return None
+    return None
 
 
 def _end_of(messages: list[Any], written: bytes) -> int | None:

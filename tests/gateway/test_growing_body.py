@@ -42,7 +42,7 @@ def conversations(draw: st.DrawFn) -> list[bytes]:
     for _ in range(draw(st.integers(1, 6))):
         kept = draw(st.integers(0, len(history)) | st.just(len(history)))
         history = [*history[:kept], *draw(st.lists(messages | values, max_size=3))]
-        payload = draw(st.sampled_from(LAYOUTS))({"messages": history, **draw(rests)})
+        payload = draw(st.sampled_from(LAYOUTS))({**draw(rests), "messages": history, **draw(rests)})
         damage = draw(st.sampled_from([None, None, None, b"", b"]", b'{"a":1}', b',"messages":[1]}']))
         bodies.append(payload if damage is None else payload[: -draw(st.integers(1, 9))] + damage)
     return bodies
@@ -71,8 +71,9 @@ def test_what_is_repeated_is_not_decoded_again(dump: Callable[[object], bytes]) 
     growing, history, before = GrowingBody(), [{"role": "system", "content": "ä ]"}], list[object]()
     for number in range(4):
         history += [{"role": "user", "content": f"ö{number}]"}]
-        body: Any = growing.decode(dump({"messages": history, "model": "m"}))
-        assert body == {"messages": history, "model": "m"}
+        sent = {"tools": [{"ü": ["messages"]}], "messages": history, "model": "m"}
+        body: Any = growing.decode(dump(sent))
+        assert body == sent
         assert all(old is new for old, new in zip(before, body["messages"], strict=False))
         before = body["messages"]
 
