@@ -6,15 +6,17 @@ from typing import Literal
 from areal_agent.errors import SandboxError
 from sandboxes.base import Provider
 from sandboxes.bubblewrap import BubblewrapProvider
+from sandboxes.containers.provider import DockerProvider
 from sandboxes.jail import Walls
 from sandboxes.spec import Isolation
 from sandboxes.subprocess import SubprocessProvider
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "bubblewrap", "namespaces", "subprocess"]
+Backend = Literal["auto", "docker", "bubblewrap", "namespaces", "subprocess"]
 """`bubblewrap` takes namespaces by system calls where bubblewrap is missing; `namespaces` takes nothing else."""
 ISOLATION_OF: dict[str, Isolation] = {
+    "docker": Isolation.CONTAINER,
     "bubblewrap": Isolation.NAMESPACES,
     "namespaces": Isolation.NAMESPACES,
     "subprocess": Isolation.PROCESS,
@@ -29,19 +31,29 @@ async def start_provider(backend: Backend, min_isolation: Isolation) -> Provider
     if backend == "auto":
         return await start_strongest(min_isolation)
     refuse_less(backend, ISOLATION_OF[backend], min_isolation)
+    if backend == "docker":
+        return await DockerProvider.start()
     if backend == "subprocess":
         return await SubprocessProvider.start()
     return await BubblewrapProvider.start((Walls.NAMESPACES,) if backend == "namespaces" else tuple(Walls))
 
 
 async def start_strongest(min_isolation: Isolation) -> Provider:
-    """Bubblewrap or its like, else plain processes, as far as `min_isolation` lets."""
-    refuse_less("strongest", Isolation.NAMESPACES, min_isolation)
-    try:
-        return await BubblewrapProvider.start()
-    except SandboxError as error:
-        refuse_less(f"strongest that works here ({error})", Isolation.PROCESS, min_isolation)
-        logger.warning("sandbox backend: subprocess, for %s", error)
+    """Containers, else bubblewrap or its like, else plain processes, as far as `min_isolation` lets."""
+    refuse_less("strongest", Isolation.CONTAINER, min_isolation)
+    reasons: list[str] = []
+    for isolation, start in (
+        (Isolation.CONTAINER, DockerProvider.start_with_default_image),
+        (Isolation.NAMESPACES, BubblewrapProvider.start),
+    ):
+        refuse_less(f"strongest that works here ({'; '.join(reasons)})", isolation, min_isolation)
+        try:
+            return await start()
+        except SandboxError as error:
+            reasons.append(str(error))
+            logger.info("sandbox backend: not %s, for %s", isolation.value, error)
+    refuse_less(f"strongest that works here ({'; '.join(reasons)})", Isolation.PROCESS, min_isolation)
+    logger.warning("sandbox backend: subprocess, for %s", "; ".join(reasons))
     return await SubprocessProvider.start()
 
 

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from areal_agent.errors import SandboxError
 from sandboxes.bubblewrap import find_walls
 from sandboxes.cgroups import GroupTree
+from sandboxes.containers.base_image import DEFAULT_IMAGE
+from sandboxes.containers.engine import Engine
 from sandboxes.jail import Walls
 from sandboxes.launcher import landlock_version
 from sandboxes.seccomp import denying_filter
+
+CONTAINERS = "containers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +29,8 @@ class Finding:
 
 async def examine() -> list[Finding]:
     """All findings, in the order in which the backends need them."""
-    findings = [await _attempt(f"walls by {walls.value}", _build(walls)) for walls in Walls]
+    findings = [await _attempt(CONTAINERS, _find_containers)]
+    findings += [await _attempt(f"walls by {walls.value}", _build(walls)) for walls in Walls]
     findings.append(await _attempt("control groups", _make_groups))
     findings.append(await _attempt("system-call filter", _assemble_filter))
     version = landlock_version()
@@ -40,6 +45,8 @@ async def examine() -> list[Finding]:
 
 def strongest_backend(findings: list[Finding]) -> str:
     """What `auto` takes."""
+    if any(finding.works for finding in findings if finding.subject == CONTAINERS):
+        return "docker"
     has_walls = any(finding.works for finding in findings if finding.subject.startswith("walls"))
     return "bubblewrap" if has_walls else "subprocess"
 
@@ -57,6 +64,15 @@ def _build(walls: Walls) -> Callable[[], Awaitable[str]]:
         return "namespaces of processes, mounts, network, IPC and host name"
 
     return build
+
+
+async def _find_containers() -> str:
+    engine = await Engine.connect()
+    try:
+        await engine.image(DEFAULT_IMAGE)
+        return f"Docker {engine.version}, runtimes {', '.join(sorted(engine.runtimes))}"
+    finally:
+        await engine.aclose()
 
 
 async def _make_groups() -> str:

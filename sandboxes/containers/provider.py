@@ -56,7 +56,17 @@ class DockerProvider:
             raise
         provider = cls(engine, keeper, ownership)
         logger.info("sandboxes are containers of Docker %s", engine.version)
-        await provider.reap()
+        return provider
+
+    @classmethod
+    async def start_with_default_image(cls) -> Self:
+        """SandboxError as well where the default image was not made."""
+        provider = await cls.start()
+        try:
+            await provider._engine.image(DEFAULT_IMAGE)
+        except BaseException:
+            await provider.close()
+            raise
         return provider
 
     def capabilities(self) -> Capabilities:

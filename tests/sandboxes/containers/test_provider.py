@@ -1,8 +1,8 @@
 """Containers come and go, and none is left.
 
 1. closing a cell ends its programs and removes the container; 2. closing the provider removes all, also one that is
-just being made; 3. a closed one makes no more; 4. a container that is killed from outside fails its calls, and is known to
-be dead; 5. after a `kill -9` of its process nothing is left, though nobody reaps; 6. reaping takes what dead owners
+just being made; 3. a closed one makes no more; 4. a container that is killed from outside fails its calls, and is known
+to be dead; 5. after a `kill -9` of its process nothing is left, though nobody reaps; 6. reaping takes what dead owners
 left, and the unstarted whose lease is over, and nothing else.
 """
 
