@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +68,9 @@ class OnlineRollouts:
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         raise ConfigError("rollout_batch needs rollouts of the run's own; with rollout.gateway_url call prepare_batch")
+
+    def drained(self) -> AbstractAsyncContextManager[None]:
+        raise ConfigError("engine.on_push 'drain' needs rollouts of the run's own; leave it out")
 
     async def publish(self, version: WeightVersion) -> None:
         self._state = await self.gateway.publish(

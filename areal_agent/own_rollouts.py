@@ -1,7 +1,7 @@
 """Batches from rollouts of the run's own: its tasks, its workflow, its engine and its ledger."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,9 @@ class OwnRollouts:
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         return await self.producer.roll_out(step, tasks)
+
+    def drained(self) -> AbstractAsyncContextManager[None]:
+        return self.producer.drained()
 
     async def publish(self, version: WeightVersion) -> None:
         self.producer.publish(version.step)

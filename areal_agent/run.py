@@ -154,7 +154,10 @@ class Run:
 
     async def _swap(self, version: WeightVersion) -> PushReport:
         weights = await self._trainer.publish()
-        report = await push([self._source.engine], weights, version, PauseMode.RETRACT)
+        on_push = self.config.engine.on_push
+        async with self._source.drained() if on_push == "drain" else contextlib.nullcontext():
+            mode = PauseMode.RETRACT if on_push == "interrupt" else PauseMode.WAIT
+            report = await push([self._source.engine], weights, version, mode)
         self.version = version
         await self._source.publish(version)
         return report

@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,6 +45,10 @@ class Source(Protocol):
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Exactly these tasks, now. Raises ConfigError where somebody else decides on the tasks."""
+        ...
+
+    def drained(self) -> AbstractAsyncContextManager[None]:
+        """Entering waits for the rollouts under way to end; inside, none begins."""
         ...
 
     async def publish(self, version: WeightVersion) -> None:

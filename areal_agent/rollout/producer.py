@@ -12,7 +12,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +83,7 @@ class Producer:
         self._trains_altered = trains_altered
         self._dynamic_sampling = dynamic_sampling
         self._failed_in_a_row = 0
+        self._is_draining = False
         self._changed = asyncio.Event()
 
     async def restore(self, waiting: Iterable[Trajectory]) -> int:
@@ -106,6 +108,17 @@ class Producer:
                 self.admission.start(self._group_size)
                 self.buffer.start(draw.group_id, self.admission.step)
                 groups.create_task(self._produce(draw), name=draw.group_id)
+
+    @asynccontextmanager
+    async def drained(self) -> AsyncGenerator[None]:
+        """Entering waits for the groups under way to end; inside, none starts."""
+        self._is_draining = True
+        try:
+            await self._until(lambda: self.admission.running == 0)
+            yield
+        finally:
+            self._is_draining = False
+            self._changed.set()
 
     def publish(self, step: int) -> None:
         """A new weight version serves: the bound moves."""
@@ -225,6 +238,8 @@ class Producer:
 
     def _may_start(self) -> bool:
         running = self.admission.running
+        if self._is_draining:
+            return False
         has_slots = running == 0 or running + self._group_size <= self._max_concurrent
         return has_slots and self.admission.may_admit(self._group_size)
 
