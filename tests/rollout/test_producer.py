@@ -13,7 +13,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -199,6 +199,27 @@ async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path
         assert numbers(await producer.take(1, 1)) == [0]
         assert script.started == [0, 1], "consumed, but its version is not published"
         producer.publish(1)
+        await settled(lambda: script.started == [0, 1, 2])
+
+
+async def test_drained_lets_groups_end_and_none_start(tmp_path: Path) -> None:
+    def second_is_slow(ledger: Ledger) -> Script:
+        script = Script(ledger, lambda number: [[0], [0]])
+        script.held[1] = asyncio.Event()
+        return script
+
+    async with producing(tmp_path, second_is_slow, max_staleness=1, straggler="wait") as (producer, script):
+        await settled(lambda: script.started == [0, 1] and producer.buffer.num_ready == 1)
+        async with AsyncExitStack() as stack:
+            entering = asyncio.create_task(stack.enter_async_context(producer.drained()))
+            await asyncio.sleep(0)
+            script.held[1].set()
+            await entering
+            assert producer.admission.running == 0
+            await producer.take(1, 1)
+            producer.publish(1)
+            await asyncio.sleep(0)
+            assert script.started == [0, 1], "there is room under the bound, and nothing starts"
         await settled(lambda: script.started == [0, 1, 2])
 
 
