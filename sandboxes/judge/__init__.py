@@ -9,13 +9,16 @@
     custom.py       a checker of the task's own, in a sandbox of its own
     languages.py    how programs of a language are built and run
     programs.py     texts and calls: a process a case
+    unit_tests.py   unit tests: they run in one sandbox, the program in another
+      remote_program.py, conversation.py    the program there, and talking with it
+      bundle.py     a file of inside/ with what it imports
     inside/         what runs inside the sandboxes, beside the program
 
 No expected output is ever in a process that runs the program, nor in the sandbox that holds it. A sandbox that fails
 raises `SandboxError`: that is no verdict, and a rollout that ends so is not punished.
 """
 
-from sandboxes.judge.cases import CallCase, StdinCase
+from sandboxes.judge.cases import CallCase, StdinCase, UnitTests
 from sandboxes.judge.checkers import CloseNumbers, Exact, SameLines
 from sandboxes.judge.custom import CustomChecker
 from sandboxes.judge.grade import grade
@@ -33,6 +36,7 @@ __all__ = [
     "Outcome",
     "SameLines",
     "StdinCase",
+    "UnitTests",
     "Verdict",
     "grade",
 ]

@@ -1,6 +1,6 @@
-"""What a program is judged by: texts in and out, or calls with JSON in and out. Data alone."""
+"""What a program is judged by: texts in and out, calls with JSON in and out, or files of unit tests. Data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,4 +43,44 @@ class CallCase:
             raise ValueError(f"CallCase.function is {self.function!r}; give the name of a function, without its class")
 
 
-Cases = Sequence[StdinCase] | Sequence[CallCase]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitTests:
+    """Files of tests that import the program as `module`: unittest classes, and plain functions `test_*`.
+
+    The tests run in a sandbox into which the program never comes; `module` is a stand-in there, which sends each call
+    to the program's sandbox and its result back, both as plain data. So a test may
+
+    - call functions of the program, make objects of its classes, call their methods, read their attributes, and use
+      `len`, `in`, `[...]`, iteration and `str` on them;
+    - give and get None, booleans, numbers, text, bytes, lists, tuples, sets and dicts of these, and objects that the
+      program made. Arguments are copies: a change that the program makes to one does not show in the test;
+    - expect exceptions: built-in ones and those of the program.
+
+    It cannot be passed by an object that calls itself equal: objects of the program equal themselves alone. A test that
+    hands the program a function, a class or an object of its own cannot be judged; `grade` refuses it by ValueError.
+
+    >>> UnitTests(files={"test_it.py": "from solution import add\\ndef test_add(): assert add(1, 2) == 3"}).module
+    'solution'
+    """
+
+    files: Mapping[str, str]  # by path; those named test*.py or *_test.py hold tests, others are imported by them
+    module: str = "solution"
+
+    def __post_init__(self) -> None:
+        if not self.module.isidentifier():
+            raise ValueError(f"UnitTests.module is {self.module!r}; give the name of a module")
+        if not self.test_files:
+            raise ValueError(f"UnitTests.files are {sorted(self.files)}; none is named test*.py or *_test.py")
+
+    @property
+    def test_files(self) -> list[str]:
+        """The files that hold tests, in their order."""
+        names = {path: path.rpartition("/")[2] for path in self.files}
+        return [
+            path
+            for path, name in names.items()
+            if name.endswith("_test.py") or (name.startswith("test") and name.endswith(".py"))
+        ]
+
+
+Cases = Sequence[StdinCase] | Sequence[CallCase] | UnitTests

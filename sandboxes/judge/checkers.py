@@ -55,7 +55,7 @@ class SameLines:
 
 @dataclass(frozen=True, slots=True)
 class CloseNumbers:
-    """As SameLines, and numbers may differ by a little: `absolute`, or `relative` times the expected one.
+    """As SameLines, and numbers may differ by `absolute` and `relative` times the expected one, unless both are whole.
 
     >>> CloseNumbers().accepts_text(b"0.3333333", "0.33333333"), CloseNumbers().accepts_text(b"nan", "1.0")
     (True, False)
@@ -88,14 +88,14 @@ class CloseNumbers:
 
 @dataclass(frozen=True, slots=True)
 class NumberCheck:
-    """When two numbers are the same."""
+    """When two numbers are the same. Whole numbers have no tolerance: a count is right or wrong."""
 
     absolute: float = 0.0
     relative: float = 0.0
 
     def agrees(self, given: float, wanted: float) -> bool:
-        if given == wanted:
-            return True
+        if given == wanted or (type(given) is int and type(wanted) is int):
+            return given == wanted
         try:
             return math.isfinite(given) and abs(given - wanted) <= self.absolute + self.relative * abs(wanted)
         except OverflowError:  # an integer that no float holds
@@ -138,7 +138,7 @@ def words_of(output: bytes) -> list[list[bytes]]:
     return lines
 
 
-def number_of(word: bytes | None) -> float | None:
+def number_of(word: bytes | None) -> int | float | None:
     """The finite number that a word is, as programs print numbers; None when it is none.
 
     >>> number_of(b"-1.5e3"), number_of(b"1_0"), number_of(b"inf")
@@ -147,7 +147,7 @@ def number_of(word: bytes | None) -> float | None:
     if word is None or b"_" in word:
         return None
     try:
-        number = float(word)
+        number = int(word) if word.lstrip(b"+-").isdigit() else float(word)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    return number if isinstance(number, int) or math.isfinite(number) else None

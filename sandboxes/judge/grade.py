@@ -1,11 +1,12 @@
 """`grade`: what a program earns, by the cases it is given. It knows no backend: any pool will do."""
 
 from sandboxes import Limits, Pool, SandboxSpec
-from sandboxes.judge.cases import Cases
+from sandboxes.judge.cases import Cases, UnitTests
 from sandboxes.judge.checkers import Checker, SameLines
 from sandboxes.judge.custom import CustomChecker
-from sandboxes.judge.languages import Language, language_of
+from sandboxes.judge.languages import PYTHON, Language, language_of
 from sandboxes.judge.programs import ProgramJudge
+from sandboxes.judge.unit_tests import judge_unit_tests
 from sandboxes.judge.verdict import Verdict
 
 SAME_LINES = SameLines()
@@ -31,12 +32,17 @@ async def grade(
     Raises ValueError for cases that cannot be judged, and SandboxError when a sandbox fails or has not the language:
     neither says anything of the program.
     """
+    language = language_of(language)
+    if isinstance(cases, UnitTests):
+        if language is not PYTHON:
+            raise ValueError(f"unit tests are judged in Python, not in {language.name}; give StdinCase or CallCase")
+        return await judge_unit_tests(code, cases, pool=pool, spec=spec, limits=limits, stop_early=stop_early)
     if not cases:
         raise ValueError("cases is empty; a program that is compared with nothing earns nothing: give at least one")
     judge = ProgramJudge(
         pool=pool,
         spec=spec,
-        language=language_of(language),
+        language=language,
         code=code,
         checker=checker,
         limits=limits,

@@ -1,0 +1,198 @@
+"""Records of published data sets as problems: LiveCodeBench, TACO and APPS, HumanEval. It runs nothing.
+
+A record is what `datasets` or a line of JSON gives: a dict. One of another shape is refused by ValueError, which names
+the field; records come from elsewhere, and nothing in them is trusted.
+"""
+
+import ast
+import base64
+import binascii
+import json
+import pickle
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from sandboxes.judge.cases import CallCase, Cases, StdinCase, UnitTests
+from sandboxes.judge.pickles import load_plain
+
+Record = Mapping[str, Any]
+
+MAX_TESTS_BYTES = 512 * 2**20
+"""What packed tests may unpack to."""
+USUAL_NAMES = """\
+import bisect, collections, functools, heapq, itertools, math, operator, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+from builtins import *
+"""
+"""What sites for such problems have imported before a solution runs; solutions of theirs count on it."""
+FUTURE = "from __future__ import "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What is asked, and what judges the answer."""
+
+    id: str
+    prompt: str  # what is asked; for HumanEval, the beginning of the program
+    cases: Cases
+    starter_code: str = ""  # what an answer fills in
+    preamble: str = ""  # what stands before an answer
+
+    def complete(self, answer: str) -> str:
+        """The program to grade: the answer behind what stands before it.
+
+        >>> Problem(id="1", prompt="", cases=[], preamble="import math").complete("from __future__ import annotations")
+        'from __future__ import annotations\\nimport math'
+        """
+        if not self.preamble:
+            return answer
+        lines = answer.split("\n")
+        future = [line for line in lines if line.startswith(FUTURE)]  # must come first
+        rest = [line for line in lines if not line.startswith(FUTURE)]
+        return "\n".join([*future, self.preamble.rstrip(), *rest])
+
+
+def from_livecodebench(record: Record) -> Problem:
+    """A record of LiveCodeBench: `public_test_cases`, and `private_test_cases` in their packing."""
+    metadata = field_of(decoded(record, "metadata"), "metadata", dict)
+    packed = field_of(record.get("private_test_cases"), "private_test_cases", str)
+    public = field_of(decoded(record, "public_test_cases"), "public_test_cases", list)
+    tests = [text_pair(test) for test in [*public, *unpacked(packed)]]
+    function = metadata.get("func_name")
+    return Problem(
+        id=text(record, "question_id"),
+        prompt=text(record, "question_content"),
+        cases=[call_of_lines(function, *test) for test in tests] if function else [stdin_case(*test) for test in tests],
+        starter_code=record.get("starter_code") or "",
+        preamble=USUAL_NAMES,
+    )
+
+
+def from_apps(record: Record) -> Problem:
+    """A record of APPS or TACO: `input_output` with `inputs` and `outputs`, and `fn_name` where calls are judged.
+
+    Where each output of calls is a list of one, that one is the result.
+    """
+    tests = field_of(decoded(record, "input_output"), "input_output", dict)
+    inputs, outputs = (field_of(tests.get(name), f"input_output.{name}", list) for name in ("inputs", "outputs"))
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(
+            f"the record has {len(inputs)} inputs and {len(outputs)} outputs; as many of each, at least one"
+        )
+    function = tests.get("fn_name")
+    if function and all(isinstance(output, list) and len(cast(list[Any], output)) == 1 for output in outputs):
+        outputs = [output[0] for output in outputs]
+    pairs = zip(inputs, outputs, strict=True)
+    return Problem(
+        id=str(record.get("problem_id", record.get("id", record.get("name", "")))),
+        prompt=text(record, "question"),
+        cases=[CallCase(function=function, args=field_of(args, "inputs", list), expected=out) for args, out in pairs]
+        if function
+        else [stdin_case(joined(given), joined(expected)) for given, expected in pairs],
+        starter_code=record.get("starter_code") or "",
+        preamble=USUAL_NAMES,
+    )
+
+
+def from_humaneval(record: Record) -> Problem:
+    """A record of HumanEval: `prompt`, `entry_point`, and a `test` that defines `check(candidate)`.
+
+    The test runs where the program is not (see `UnitTests`), with what the prompt defines beside the function. An
+    answer goes on where the prompt ends, or is the whole function.
+    """
+    prompt, function, test = (text(record, name) for name in ("prompt", "entry_point", "test"))
+    for name, source in (("prompt", prompt), ("test", test)):
+        if not is_python(source):
+            raise ValueError(f"the record's {name!r} is no Python: {source[:200]!r}")
+    if not function.isidentifier():
+        raise ValueError(f"the record's 'entry_point' is {function!r}; it must be the name of a function")
+    imports = f"from solution import {function}"
+    judges = f"def test_{function}():\n    check({function})\n"
+    return Problem(
+        id=text(record, "task_id"),
+        prompt=prompt,
+        cases=UnitTests(files={"test_humaneval.py": "\n\n".join((prompt.rstrip(), imports, test, judges))}),
+        preamble=prompt,
+    )
+
+
+def call_of_lines(function: str, given: str, expected: str) -> CallCase:
+    """A call whose arguments are JSON, one a line."""
+    try:
+        args = [json.loads(line) for line in given.split("\n") if line.strip()]
+        return CallCase(function=function, args=args, expected=json.loads(expected))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a test of {function} is no JSON: {given[:200]!r} to {expected[:200]!r}") from error
+
+
+def stdin_case(given: str, expected: str) -> StdinCase:
+    return StdinCase(stdin=given, expected=expected)
+
+
+def text_pair(test: Any) -> tuple[str, str]:
+    match test:
+        case {"input": str(given), "output": str(expected)}:
+            return given, expected
+        case _:
+            raise ValueError(f"a test of the record is {str(test)[:200]!r}; it needs the texts 'input' and 'output'")
+
+
+def unpacked(packed: str) -> list[Any]:
+    """Private tests: a list as JSON, or that as a pickled text, compressed, in base64."""
+    try:
+        return field_of(json.loads(packed), "private_test_cases", list)
+    except json.JSONDecodeError:
+        pass
+    try:
+        unpacker = zlib.decompressobj()
+        pickled = unpacker.decompress(base64.b64decode(packed, validate=True), MAX_TESTS_BYTES)
+        if unpacker.unconsumed_tail:
+            raise ValueError(f"the record's tests unpack to more than {MAX_TESTS_BYTES:,} bytes")
+        tests = load_plain(pickled)
+        return field_of(json.loads(tests) if isinstance(tests, str) else tests, "private_test_cases", list)
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, json.JSONDecodeError) as error:
+        raise ValueError(f"the record's 'private_test_cases' cannot be unpacked: {error}") from error
+
+
+def joined(lines: Any) -> str:
+    """A text, or the lines of one."""
+    if isinstance(lines, list):
+        return "\n".join(str(line) for line in cast(list[Any], lines))
+    return field_of(lines, "inputs or outputs", str)
+
+
+def decoded(record: Record, name: str) -> Any:
+    """A field that may be JSON."""
+    value = record.get(name)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the record's {name!r} is no JSON: {value[:200]!r}") from error
+
+
+def text(record: Record, name: str) -> str:
+    return field_of(record.get(name), name, str)
+
+
+def field_of(value: Any, name: str, kind: type[Any]) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"the record's {name!r} is {str(value)[:200]!r}; it must be a {kind.__name__}")
+    return value
+
+
+def is_python(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -1,0 +1,145 @@
+"""Judges a program by unit tests, which run where the program is not.
+
+::
+
+    tests' sandbox                  host                         program's sandbox
+    run_tests.py ── do ──▶ relays, keeps the time ── do ──▶ serve_program.py
+                 ◀─ value, raised, gone ──        ◀─ value, raised ──
+
+A pass rests on what the tests' process says, in which nothing of the program ever runs; the program's process gives
+plain values, as any function does, and cannot say how a test went. A program that dies or is killed in a test fails
+it, even if the test takes no notice; for the next test it is started anew.
+"""
+
+import asyncio
+from dataclasses import replace
+
+from areal_agent.errors import SandboxError
+from sandboxes.judge.bundle import bundle
+from sandboxes.judge.cases import UnitTests
+from sandboxes.judge.conversation import Conversation
+from sandboxes.judge.remote_program import RemoteProgram
+from sandboxes.judge.verdict import CaseVerdict, Outcome, Verdict, ending_of, skip_after_first_failure
+from sandboxes.limits import Limits
+from sandboxes.pool import Pool
+from sandboxes.spec import SandboxSpec
+
+RUN = bundle("plain", "stand_in", "run_tests")
+LOADING_S = 30.0
+"""What the tests' own interpreter may take to start and to load them, beside the time of one test."""
+
+
+async def judge_unit_tests(
+    code: str, tests: UnitTests, *, pool: Pool, spec: SandboxSpec, limits: Limits | None, stop_early: bool
+) -> Verdict:
+    """The verdict of each test. ValueError when the tests, and not the program, are at fault."""
+    test_files = {path: source.encode() for path, source in tests.files.items()}
+    test_spec = replace(spec, files={**spec.files, **test_files})
+    async with pool.acquire(spec) as program_box, pool.acquire(test_spec) as test_box:
+        program = RemoteProgram(program_box, code, tests.module, limits or program_box.limits)
+        try:
+            names = await program.start()
+            if names is None:
+                return Verdict(cases=(program.failure,))
+            async with Conversation(await test_box.spawn_python(RUN)) as conversation:
+                await conversation.tell({"module": tests.module, "files": tests.test_files, "names": names})
+                return await TestRun(conversation, program, stop_early=stop_early).verdict()
+        finally:
+            await program.stop()
+
+
+class TestRun:
+    """One run of the tests."""
+
+    __test__ = False  # no test class of pytest's
+
+    def __init__(self, conversation: Conversation, program: RemoteProgram, *, stop_early: bool) -> None:
+        self._conversation = conversation
+        self._program = program
+        self._stop_early = stop_early
+        self._tests: list[str] = []
+        self._verdicts: dict[int, CaseVerdict] = {}
+        self._running: int | None = None
+        self._ends_before = 0  # of the program, when the running test started
+        self._has_asked = False
+        self._is_late = False
+
+    async def verdict(self) -> Verdict:
+        """Until the tests are done, or it is known how they end."""
+        allowed_s = self._program.wall_s + LOADING_S
+        while await self._within(allowed_s):
+            allowed_s = self._program.wall_s
+        if not self._tests:
+            await self._explain_no_tests()
+        cases = tuple(self._verdict_of(index, name) for index, name in enumerate(self._tests))
+        return Verdict(cases=skip_after_first_failure(cases) if self._stop_early else cases)
+
+    async def _within(self, allowed_s: float) -> bool:
+        """The next test, in its time: then first the program is killed, and then the tests."""
+        test = asyncio.create_task(self._until_test_ends())
+        try:
+            for stop in (self._stop_program, self._stop_tests):
+                done, _ = await asyncio.wait([test], timeout=allowed_s)
+                if done:
+                    break
+                await stop()
+            return await test
+        finally:
+            test.cancel()
+
+    async def _until_test_ends(self) -> bool:
+        """Do what the tests' process says until a test has ended; whether there is more to come."""
+        while (message := await self._conversation.hear_message()) is not None:
+            match message:
+                case {"do": _}:
+                    self._has_asked = True
+                    await self._conversation.tell(await self._program.ask(message))
+                case {"tests": []}:
+                    raise ValueError("the files of tests hold no test that counts; give at least one")
+                case {"tests": tests}:
+                    self._tests = tests
+                    return True
+                case {"start": index}:
+                    self._running, self._ends_before = index, self._program.num_ends
+                case {"end": index, "is_passed": is_passed, "detail": detail}:
+                    self._verdicts[index] = self._judged(is_passed, detail)
+                    self._running = None
+                    return is_passed or not self._stop_early
+                case {"broken": why, "is_ours": False}:
+                    self._tests = ["loading the tests"]
+                    self._verdicts[0] = CaseVerdict(outcome=Outcome.CRASHED, detail=why)
+                    return False
+                case {"broken": why} | {"refused": why}:
+                    raise ValueError(f"the tests cannot be judged: {why}")
+                case _:
+                    return False
+        return False
+
+    def _judged(self, is_passed: bool, detail: str) -> CaseVerdict:
+        if self._program.num_ends > self._ends_before:
+            return replace(self._program.failure, detail=detail or self._program.failure.detail)
+        if is_passed:
+            return CaseVerdict(outcome=Outcome.PASSED, score=1.0)
+        return CaseVerdict(outcome=Outcome.WRONG, detail=detail)
+
+    def _verdict_of(self, index: int, name: str) -> CaseVerdict:
+        """What is known of a test; one that was not told to its end has failed."""
+        unknown = Outcome.TIMEOUT if self._is_late and index == self._running else Outcome.CRASHED
+        verdict = self._verdicts.get(index, CaseVerdict(outcome=unknown, detail="the test did not come to its end"))
+        return replace(verdict, output=name)
+
+    async def _stop_program(self) -> None:
+        await self._program.stop(Outcome.TIMEOUT)
+
+    async def _stop_tests(self) -> None:
+        self._is_late = True
+        await self._conversation.end()
+
+    async def _explain_no_tests(self) -> None:
+        """Their process ended before it had loaded them: our fault, unless the program had a part in it."""
+        result, stderr = await self._conversation.end()
+        why = f"the tests' process ended ({result.status.value}) before a test began: {ending_of(stderr)!r}"
+        if not self._has_asked:
+            raise SandboxError(why)
+        self._tests = ["loading the tests"]
+        self._verdicts[0] = CaseVerdict(outcome=Outcome.CRASHED, detail=why)

@@ -1,0 +1,182 @@
+"""Tools for an agent, over a sandbox: their definitions as OpenAI has them, and what a call of one says.
+
+What the model does wrong (a tool that is not there, arguments that are none, a program that fails) is text for it to
+read; a sandbox that fails raises SandboxError, and the rollout with it. It knows no model and no client.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from sandboxes.result import ExecResult, Status
+from sandboxes.sandbox import Sandbox
+
+MAX_CHARACTERS = 8_000
+"""Of what a call says, so many are kept: its beginning and its end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """What a model may call; every parameter is a text. `act` gives what the model gets to read."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, str]  # what each is
+    act: Callable[["Toolbox", Mapping[str, str]], Awaitable[str]]
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        properties = {name: {"type": "string", "description": what} for name, what in self.parameters.items()}
+        schema = {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+        function = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": function}
+
+    @property
+    def usage(self) -> str:
+        """
+        >>> BASH.usage
+        'call bash with {"command": "..."}'
+        """
+        return f"call {self.name} with {json.dumps(dict.fromkeys(self.parameters, '...'))}"
+
+
+class Toolbox:
+    """The tools of one rollout. `open_box` gives the sandbox when a call first needs it:
+
+    `Toolbox(lambda: rollout.enter(pool.acquire()))`
+    """
+
+    def __init__(self, open_box: Callable[[], Awaitable[Sandbox]], tools: Sequence[Tool] | None = None) -> None:
+        self._open_box = open_box
+        self._tools = {tool.name: tool for tool in (STANDARD if tools is None else tools)}
+        self._box: Sandbox | None = None
+        self.submitted: str | None = None  # the program that the model has handed in
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """The `tools` of a chat completion."""
+        return [tool.definition for tool in self._tools.values()]
+
+    async def call(self, name: str, arguments: str) -> str:
+        """What the model gets to read; `arguments` is the JSON that it wrote."""
+        tool = self._tools.get(name)
+        if tool is None:
+            return f"Error: there is no tool {name!r}; there are {', '.join(self._tools)}"
+        values = texts_of(arguments, tuple(tool.parameters))
+        return f"Error: {tool.usage}" if values is None else shortened(await tool.act(self, values))
+
+    async def box(self) -> Sandbox:
+        """The sandbox of this rollout. For its tools."""
+        if self._box is None:
+            self._box = await self._open_box()
+        return self._box
+
+
+async def run_bash(toolbox: Toolbox, values: Mapping[str, str]) -> str:
+    box = await toolbox.box()
+    return said(await box.exec(["bash", "-c", values["command"].replace("\0", "")]))
+
+
+async def run_python(toolbox: Toolbox, values: Mapping[str, str]) -> str:
+    box = await toolbox.box()
+    return said(await box.exec_python(values["code"]))
+
+
+async def read_file(toolbox: Toolbox, values: Mapping[str, str]) -> str:
+    box = await toolbox.box()
+    try:
+        return (await box.read(values["path"])).decode(errors="replace")
+    except (OSError, ValueError) as error:  # no such file; or no such name, by its characters
+        return f"Error: {reason_of(error)}: {values['path']}"
+
+
+async def write_file(toolbox: Toolbox, values: Mapping[str, str]) -> str:
+    box = await toolbox.box()
+    data = values["content"].encode(errors="replace")
+    try:
+        await box.write(values["path"], data)
+    except (OSError, ValueError) as error:
+        return f"Error: {reason_of(error)}: {values['path']}"
+    return f"{len(data)} bytes written to {values['path']}"
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    return (error.strerror or "") if isinstance(error, OSError) else "no path"
+
+
+async def submit(toolbox: Toolbox, values: Mapping[str, str]) -> str:
+    toolbox.submitted = values["code"]
+    return "Submitted."
+
+
+PATH = "Its path in the working directory."
+BASH = Tool(
+    name="bash",
+    description="Run a command in bash; what it prints comes back.",
+    parameters={"command": "The command."},
+    act=run_bash,
+)
+PYTHON = Tool(
+    name="python",
+    description="Run a Python program; what it prints comes back.",
+    parameters={"code": "The program."},
+    act=run_python,
+)
+READ_FILE = Tool(name="read_file", description="Read a text file.", parameters={"path": PATH}, act=read_file)
+WRITE_FILE = Tool(
+    name="write_file",
+    description="Write a text file, folders included.",
+    parameters={"path": PATH, "content": "The whole text."},
+    act=write_file,
+)
+SUBMIT = Tool(
+    name="submit",
+    description="Hand in the program. It is judged as it is, and the task is over.",
+    parameters={"code": "The whole program."},
+    act=submit,
+)
+STANDARD = (BASH, PYTHON, READ_FILE, WRITE_FILE, SUBMIT)
+
+
+def texts_of(arguments: str, names: Sequence[str]) -> dict[str, str] | None:
+    """The texts of these names, and no others; None when the model wrote anything else.
+
+    >>> texts_of('{"code": "1"}', ["code"]), texts_of('{"code": 1}', ["code"]), texts_of("{", ["code"])
+    ({'code': '1'}, None, None)
+    """
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != set(names):
+        return None
+    return cast(dict[str, str], values) if all(isinstance(values[name], str) for name in names) else None
+
+
+def said(result: ExecResult) -> str:
+    """What a program printed; where it failed, how."""
+    text = result.stdout.decode(errors="replace")
+    if result.status is Status.OK:
+        return text.rstrip()
+    how = f"Error: {result.status.value}" + (f" (exit code {result.exit_code})" if result.exit_code else "")
+    parts = (text.rstrip(), result.stderr.decode(errors="replace").rstrip(), how)
+    return "\n".join(part for part in parts if part)
+
+
+def shortened(text: str) -> str:
+    """A text with its middle left out when it is long.
+
+    >>> len(shortened("x" * 100_000))
+    8033
+    """
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}\n[{len(text) - MAX_CHARACTERS} characters are left out]\n{text[-half:]}"
