@@ -28,11 +28,10 @@ def logprobs_and_entropy(
     assert hidden.ndim == 2 and len(hidden) == num_tokens, (hidden.shape, targets.shape)
     assert targets.shape == temperatures.shape == (num_tokens,), (targets.shape, temperatures.shape)
     size = chunk_size or max(1, LOGITS_PER_CHUNK // vocab_size)
-    if num_tokens <= size:
-        return _one_chunk(hidden, targets, temperatures, head)
+    measure = _one_chunk if num_tokens <= size else _recomputed
     chunks = [
-        _recomputed(hidden[i : i + size], targets[i : i + size], temperatures[i : i + size], head)
-        for i in range(0, num_tokens, size)
+        measure(hidden[i : i + size], targets[i : i + size], temperatures[i : i + size], head)
+        for i in range(0, max(num_tokens, 1), size)
     ]
     return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
 

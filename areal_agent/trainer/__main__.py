@@ -1,4 +1,7 @@
-"""`python -m areal_agent.trainer --fd N`: the trainer process. A run starts it; N is its end of a socket pair."""
+"""`python -m areal_agent.trainer --fd N`: the trainer process. A run starts it; N is its end of a socket pair.
+
+With `--rank K` it is another rank of a trainer: rank 0 starts it.
+"""
 
 import logging
 import socket
@@ -16,9 +19,13 @@ def main() -> int:
         prog="python -m areal_agent.trainer", description="The trainer process of a run; `areal_agent.train` starts it."
     )
     parser.add_argument("--fd", type=int, required=True, help="inherited socket that commands come over")
+    parser.add_argument(
+        "--rank", type=int, default=0, help="which rank of the trainer this is; rank 0 starts the others"
+    )
     arguments = parser.parse_args()
     exit_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    rank = f" rank {arguments.rank}:" if arguments.rank else ""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s{rank} %(message)s")
     transformers_logging.disable_progress_bar()
     torch.set_num_interop_threads(1)
     try:
@@ -26,7 +33,7 @@ def main() -> int:
     except OSError as error:
         parser.error(f"--fd {arguments.fd} is no open socket ({error.strerror}); a run passes one that it made")
     with sock:
-        Worker().serve(sock)
+        Worker(arguments.rank).serve(sock)
     return 0
 
 

@@ -33,8 +33,10 @@ class TrainerConfig(Section):
     packing: Literal["balanced", "first_fit", "padded"] = "balanced"
     """How sequences share a micro-batch, each seeing itself alone. `balanced`: one row, no padding, by Algorithm 1 of
     the paper. `first_fit`: the same by first-fit decreasing. `padded`: a row each, of like lengths."""
+    num_ranks: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Trainer processes on this machine, which share weights and work (FSDP2); on cuda each has a device of its own."""
     threads: Annotated[int, Field(ge=1)] = 1
-    """CPU threads of the trainer process."""
+    """CPU threads of each trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda when there is one. Weights are float32; on cuda the matrices are multiplied in bfloat16."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10

@@ -4,6 +4,8 @@ Every rank makes the same calls in the same order. Sums and lists come out alike
 has `ALONE`, which speaks to nobody.
 """
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,11 @@ class Group:
 
     @classmethod
     def join(cls, rank: int, size: int, rendezvous: Path, device: torch.device) -> Self:
-        """Wait for the other ranks at the file `rendezvous`, which only they know. `leave` ends it."""
+        """Wait for the other ranks at the file `rendezvous`, which only they know. `leave` ends it.
+
+        They are on one machine and speak over its loopback, where nobody else listens.
+        """
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.FileStore(str(rendezvous), size)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -71,6 +77,10 @@ class Group:
 
 ALONE = Group()
 """A trainer of one rank."""
+
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def whole(tensor: Tensor) -> Tensor:

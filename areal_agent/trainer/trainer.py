@@ -11,9 +11,10 @@ import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, publish_checkpoint, read_checkpoint
+from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.critic import Critic
+from areal_agent.trainer.group import ALONE, Group
 from areal_agent.trainer.model import Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.reports import StepReport, TrainerInfo
@@ -42,17 +43,22 @@ class Trainer:
         shared_memory: Path,
         chat_template: str | None,
         num_steps: int,
+        group: Group = ALONE,
     ) -> None:
+        self._group = group
         self._policy = policy
         self._source = source
         self._chat_template = chat_template
         self._config = config
         self._step = 0
         schedule = Schedule.of(config, num_steps * algorithm.minibatches)
+        self._critic = _new_critic(policy, config, algorithm, schedule, group)  # a copy of the whole policy
+        policy.shard(group)
+        if reference is not None:
+            reference.shard(group)
         self._optimizer = Optimizer(policy.model.parameters(), config, schedule)
         self._generator = torch.Generator().manual_seed(seed)
         self._reference = reference
-        self._critic = _new_critic(policy, config, algorithm, schedule)
         self._stepper = Stepper(
             policy,
             self._optimizer,
@@ -61,10 +67,12 @@ class Trainer:
             config,
             reference=reference,
             critic=self._critic,
+            group=group,
         )
-        self._channel = SharedMemoryChannel(
-            shared_memory, layout(policy.named_parameters().items(), policy.publish_dtype)
-        )
+        self._channel: SharedMemoryChannel | None = None  # of rank 0
+        if group.rank == 0:
+            entries = layout(policy.named_parameters().items(), policy.publish_dtype)
+            self._channel = SharedMemoryChannel(shared_memory, entries)
 
     @classmethod
     def load(
@@ -78,11 +86,13 @@ class Trainer:
         resume: bool = True,
         chat_template: str | None = None,
         num_steps: int = 1,
+        device: torch.device | None = None,
+        group: Group = ALONE,
     ) -> Self:
         """Load a Hugging Face folder. With `resume` a checkpoint goes on exactly where it was saved; without, only its
         weights are taken. Checkpoints get `chat_template`, or the folder's own; the learning rate follows a run of
-        `num_steps`. Raises ConfigError."""
-        device = choose_device(config.device)
+        `num_steps`. As one rank of a `group`, with a device of its own. Raises ConfigError."""
+        device = device or choose_device(config.device)
         checkpoint = _checkpoint_in(folder) if resume else None
         has_reference = algorithm.reference == "initial"
         trainer = cls(
@@ -95,6 +105,7 @@ class Trainer:
             shared_memory=shared_memory,
             chat_template=chat_template,
             num_steps=num_steps,
+            group=group,
         )
         if checkpoint is not None:
             read_training(folder, trainer._training)
@@ -118,16 +129,25 @@ class Trainer:
         self._step = given.step
         return StepReport(step=given.step, metrics=metrics, seconds=time.perf_counter() - started_s)
 
-    def publish(self) -> SharedMemoryWeights:
-        """Copy the weights to where engines read them."""
-        return self._channel.write(self._policy.named_parameters())
+    def publish(self) -> SharedMemoryWeights | None:
+        """Copy the weights to where engines read them. All ranks take part; None on all but rank 0."""
+        parameters = self._policy.whole_parameters()
+        return None if self._channel is None else self._channel.write(parameters)
 
-    def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject = NOTHING) -> Checkpoint:
-        """Publish a checkpoint, with `run_state` in it. Raises ValueError unless `step` was trained last."""
+    def save(
+        self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject = NOTHING
+    ) -> Checkpoint | None:
+        """Publish a checkpoint, with `run_state` in it. All ranks write; None on all but rank 0, which publishes.
+
+        Raises ValueError unless `step` was trained last.
+        """
         if step != self._step:
             raise ValueError(
                 f"a checkpoint of step {step} was asked for, but the weights are those of step {self._step}"
             )
+        if self._group.rank:
+            self._write(hidden_folder(directory, step))
+            return None
         return publish_checkpoint(
             directory,
             step=step,
@@ -138,7 +158,9 @@ class Trainer:
         )
 
     def close(self) -> None:
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._group.leave()
 
     def _write(self, folder: Path) -> None:
         write_export(folder, self._policy, self._source, self._chat_template)
@@ -155,11 +177,18 @@ class Trainer:
         )
 
 
-def _new_critic(policy: Policy, config: TrainerConfig, algorithm: AlgorithmConfig, schedule: Schedule) -> Critic | None:
+def _new_critic(
+    policy: Policy, config: TrainerConfig, algorithm: AlgorithmConfig, schedule: Schedule, group: Group
+) -> Critic | None:
     if not algorithm.critic:
         return None
     return Critic(
-        policy, config, learning_rate=algorithm.critic_learning_rate, clip=algorithm.value_clip, schedule=schedule
+        policy,
+        config,
+        learning_rate=algorithm.critic_learning_rate,
+        clip=algorithm.value_clip,
+        schedule=schedule,
+        group=group,
     )
 
 

@@ -1,12 +1,14 @@
 """The trainer process's end of the socket: reads a command, carries it out, answers; a failure is an answer too.
 
-It ends with the command `shutdown`, or when the main process closes its end.
+It ends with the command `shutdown`, or when the other side closes its end. With `trainer.num_ranks`, the worker of
+rank 0 starts those of the other ranks and passes every command on to them; those end when a command fails.
 """
 
 import logging
+import os
 import socket
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ import torch
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.framing import Arrays, Frame, read_frame
+from areal_agent.trainer.group import ALONE, Group
+from areal_agent.trainer.model import choose_device
+from areal_agent.trainer.ranks import Ranks
 from areal_agent.trainer.records import decode_records
 from areal_agent.trainer.step_input import StepInput
 from areal_agent.trainer.trainer import Trainer
@@ -27,9 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Carries out commands one after the other. `trainer` is there after `init`."""
+    """Carries out commands one after the other, as one rank of a trainer. There is a model after `init`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._ranks = Ranks([])
         self._trainer: Trainer | None = None
         self._is_done = False
 
@@ -40,21 +47,34 @@ class Worker:
                 while not self._is_done:
                     self._answer(file)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            logger.info("the main process is gone; ending")
+            logger.info("the other side is gone; ending")
         finally:
             if self._trainer is not None:
                 self._trainer.close()
+            self._ranks.close()
 
     def _answer(self, file: BufferedRWPair) -> None:
         request = read_frame(file)
         number = request.header["number"]
         try:
-            answer: dict[str, Any] = {"number": number, "result": self._carry_out(request)}
-        except Exception as error:  # the boundary that turns a failure into an answer; the process lives on
+            answer: dict[str, Any] = {"number": number, "result": self._together(request)}
+        except Exception as error:  # the boundary that turns a failure into an answer; rank 0 lives on
             logger.exception("the command %r failed", request.header.get("command"))
             answer = {"number": number, "error": _describe(error)}
+            self._is_done = self._rank > 0  # which frees those that wait for this rank
         file.write(Frame(header=answer).encode())
         file.flush()
+
+    def _together(self, request: Frame) -> JsonObject:
+        """Carry out a command on all ranks; those of a trainer that shuts down end as their sockets close."""
+        command = request.header["command"]
+        if command == "shutdown":
+            self._is_done = True
+            return {}
+        if command == "init" and self._rank == 0:
+            request = self._with_ranks(request)
+        with self._ranks.taking_part(request):
+            return self._carry_out(request)
 
     def _carry_out(self, request: Frame) -> JsonObject:
         arguments = request.header
@@ -64,7 +84,8 @@ class Worker:
             case "train_step":
                 return self._train_step(arguments, request.arrays)
             case "publish":
-                return asdict(self._ready().publish())
+                published = self._ready().publish()
+                return asdict(published) if published else {}
             case "save":
                 saved = self._ready().save(
                     Path(arguments["directory"]),
@@ -72,18 +93,25 @@ class Worker:
                     incarnation=arguments["incarnation"],
                     run_state=arguments["run_state"],
                 )
-                return {"path": str(saved.path)}
-            case "shutdown":
-                self._is_done = True
-                return {}
+                return {"path": str(saved.path)} if saved else {}
             case unknown:
                 raise ValueError(f"unknown command {unknown!r}")
 
-    def _init(self, arguments: JsonObject) -> JsonObject:
+    def _with_ranks(self, init: Frame) -> Frame:
+        """Start the other ranks; the command says where all of them meet."""
         if self._trainer is not None:
             raise ValueError("init came a second time; a trainer process loads one model")
+        self._ranks = Ranks.start(TrainerConfig.model_validate(init.header["trainer"]).num_ranks - 1)
+        rendezvous = Path(init.header["shared_memory"]) / f"ranks-{os.getpid()}"
+        return replace(init, header={**init.header, "rendezvous": str(rendezvous)})
+
+    def _init(self, arguments: JsonObject) -> JsonObject:
         config = TrainerConfig.model_validate(arguments["trainer"])
         torch.set_num_threads(config.threads)
+        device = choose_device(config.device, rank=self._rank, num_ranks=config.num_ranks)
+        group = ALONE
+        if config.num_ranks > 1:
+            group = Group.join(self._rank, config.num_ranks, Path(arguments["rendezvous"]), device)
         self._trainer = Trainer.load(
             Path(arguments["model"]),
             config=config,
@@ -93,6 +121,8 @@ class Worker:
             resume=arguments["resume"],
             chat_template=arguments["chat_template"],
             num_steps=arguments["num_steps"],
+            device=device,
+            group=group,
         )
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", arguments["model"], info.num_parameters, info.device)

@@ -3,7 +3,7 @@
 1. observations randomised, and made longer: the advantages of actions are identical
 2. the reward reaches turn 1 in every estimator, also past a trailing observation
 3. a step split over micro-batches has the loss and gradient of the whole
-4. gradients do not depend on the order in which sequences are packed (there is one trainer process: world size 1)
+4. gradients do not depend on the order in which sequences are packed, nor on the number of ranks (two of gloo)
 5. sequences packed in one row, or padded, have the log-probabilities and gradients of each alone, to 1e-5 in float32
 6. CISPO's gradient flows only through log pi; GSPO of a packed batch is that of its sequences one by one
 7. log-probability and entropy in chunks are those in one piece, forward and backward

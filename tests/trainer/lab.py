@@ -7,6 +7,7 @@ import torch
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.critic import Critic
+from areal_agent.trainer.group import ALONE, Group
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.step import Stepper
@@ -32,25 +33,32 @@ class Lab:
         algorithm: AlgorithmConfig = PLAIN,
         budget: int = 4096,
         reference: Path | None = None,
+        group: Group = ALONE,
     ) -> None:
         self.policy = Policy.load(folder, CPU)
         self.critic: Critic | None = None
         if algorithm.critic:
             rate = algorithm.critic_learning_rate
-            self.critic = Critic(self.policy, config, learning_rate=rate, clip=algorithm.value_clip)
+            self.critic = Critic(self.policy, config, learning_rate=rate, clip=algorithm.value_clip, group=group)
+        other = Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None
+        for policy in (self.policy, other):
+            if policy is not None:
+                policy.shard(group)
         self.stepper = Stepper(
             self.policy,
             Optimizer(self.policy.model.parameters(), config),
             torch.Generator().manual_seed(0),
             algorithm,
             config.model_copy(update={"tokens_per_micro_batch": budget}),
-            reference=Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None,
+            reference=other,
             critic=self.critic,
+            group=group,
         )
         self.before = self.weights()
 
     def weights(self) -> torch.Tensor:
-        return torch.cat([one.detach().flatten() for one in self.policy.named_parameters().values()]).clone()
+        """All of them, flat; on other ranks than the first there are none."""
+        return torch.cat([torch.zeros(0), *(one.flatten() for one in self.policy.whole_parameters().values())]).clone()
 
     def gradient(self, given: StepInput) -> torch.Tensor:
         self.stepper.train(given)

@@ -1,0 +1,96 @@
+"""The cases that every change of the trainer has to pass and that need two ranks: real processes, gloo and FSDP2.
+
+4. gradients do not depend on the number of ranks
+9. ranks have equally many micro-batches, also where there are fewer sequences than ranks
+15. a checkpoint of two ranks resumes at one rank, and back
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.trainer import Trainer
+from tests.trainer.lab import GRADIENT_DESCENT, Lab
+from tests.trainer.two_ranks import Outcome, Work, flat, run_two_ranks
+
+BUDGET = 100
+PACKINGS = ("first_fit", "padded")
+WITH_ALL = AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1, kl_in="reward", minibatches=2)
+"""Proximal, reference and values are all measured before the updates."""
+LABS = {
+    **{preset: (GRADIENT_DESCENT, AlgorithmConfig(preset=preset)) for preset in PRESETS},
+    **{packing: (GRADIENT_DESCENT.model_copy(update={"packing": packing}), AlgorithmConfig()) for packing in PACKINGS},
+    "with all": (GRADIENT_DESCENT.model_copy(update={"learning_rate": 1e4}), WITH_ALL),
+}
+TRAINER = (TrainerConfig(learning_rate=1e-3, tokens_per_micro_batch=BUDGET), WITH_ALL)
+
+
+@pytest.fixture(scope="module")
+def first(make_batch, as_input) -> StepInput:
+    return as_input(make_batch(1))
+
+
+@pytest.fixture(scope="module")
+def second(make_batch, as_input) -> StepInput:
+    return as_input(make_batch(2))
+
+
+def one_rank(model: Path, folder: Path) -> Trainer:
+    config, algorithm = TRAINER
+    return Trainer.load(model, config=config, algorithm=algorithm, seed=0, shared_memory=folder)
+
+
+@pytest.fixture(scope="module")
+def saved_by_one(model_folder, first, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    trainer = one_rank(model_folder, folder)
+    trainer.train_step(first)
+    saved = trainer.save(folder, step=1, incarnation=0)
+    trainer.close()
+    assert saved is not None
+    return saved.path
+
+
+@pytest.fixture(scope="module")
+def outcome(model_folder, first, second, saved_by_one, tmp_path_factory) -> Outcome:
+    labs = {
+        name: (config.model_copy(update={"tokens_per_micro_batch": BUDGET}), algorithm)
+        for name, (config, algorithm) in LABS.items()
+    }
+    work = Work(model=model_folder, first=first, second=second, labs=labs, trainer=TRAINER, checkpoint=saved_by_one)
+    return run_two_ranks(work, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_case_04_gradients_do_not_depend_on_the_number_of_ranks(model_folder, first, outcome, name):
+    config, algorithm = LABS[name]
+    alone = Lab(model_folder, config, algorithm)
+    metrics = alone.stepper.train(first)
+    moved = outcome.weights[name] - alone.before
+    torch.testing.assert_close(moved, alone.weights() - alone.before, atol=3e-6, rtol=1e-4)
+    counted = outcome.metrics[name]
+    for measure in ("loss", "grad_norm", "entropy", "num_loss_tokens", "num_input_tokens", "logp_diff_max"):
+        assert counted[measure] == pytest.approx(metrics[measure], rel=1e-4, abs=1e-6), measure
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_case_09_ranks_have_equally_many_micro_batches(outcome, name):
+    assert outcome.metrics[name]["num_micro_batches"] % 2 == 0
+
+
+def test_case_15_a_checkpoint_of_two_ranks_resumes_at_one(outcome, second, tmp_path):
+    trainer = one_rank(Path(outcome.saved), tmp_path)
+    trainer.train_step(second)
+    torch.testing.assert_close(flat(trainer), outcome.straight, atol=1e-5, rtol=1e-4)
+    trainer.close()
+
+
+def test_case_15_a_checkpoint_of_one_rank_resumes_at_two(outcome, saved_by_one, second, tmp_path):
+    trainer = one_rank(saved_by_one, tmp_path)
+    trainer.train_step(second)
+    torch.testing.assert_close(outcome.resumed, flat(trainer), atol=1e-5, rtol=1e-4)
+    trainer.close()

@@ -1,0 +1,105 @@
+"""One of two ranks, in a process of its own: trains what `TwoRanks` says and writes down what came of it.
+
+`python -m tests.trainer.two_ranks RANK FOLDER`, with the work in FOLDER/work.pickle. One pair of processes does all of
+it, for what such a test costs is importing torch.
+"""
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.group import Group
+from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.trainer import Trainer
+from tests.trainer.lab import CPU, Lab
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One train step each of `labs`, by name: (config, algorithm). Then a trainer, with and without a checkpoint."""
+
+    model: Path
+    first: StepInput
+    second: StepInput
+    labs: Mapping[str, tuple[TrainerConfig, AlgorithmConfig]]
+    trainer: tuple[TrainerConfig, AlgorithmConfig]
+    checkpoint: Path  # of one rank, after the first step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What rank 0 saw."""
+
+    weights: Mapping[str, torch.Tensor]  # after the step, by lab
+    metrics: Mapping[str, Mapping[str, float]]
+    saved: str  # a checkpoint of two ranks after the first step
+    straight: torch.Tensor  # weights after both steps
+    resumed: torch.Tensor  # the same, resumed from the checkpoint of one rank
+
+
+def run_two_ranks(work: Work, folder: Path) -> Outcome:
+    """Start both ranks and wait for what comes of it."""
+    (folder / "work.pickle").write_bytes(pickle.dumps(work))
+    argv = [sys.executable, "-m", "tests.trainer.two_ranks"]
+    root = Path(__file__).parents[2]
+    ranks = [subprocess.Popen([*argv, str(rank), str(folder)], cwd=root) for rank in range(2)]
+    try:
+        assert [rank.wait() for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return Outcome(**torch.load(folder / "outcome.pt", weights_only=True))
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    work: Work = pickle.loads((folder / "work.pickle").read_bytes())
+    group = Group.join(rank, 2, folder / "rendezvous", CPU)
+    weights: dict[str, torch.Tensor] = {}
+    metrics: dict[str, Mapping[str, float]] = {}
+    for name, (config, algorithm) in work.labs.items():
+        lab = Lab(work.model, config, algorithm, config.tokens_per_micro_batch, group=group)
+        metrics[name] = lab.stepper.train(work.first)
+        weights[name] = lab.weights()
+    trainer = load(work.model, work, folder, group)
+    trainer.train_step(work.first)
+    saved = trainer.save(folder / "checkpoints", step=1, incarnation=0)
+    trainer.train_step(work.second)
+    straight = flat(trainer)
+    trainer = load(work.checkpoint, work, folder, group)
+    trainer.train_step(work.second)
+    resumed = flat(trainer)
+    if saved is not None:
+        found = {"weights": weights, "metrics": metrics, "straight": straight, "resumed": resumed}
+        torch.save({**found, "saved": str(saved.path)}, folder / "outcome.pt")
+    group.leave()
+
+
+def load(model: Path, work: Work, folder: Path, group: Group) -> Trainer:
+    config, algorithm = work.trainer
+    return Trainer.load(model, config=config, algorithm=algorithm, seed=0, shared_memory=folder, group=group)
+
+
+def flat(trainer: Trainer) -> torch.Tensor:
+    """The weights of a trainer, as an engine would read them."""
+    published: Any = trainer.publish()
+    return torch.zeros(0) if published is None else published_weights(published)
+
+
+def published_weights(published: Any) -> torch.Tensor:
+    data = Path(published.path).read_bytes()
+    parts = [bytearray(data[one.offset : one.offset + one.num_bytes]) for one in published.entries]
+    return torch.cat([torch.frombuffer(part, dtype=torch.float32) for part in parts])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
