@@ -9,7 +9,8 @@ import orjson
 
 from areal_agent.observe.curve import draw_curve
 from areal_agent.observe.metrics import read_metrics
-from areal_agent.observe.rows import living_rows, total
+from areal_agent.observe.rows import Spent, evaluation_rows, living_rows, total
+from areal_agent.observe.time_table import advice, time_table
 from areal_agent.run_folder import RunFolder
 
 WORTH_TELLING = 0.01
@@ -40,8 +41,9 @@ class RunFacts:
 
 def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
     """Write summary.json and, once there is a step, curve.png; returns the summary."""
-    rows = living_rows(read_metrics(folder.metrics))
-    totals = total(rows)
+    all_rows = read_metrics(folder.metrics)
+    rows = living_rows(all_rows)
+    totals, spent = total(rows), Spent.of(all_rows)
     sampled_tokens, trained_tokens = facts.tokens or (totals.generated_tokens, totals.trained_tokens)
     summary: dict[str, Any] = {
         "status": facts.status.value,
@@ -56,6 +58,12 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
         "interrupted_completions": totals.interrupted_completions,
         "max_staleness_seen": totals.max_staleness_seen,
         "idle_fraction": {side: round(share, 4) for side, share in totals.idle_fraction.items()},
+        "seconds": {
+            "wall": round(spent.wall_s, 2),
+            "engine": {activity: round(seconds, 2) for activity, seconds in spent.engine.items()},
+            "trainer": {activity: round(seconds, 2) for activity, seconds in spent.trainer.items()},
+        },
+        "advice": advice(Spent.of(rows)),
         "loop_blocked_s": round(totals.loop_blocked_s, 2),
         "checkpoint": None if facts.checkpoint is None else str(facts.checkpoint),
     }
@@ -63,8 +71,23 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
         summary["error"] = facts.error
     folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     if rows:
-        draw_curve(rows, folder.curve, success_before=facts.success_before, success_after=facts.success_after)
+        evaluations = [row for row in evaluation_rows(all_rows) if row["label"] not in ("before", "after")]
+        success = [(row["step"], row["eval/success"]) for row in evaluations]
+        draw_curve(
+            rows,
+            folder.curve,
+            success_before=facts.success_before,
+            success_after=facts.success_after,
+            success_between=success,
+        )
     return summary
+
+
+def _time_lines(summary: dict[str, Any]) -> list[str]:
+    """Where the time went, and what to do about it."""
+    seconds = summary["seconds"]
+    table = time_table(Spent(wall_s=seconds["wall"], engine=seconds["engine"], trainer=seconds["trainer"]))
+    return [table, *([f"advice: {summary['advice']}"] if summary["advice"] else [])]
 
 
 def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
@@ -73,14 +96,13 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
     before, after = summary["success_before"], summary["success_after"]
     if after is not None:
         lines.append(f"success on {summary['num_eval_tasks']} held-out tasks: {before:.3f} -> {after:.3f}")
-    idle = summary["idle_fraction"]
     lines.append(
         f"trained {summary['trained_tokens']:,} of {summary['generated_tokens']:,} generated tokens; "
         f"{summary['spanning_fraction']:.0%} of the trajectories span weight versions, "
         f"{summary['interrupted_completions']} completions were interrupted; "
         f"staleness at most {summary['max_staleness_seen']}"
     )
-    lines.append(f"idle: engine {idle['engine']:.0%}, trainer {idle['trainer']:.0%}")
+    lines += _time_lines(summary)
     if summary["loop_blocked_s"] > WORTH_TELLING * summary["wall_s"]:
         lines.append(
             f"workflows blocked the event loop that they share for {summary['loop_blocked_s']:.0f} s; "

@@ -88,7 +88,7 @@ class Run:
         self.step = 0  # train steps done
         self.progress = progress or Progress(total_steps=config.steps, mode="none")
         self._stack = AsyncExitStack()
-        self._metrics = RunMetrics(self.progress, config.eval.success_reward)
+        self._metrics = RunMetrics(self.progress, config.eval.success_reward, self.preflight.tasks.source_names())
         self._producing: asyncio.Task[None] | None = None
         self._watchers: list[asyncio.Task[None]] = []
 

@@ -45,9 +45,12 @@ class Reading:
 class RunMetrics:
     """Made with the run, so that no second is missed; opened with its folder, connected once its engine is there."""
 
-    def __init__(self, progress: Progress, success_reward: float) -> None:
+    def __init__(
+        self, progress: Progress, success_reward: float, source_names: Mapping[str, str] | None = None
+    ) -> None:
         self._progress = progress
         self._success_reward = success_reward
+        self._source_names = source_names or {}  # of tasks, by their ids
         self._account = TimeAccount()
         self._producing = BusyClock()
         self._starting_s = 0.0
@@ -96,7 +99,7 @@ class RunMetrics:
 
     def trained(self, batch: RolloutBatch, report: StepReport) -> None:
         """The step's row begins."""
-        self._row = describe_batch(batch, self._success_reward)
+        self._row = describe_batch(batch, self._success_reward, self._source_names)
         self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
         self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
 

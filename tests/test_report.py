@@ -1,10 +1,14 @@
-"""The lines at the end of a run: blocked event loops are told when they cost time, and only then."""
+"""The lines at the end of a run: 1. blocked event loops are told when they cost time, and only then; 2. where the time
+went, and the advice, which summary.json has, too; 3. evaluations beside training are in the curve.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from areal_agent.report import closing_lines
+from areal_agent.observe.metrics import MetricsLog
+from areal_agent.report import RunFacts, RunStatus, closing_lines, write_report
 from areal_agent.run_folder import RunFolder
 
 SUMMARY = {
@@ -20,6 +24,8 @@ SUMMARY = {
     "interrupted_completions": 1,
     "max_staleness_seen": 2,
     "idle_fraction": {"engine": 0.1, "trainer": 0.2},
+    "seconds": {"wall": 100.0, "engine": {"generating": 90.0, "other": 10.0}, "trainer": {"training": 100.0}},
+    "advice": "neither side waited much for the other",
     "loop_blocked_s": 0.0,
     "checkpoint": None,
 }
@@ -29,3 +35,51 @@ SUMMARY = {
 def test_blocked_event_loops(blocked_s: float, is_told: bool) -> None:
     text = closing_lines(RunFolder(Path("runs/x")), SUMMARY | {"loop_blocked_s": blocked_s})
     assert ("blocked the event loop that they share for 12 s" in text) is is_told
+
+
+def test_where_the_time_went_is_told() -> None:
+    lines = closing_lines(RunFolder(Path("runs/x")), SUMMARY).splitlines()
+    assert any(line.split() == ["90%", "generating", "100%", "training"] for line in lines)
+    assert "advice: neither side waited much for the other" in lines
+
+
+def write(path: Path, *, with_evaluation: bool) -> dict[str, Any]:
+    folder = RunFolder(path)
+    folder.make()
+    step = {
+        "kind": "step",
+        "step": 1,
+        "staleness/max": 0,
+        "staleness/mean": 0.0,
+        "reward/mean": 0.5,
+        "seconds/wall": 4.0,
+    }
+    seconds = {"seconds/engine/generating": 4.0, "seconds/trainer/training": 1.0, "seconds/trainer/saving": 3.0}
+    rows = [{"kind": "time", "step": 0, "seconds/wall": 2.0, "seconds/trainer/starting": 2.0}, step | seconds]
+    rows += [{"kind": "evaluation", "step": 1, "label": "step1", "eval/success": 0.7}] * with_evaluation
+    log = MetricsLog(folder.metrics)
+    for row in rows:
+        log.append(row)
+    log.close()
+    facts = RunFacts(
+        status=RunStatus.COMPLETED,
+        wall_s=7.0,
+        success_before=None,
+        success_after=None,
+        num_eval_tasks=0,
+        checkpoint=None,
+    )
+    return write_report(folder, facts)
+
+
+def test_the_summary_has_the_seconds_of_all_rows_and_advice_of_the_steps(tmp_path: Path) -> None:
+    summary = write(tmp_path / "run", with_evaluation=False)
+    assert summary["seconds"]["trainer"] == {"starting": 2.0, "training": 1.0, "saving": 3.0}
+    assert summary["seconds"]["wall"] == 6.0
+    assert summary["advice"].startswith("saving took 75% of the trainer's time")
+
+
+def test_evaluations_beside_training_are_in_the_curve(tmp_path: Path) -> None:
+    write(tmp_path / "with", with_evaluation=True)
+    write(tmp_path / "without", with_evaluation=False)
+    assert (tmp_path / "with" / "curve.png").read_bytes() != (tmp_path / "without" / "curve.png").read_bytes()

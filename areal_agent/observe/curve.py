@@ -26,8 +26,12 @@ def draw_curve(
     *,
     success_before: float | None = None,
     success_after: float | None = None,
+    success_between: Sequence[tuple[int, float]] = (),
 ) -> None:
-    """Draw the reward by step with the success on held-out tasks, tokens per second of both sides, and staleness."""
+    """Draw the reward by step with the success on held-out tasks, tokens per second of both sides, and staleness.
+
+    `success_between` are evaluations beside training: the step whose weights they began under, and the success.
+    """
     figure = Figure(figsize=(8.0, 6.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     reward_axes, rate_axes, staleness_axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.5, 1))
@@ -37,7 +41,7 @@ def draw_curve(
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
         axes.set_axisbelow(True)
     _draw_reward(reward_axes, steps, _column(rows, "reward/mean"))
-    _draw_success(success_before, success_after, _success_axes(reward_axes))
+    _draw_success(success_before, success_after, success_between, _success_axes(reward_axes))
     _draw_rates(rate_axes, steps, _column(rows, "tokens_per_s/generated"), _column(rows, "tokens_per_s/trained"))
     _draw_staleness(staleness_axes, steps, _column(rows, "staleness/mean"), _column(rows, "staleness/max"))
     figure.savefig(path)
@@ -85,8 +89,20 @@ def _success_axes(axes: Axes) -> Axes:
     return own
 
 
-def _draw_success(before: float | None, after: float | None, axes: Axes) -> None:
-    """Dashed levels, labelled where a rising curve is not: the lower at the right, the upper at the left."""
+def _draw_success(before: float | None, after: float | None, between: Sequence[tuple[int, float]], axes: Axes) -> None:
+    """Dashed levels, labelled where a rising curve is not: the lower at the right, the upper at the left.
+
+    And a diamond for each evaluation beside training.
+    """
+    axes.plot(
+        [step for step, _ in between],
+        [success for _, success in between],
+        "D",
+        color=AFTER,
+        markersize=5,
+        markeredgecolor="white",
+        zorder=3,
+    )
     if before is not None:
         _draw_level(axes, before, f"success before training: {before:.1%}", BEFORE, side="right")
     if after is not None:

@@ -40,6 +40,10 @@ class TaskSet:
         for source in self.sources:
             yield from source.tasks
 
+    def source_names(self) -> dict[str, str]:
+        """The source of each task, by its id; empty where there is one source alone, which has no name."""
+        return {task.id: source.name for source in self.sources if source.name for task in source.tasks}
+
     def fingerprint(self) -> str:
         """Changes when tasks, their order or their weights do: by their ids, not by what they hold."""
         digest = hashlib.sha256()
