@@ -30,13 +30,15 @@ class GrowingBody:
     """Decodes the bodies of one session. What it returns shares messages with what it returned before: change none."""
 
     def __init__(self) -> None:
-        self._known = b""  # the newest body, up to the end of its last message
+        self._newest = b""
+        self._end = 0  # of its last message; 0: nothing is known
         self._list_at = 0  # where in it the list of messages begins: behind the bracket
         self._messages: list[Any] = []
 
     def decode(self, payload: bytes) -> object:
         """The JSON of a body. Raises orjson.JSONDecodeError."""
-        body = self._grown(payload) if self._known and payload.startswith(self._known) else None
+        is_longer = 0 < self._end < len(payload)
+        body = self._grown(payload) if is_longer and payload[: self._end] == self._newest[: self._end] else None
         if body is None:
             body = orjson.loads(payload)
             self._remember(payload, body)
@@ -44,7 +46,7 @@ class GrowingBody:
 
     def _grown(self, payload: bytes) -> object | None:
         """A body that begins as the one before; None where it is not sure that it goes on with its messages."""
-        rest = payload[len(self._known) :]
+        rest = payload[self._end :]
         try:
             body = orjson.loads(payload[: self._list_at] + _MARK_JSON + rest)
         except orjson.JSONDecodeError:
@@ -57,11 +59,11 @@ class GrowingBody:
         if end is None:
             return None
         body["messages"] = self._messages = [*self._messages, *added]
-        self._known = payload[: len(self._known) + end] if len(payload) <= MAX_KEPT_BYTES else b""
+        self._keep(payload, self._end + end)
         return body
 
     def _remember(self, payload: bytes, body: object) -> None:
-        self._known, self._messages = b"", []
+        self._newest, self._end, self._messages = b"", 0, []
         if not isinstance(body, dict) or len(payload) > MAX_KEPT_BYTES:
             return
         messages = cast("dict[str, Any]", body).get("messages")
@@ -70,8 +72,12 @@ class GrowingBody:
             return
         end = _end_of(cast("list[Any]", messages), b"," + payload[list_at:])
         if end is not None:
-            self._known, self._list_at = payload[: list_at + end - 1], list_at
-            self._messages = cast("list[Any]", messages)
+            self._list_at, self._messages = list_at, cast("list[Any]", messages)
+            self._keep(payload, list_at + end - 1)
+
+    def _keep(self, payload: bytes, end: int) -> None:
+        """The body itself: a part of it would be a copy, beside the one that its request holds."""
+        self._newest, self._end = (payload, end) if len(payload) <= MAX_KEPT_BYTES else (b"", 0)
 
 
 def _list_of_messages(text: str) -> int | None:

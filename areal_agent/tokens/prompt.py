@@ -21,8 +21,8 @@ TextHash = blake2b
 
 
 def packed(token_ids: Sequence[int]) -> "array[int]":
-    """Token ids in 4 bytes each."""
-    return array("i", token_ids)
+    """Token ids in 4 bytes each. What is packed already stays as it is: nobody changes it."""
+    return token_ids if isinstance(token_ids, array) else array("i", token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Reply:
     """A completion as it is sent to the agent: what a later request must repeat to continue it."""
 
     completion_id: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     message: JsonObject  # normalised: see `canonical`
     has_thinking: bool = False
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.gateway.turns.packed_turn import PackedTurn
+from areal_agent.tokens.prompt import packed
 from areal_agent.types import Completion, Distribution, FinishReason, SamplingParams, Turn, VersionSpan, WeightVersion
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
@@ -36,4 +37,5 @@ def test_unpacked_it_is_the_turn_that_it_was(new_prompt_ids: tuple[int, ...], an
         started_s=1.0,
         ended_s=2.0,
     )
-    assert PackedTurn.of(turn).unpacked() == turn
+    sampled = [packed(answer.token_ids) for answer in answers]
+    assert PackedTurn.of(turn, packed(new_prompt_ids), sampled).unpacked() == turn

@@ -78,7 +78,7 @@ class Consumer:
         note = await read_trainer(ledger)
         groups = Groups(wait_s=group_wait_s, bound=bound or note.bound, progress=note.progress)
         if note.lineage is not None:
-            groups.ancestry = note.lineage.ancestry
+            groups.labels = note.lineage.labels
         consumer = cls(ledger, groups, note.lineage, clock)
         await consumer._restore()
         return consumer
@@ -146,7 +146,7 @@ class Consumer:
             )
         if request.batch_answers is not None and request.max_staleness is not None:
             self._groups.bound = Bound(batch_answers=request.batch_answers, max_staleness=request.max_staleness)
-        await self._advance(progress.to_version(request.step), lineage.serving(request.incarnation, request.step))
+        await self._advance(progress.to_version(request.step), lineage.serving(request.incarnation))
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Whole groups for a train step, the oldest first, leased; none when there are not enough in time.
@@ -207,8 +207,7 @@ class Consumer:
     async def _leased_before(self, step: int, lineage: Lineage) -> tuple[TrajectoryGroup, ...]:
         """The batch of this step when it was handed out before. Raises RequestError for a step that cannot be next."""
         leased = self._groups.progress.leased
-        trajectories = await self._ledger.leased(lineage.ledger_step(step)) if step <= leased else ()
-        again = in_groups(map(lineage.ancestry.relabelled, trajectories))
+        again = in_groups(await self._ledger.leased(lineage.ledger_step(step))) if step <= leased else ()
         if not again and step not in (leased, leased + 1):
             raise conflict(
                 f"step {step} cannot be leased for; the next is {leased + 1}. A trainer that starts from a checkpoint "
@@ -235,7 +234,7 @@ class Consumer:
             )
         self._groups.lease(terms)
         self._choice.done()
-        return in_groups(map(lineage.ancestry.relabelled, trajectories))
+        return in_groups(trajectories)
 
     async def _drop_hopeless(self, step: int) -> None:
         """Drop what is beyond the bound, and what was not rewarded in time."""
@@ -326,7 +325,7 @@ class Consumer:
 
     async def _advance(self, progress: Progress, lineage: Lineage) -> None:
         self._groups.progress = progress
-        self._groups.ancestry = lineage.ancestry
+        self._groups.labels = lineage.labels
         self._lineage = lineage
         await write_trainer(self._ledger, TrainerNote(progress=progress, bound=self._groups.bound, lineage=lineage))
         self._notify()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from areal_agent.ancestry import Ancestry
+from areal_agent.gateway.online.labels import Labels
 from areal_agent.types import WeightVersion
 
 
@@ -14,12 +14,12 @@ class Waiting:
     versions: frozenset[WeightVersion]
     has_reward: bool
 
-    def oldest(self, ancestry: Ancestry) -> int:
-        """The step of its oldest token, in the trainer's lineage."""
-        return min(map(ancestry.step_of, self.versions))
+    def oldest(self, labels: Labels) -> int:
+        """The step of its oldest token, as the trainer counts."""
+        return min(map(labels.step_of, self.versions))
 
-    def newest(self, ancestry: Ancestry) -> int:
-        return max(map(ancestry.step_of, self.versions))
+    def newest(self, labels: Labels) -> int:
+        return max(map(labels.step_of, self.versions))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,8 +43,8 @@ class Group:
         """All siblings have started and ended."""
         return not self.running and self.num_started == self.size
 
-    def oldest(self, ancestry: Ancestry) -> int:
-        return min(one.oldest(ancestry) for one in self.waiting.values())
+    def oldest(self, labels: Labels) -> int:
+        return min(one.oldest(labels) for one in self.waiting.values())
 
     @property
     def lacks_nothing(self) -> bool:

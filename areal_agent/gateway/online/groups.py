@@ -12,10 +12,10 @@ for so long, counted from the last thing that happened to the group. Pure accoun
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from areal_agent.ancestry import FOREIGN, Ancestry
 from areal_agent.errors import RequestError
 from areal_agent.gateway.online.bound import Bound, Progress, capacity, require_possible, require_room
 from areal_agent.gateway.online.group import Group, Waiting
+from areal_agent.gateway.online.labels import FOREIGN, Labels
 from areal_agent.staleness import is_stale
 
 
@@ -25,7 +25,7 @@ class Groups:
     def __init__(self, *, wait_s: float, bound: Bound | None = None, progress: Progress | None = None) -> None:
         self.bound = bound  # None: no trainer has named one yet, and everything is admitted
         self.progress = progress or Progress()
-        self.ancestry = Ancestry()  # of the trainer's weights
+        self.labels = Labels()  # of the trainer's weights
         self._wait_s = wait_s
         self._groups: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}  # by session
@@ -93,7 +93,7 @@ class Groups:
         """Take back what the ledger has of a group: the sessions that have ended, and those of them that wait."""
         group = self._groups.get(group_id)
         if group is None:
-            oldest = min(one.oldest(self.ancestry) for one in waiting)
+            oldest = min(one.oldest(self.labels) for one in waiting)
             group = self._groups[group_id] = Group(id=group_id, size=size, started_step=oldest, changed_s=now_s)
         for session_id in ended:
             if session_id not in group.sessions:
@@ -134,7 +134,7 @@ class Groups:
     def ready(self, now_s: float) -> tuple[Group, ...]:
         """The groups that could be leased now, the oldest tokens first."""
         found = [group for group in self._groups.values() if self._is_ready(group, now_s)]
-        return tuple(sorted(found, key=lambda group: (group.oldest(self.ancestry), group.id)))
+        return tuple(sorted(found, key=lambda group: (group.oldest(self.labels), group.id)))
 
     def is_stuck(self, now_s: float) -> bool:
         """Whether only a lease can make anything happen: all groups are ready, and no further one is let in.
@@ -160,7 +160,8 @@ class Groups:
     def stale(self, step: int) -> tuple[str, ...]:
         """Sessions that wait and are beyond the bound for train step `step`.
 
-        So is one with a token of a later version than the step begins with: that label is of other weights.
+        So is one that another trainer's weights have sampled. Where the trainer has named no incarnation, a token of a
+        later version than the step begins with shows them.
         """
         return tuple(
             one.session_id
@@ -256,10 +257,13 @@ class Groups:
         return group.lacks_nothing or self._has_waited(group, now_s)
 
     def _is_beyond(self, one: Waiting, step: int) -> bool:
-        oldest = one.oldest(self.ancestry)
+        oldest = one.oldest(self.labels)
+        if oldest == FOREIGN:
+            return True
         if self.bound is None:
-            return oldest == FOREIGN
-        return is_stale(oldest, step, self.bound.max_staleness) or one.newest(self.ancestry) >= step
+            return False
+        is_of_others = not self.labels.incarnations and one.newest(self.labels) >= step
+        return is_of_others or is_stale(oldest, step, self.bound.max_staleness)
 
     def _has_waited(self, group: Group, now_s: float) -> bool:
         return now_s - group.changed_s >= self._wait_s

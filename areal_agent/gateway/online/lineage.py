@@ -9,8 +9,8 @@ lineage knows the incarnations: tokens of any other are another trainer's.
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from areal_agent.ancestry import Ancestry
 from areal_agent.errors import RequestError
+from areal_agent.gateway.online.labels import Labels
 from areal_agent.types import JsonObject
 
 
@@ -21,20 +21,19 @@ class Lineage:
     trainer: str | None = None  # None: one that does not say who it is
     base: int = 0  # the ledger's last checkpoint when it came: what others trained is never undone
     offset: int = 0
-    ancestry: Ancestry = field(default_factory=Ancestry)
+    labels: Labels = field(default_factory=Labels)
 
     @classmethod
     def read(cls, fields: JsonObject) -> Self:
         """The inverse of what JSON makes of it."""
-        forks = fields.get("ancestry", {}).get("forks", ())
-        ancestry = Ancestry(forks=tuple((number, began) for number, began in forks))
+        labels = Labels(incarnations=tuple(fields.get("labels", {}).get("incarnations", ())))
         return cls(
-            trainer=fields.get("trainer"), base=fields.get("base", 0), offset=fields.get("offset", 0), ancestry=ancestry
+            trainer=fields.get("trainer"), base=fields.get("base", 0), offset=fields.get("offset", 0), labels=labels
         )
 
-    def serving(self, incarnation: int | None, step: int) -> Self:
-        """Weights of this incarnation serve, for the first time those of `step`; None: it does not say."""
-        return self if incarnation is None else replace(self, ancestry=self.ancestry.forked(incarnation, step))
+    def serving(self, incarnation: int | None) -> Self:
+        """Weights of this incarnation serve; None: it does not say."""
+        return self if incarnation is None else replace(self, labels=self.labels.naming(incarnation))
 
     def ledger_step(self, step: int) -> int:
         return self.offset + step

@@ -24,6 +24,15 @@ class Watch:
     on_result: Callable[[int, GenerateResult], None]
 
 
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class _Running:
+    """A request in flight, in the task that waits for it."""
+
+    task: "asyncio.Task[object]"
+    ended: "asyncio.Future[None]"
+    is_given_up: bool = False  # it was ended, and took too long
+
+
 class EngineCalls:
     """Requests in flight. After `abort_all` no new ones are made."""
 
@@ -31,7 +40,7 @@ class EngineCalls:
         self._sampler = sampler
         self._counters = counters
         self._abort_grace_s = abort_grace_s
-        self._running: dict[str, asyncio.Task[GenerateResult]] = {}  # by request id
+        self._running: dict[str, _Running] = {}  # by request id
         self._aborts: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -40,18 +49,16 @@ class EngineCalls:
 
         Raises what the engine raised.
         """
+        if len(requests) == 1:
+            return [await self._sample_one(requests[0], 0, watch)]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._generate(request, index, watch)) for index, request in enumerate(requests)
+                    group.create_task(self._sample_one(request, index, watch)) for index, request in enumerate(requests)
                 ]
-                self._running.update((one.request_id, task) for one, task in zip(requests, tasks, strict=True))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:
-            for request in requests:
-                del self._running[request.request_id]
-        return [NOTHING if task.cancelled() else task.result() for task in tasks]
+        return [task.result() for task in tasks]
 
     def abort_soon(self, request_id: str) -> None:
         """End one request, from where nothing can wait: it gives what it has, or nothing after the grace."""
@@ -68,16 +75,35 @@ class EngineCalls:
             await asyncio.wait(self._aborts)
 
     async def _end(self, request_ids: Sequence[str]) -> None:
-        tasks = {self._running[request_id] for request_id in request_ids if request_id in self._running}
-        if not tasks:
+        running = [self._running[request_id] for request_id in request_ids if request_id in self._running]
+        if not running:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._abort_grace_s):
                 await asyncio.gather(*map(self._abort, request_ids))
-                await asyncio.wait(tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+                await asyncio.wait([one.ended for one in running])
+        for one in running:
+            if not one.ended.done():
+                one.is_given_up = True
+                one.task.cancel()
+        await asyncio.wait([one.ended for one in running])
+
+    async def _sample_one(self, request: GenerateRequest, index: int, watch: Watch | None) -> GenerateResult:
+        """Sample in the task of the caller, which is not cancelled when the request is given up."""
+        task = asyncio.current_task()
+        assert task is not None
+        running = self._running[request.request_id] = _Running(
+            task=task, ended=asyncio.get_running_loop().create_future()
+        )
+        try:
+            return await self._generate(request, index, watch)
+        except asyncio.CancelledError:
+            if running.is_given_up and task.uncancel() == 0:
+                return NOTHING
+            raise
+        finally:
+            del self._running[request.request_id]
+            running.ended.set_result(None)
 
     async def _generate(self, request: GenerateRequest, index: int, watch: Watch | None) -> GenerateResult:
         if self._is_closed:

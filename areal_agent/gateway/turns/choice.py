@@ -1,5 +1,6 @@
 """One answer, whole: its tokens, and what they say."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -49,11 +50,11 @@ class Choice:
             message["reasoning_content"] = self.parsed.reasoning
         return message
 
-    def reply(self) -> Reply:
-        """As the forest of turns keeps it."""
+    def reply(self, token_ids: Sequence[int]) -> Reply:
+        """As the forest of turns keeps it, with its tokens."""
         return Reply(
             completion_id=self.completion.id,
-            token_ids=self.completion.token_ids,
+            token_ids=token_ids,
             message=self.message,
             has_thinking=self.parsed.reasoning is not None,
         )

@@ -1,10 +1,11 @@
 """A recorded turn as an open session holds it: its numbers in arrays, an eighth of the memory. It loses nothing."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from areal_agent.types import Completion, Turn
+from areal_agent.types import Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +20,7 @@ class _Numbers:
 class PackedTurn:
     """`turn` and its completions are without their numbers.
 
-    >>> PackedTurn.of(turn).unpacked() == turn                                      # doctest: +SKIP
+    >>> PackedTurn.of(turn, new_prompt_ids, sampled).unpacked() == turn    # doctest: +SKIP
     True
     """
 
@@ -28,12 +29,16 @@ class PackedTurn:
     numbers: tuple[_Numbers, ...]  # by completion
 
     @classmethod
-    def of(cls, turn: Turn) -> Self:
+    def of(cls, turn: Turn, new_prompt_ids: "array[int]", sampled: Sequence["array[int]"]) -> Self:
+        """`new_prompt_ids` and `sampled`, a completion each, are the turn's, packed: they are shared, not copied."""
         bare = tuple(replace(one, token_ids=(), logprobs=()) for one in turn.completions)
         return cls(
             turn=replace(turn, new_prompt_ids=(), completions=bare),
-            new_prompt_ids=array("i", turn.new_prompt_ids),
-            numbers=tuple(map(_numbers, turn.completions)),
+            new_prompt_ids=new_prompt_ids,
+            numbers=tuple(
+                _Numbers(token_ids=token_ids, logprobs=array("d", completion.logprobs))
+                for token_ids, completion in zip(sampled, turn.completions, strict=True)
+            ),
         )
 
     def unpacked(self) -> Turn:
@@ -42,7 +47,3 @@ class PackedTurn:
             for bare, one in zip(self.turn.completions, self.numbers, strict=True)
         )
         return replace(self.turn, new_prompt_ids=tuple(self.new_prompt_ids), completions=completions)
-
-
-def _numbers(completion: Completion) -> _Numbers:
-    return _Numbers(token_ids=array("i", completion.token_ids), logprobs=array("d", completion.logprobs))

@@ -11,6 +11,7 @@ from areal_agent.gateway.services import Services
 from areal_agent.gateway.turns.choice import Choice
 from areal_agent.gateway.turns.packed_turn import PackedTurn
 from areal_agent.gateway.turns.question import Question
+from areal_agent.tokens.prompt import packed
 from areal_agent.tokens.tree import Forest, Prompt
 from areal_agent.types import Completion, Distribution, SamplingParams, Turn
 
@@ -81,8 +82,10 @@ class TurnLog:
         choices: Sequence[Choice],
         started_s: float,
     ) -> None:
+        sampled = [packed(completion.token_ids) for completion in completions]
+        replies = [choice.reply(token_ids) for choice, token_ids in zip(choices, sampled, strict=False)]
         async with self._lock:
-            fork_reason = self._forest.record(prompt, [choice.reply() for choice in choices])
+            fork_reason = self._forest.record(prompt, replies)
         turn = Turn(
             id=_turn_id(completions[0].id),
             parent=prompt.parent.completion_id if prompt.parent else None,
@@ -97,7 +100,7 @@ class TurnLog:
         )
         self._count(turn, choices)
         await self._services.journal.append_turn(self._session_id, turn)
-        self._turns.append(PackedTurn.of(turn))
+        self._turns.append(PackedTurn.of(turn, prompt.new, sampled))
         self.completion_ids.update(completion.id for completion in completions)
 
     def _count(self, turn: Turn, choices: Sequence[Choice]) -> None:
