@@ -27,7 +27,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.executor import RolloutStats
 from areal_agent.rollout.online import OnlineGateway
 from areal_agent.source import SourceCounts
-from areal_agent.types import RolloutBatch, Task, WeightVersion
+from areal_agent.types import JsonObject, RolloutBatch, Task, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,10 @@ class OnlineRollouts:
             max_staleness=self.config.max_staleness,
         )
         self.step = version.step
+
+    async def state(self, step: int) -> JsonObject:
+        """Nothing: tasks and leases are the gateway's."""
+        return {}
 
     async def commit(self, step: int, checkpoint: Path) -> None:
         if step > 0:

@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_agent.ancestry import Ancestry
+from areal_agent.commits import Beginning, commit, leases_of
 from areal_agent.config import Config
 from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError
@@ -14,13 +14,17 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.preflight import Preflight, make_curriculum
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.rollout.executor import RolloutStats
-from areal_agent.rollout.producer import Producer
+from areal_agent.rollout.producer import Producer, RunGroup
 from areal_agent.rollout.tasks.draws import open_draws
 from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.rollout.tasks.task_set import TaskSet
 from areal_agent.serving import Serving, open_serving
 from areal_agent.source import SourceCounts
 from areal_agent.staleness import Admission
-from areal_agent.types import RolloutBatch, Task, WeightVersion
+from areal_agent.types import JsonObject, RolloutBatch, Task, WeightVersion
+
+TASKS = "tasks"
+"""Where a checkpoint keeps the state of the draws."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +55,11 @@ class OwnRollouts:
     async def publish(self, version: WeightVersion) -> None:
         self.producer.publish(version.step)
 
+    async def state(self, step: int) -> JsonObject:
+        return {TASKS: self.producer.tasks_state(), **await leases_of(self.ledger, step)}
+
     async def commit(self, step: int, checkpoint: Path) -> None:
-        await self.ledger.commit_checkpoint(step, str(checkpoint))
+        await commit(self.ledger, step, checkpoint)
 
     async def settle(self, *, is_completed: bool) -> None:
         await self.producer.settle(is_completed=is_completed)
@@ -85,9 +92,9 @@ class OwnRollouts:
 
 @asynccontextmanager
 async def open_own_rollouts(
-    preflight: Preflight, ledger: Ledger, *, weights: Path, tokenizer: Path, version: WeightVersion
+    preflight: Preflight, ledger: Ledger, *, weights: Path, tokenizer: Path, beginning: Beginning
 ) -> AsyncGenerator[OwnRollouts]:
-    """Start an engine that serves `weights` as `version`, and what rolls out against it."""
+    """Start an engine that serves `weights` as the version of `beginning`, and what rolls out against it."""
     assert preflight.workflow is not None  # preflight asks for one where rollouts are the run's own
     async with open_serving(
         preflight.config,
@@ -96,21 +103,25 @@ async def open_own_rollouts(
         workflow_path=preflight.workflow_path,
         weights=weights,
         tokenizer=tokenizer,
-        version=version,
+        version=beginning.version,
         logs=preflight.folder.logs,
     ) as serving:
-        producer = await _make_producer(preflight, ledger, serving, version.step)
+        producer = await make_producer(preflight.config, preflight.tasks, ledger, serving.run_group, beginning)
         yield OwnRollouts(serving=serving, producer=producer, ledger=ledger, batch_size=preflight.config.batch_size)
 
 
-async def _make_producer(preflight: Preflight, ledger: Ledger, serving: Serving, step: int) -> Producer:
-    """With what an earlier process of the run left waiting."""
-    config = preflight.config
+async def make_producer(
+    config: Config, tasks: TaskSet, ledger: Ledger, run_group: RunGroup, beginning: Beginning
+) -> Producer:
+    """With what an earlier process of the run left waiting, under the state of the draws that the checkpoint kept."""
     assert config.tasks is not None  # the config has seen to it
-    stream = TaskStream(preflight.tasks, seed=config.seed, shuffle=config.tasks.shuffle)
+    stream = TaskStream(tasks, seed=config.seed, shuffle=config.tasks.shuffle)
+    draws = await open_draws(stream, make_curriculum(config, tasks), ledger)
+    draws.restore(beginning.run_state.get(TASKS, {}))
+    step = beginning.version.step
     producer = Producer(
-        run_group=serving.run_group,
-        draws=await open_draws(stream, make_curriculum(config, preflight.tasks), ledger),
+        run_group=run_group,
+        draws=draws,
         ledger=ledger,
         admission=Admission(
             batch_answers=config.batch_answers,
@@ -126,8 +137,7 @@ async def _make_producer(preflight: Preflight, ledger: Ledger, serving: Serving,
         trains_altered=config.rollout.train_altered,
         dynamic_sampling=make_dynamic_sampling(config),
     )
-    ancestry = Ancestry(forks=await ledger.forks())
-    await producer.restore(map(ancestry.relabelled, await ledger.waiting()))
+    await producer.restore(await ledger.waiting())
     return producer
 
 

@@ -27,6 +27,7 @@ from typing import Any, Self
 from areal_agent.cancellation import uninterrupted
 from areal_agent.cluster.local import shared_memory_folder, start_trainer
 from areal_agent.cluster.models import obtain_model
+from areal_agent.commits import Beginning, begin
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
 from areal_agent.eval_report import EvalReport
@@ -42,7 +43,6 @@ from areal_agent.preflight import Preflight
 from areal_agent.run_metrics import RunMetrics
 from areal_agent.source import Source
 from areal_agent.tokens.renderer import exported_template
-from areal_agent.trainer.checkpoint import Checkpoint, latest_checkpoint
 from areal_agent.trainer.client import StepReport
 from areal_agent.types import PauseMode, RolloutBatch, Task, WeightVersion
 from areal_agent.weights.push import PushReport, push
@@ -192,8 +192,9 @@ class Run:
 
     async def _save(self) -> Path:
         with self._metrics.during("saving"):
+            state = await self._source.state(self.step)
             path = await self._trainer.save(
-                self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state={}
+                self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state=state
             )
             await self._source.commit(self.step, path)
         return path
@@ -236,13 +237,11 @@ class Run:
         self._stack.push_async_callback(self._ledger.aclose)  # the lock is ours: now the folder may be changed
         folder.config.write_text(config.to_yaml())
         model = await obtain_model(config.model, config.seed, folder.logs, progress)
-        checkpoint = latest_checkpoint(folder.checkpoints)
-        self.step = checkpoint.step if checkpoint else 0
-        incarnation = await self._ledger.begin_incarnation(self.step)
-        self.version = WeightVersion(incarnation=incarnation.number, step=self.step)
+        beginning = await begin(self._ledger, folder.checkpoints)
+        self.version, self.step = beginning.version, beginning.version.step
         self._metrics.open(folder.metrics, await self._open_trackers())
         self._stack.push_async_callback(self._metrics.aclose)
-        await self._start_processes(model, checkpoint)
+        await self._start_processes(model, beginning)
         await self._metrics.connect(self._source, {self._trainer_process.name: self._trainer_process.pid})
         self._evaluation = Evaluation(
             self.preflight.eval_tasks,
@@ -285,8 +284,8 @@ class Run:
         await self.remember("incarnation", number)
         return replace(self.version, incarnation=number)
 
-    async def _start_processes(self, model: Path, checkpoint: Checkpoint | None) -> None:
-        config, folder = self.config, self.folder
+    async def _start_processes(self, model: Path, beginning: Beginning) -> None:
+        config, folder, checkpoint = self.config, self.folder, beginning.checkpoint
         self.progress.phase("starting the trainer" if config.is_online else "starting engine and trainer")
         weights = checkpoint.path if checkpoint else model
         shared_memory = self._stack.enter_context(shared_memory_folder())
@@ -296,7 +295,7 @@ class Run:
         self._source: Source = await self._stack.enter_async_context(
             open_online_rollouts(config, self._ledger, self.step)
             if config.is_online
-            else open_own_rollouts(self.preflight, self._ledger, weights=weights, tokenizer=model, version=self.version)
+            else open_own_rollouts(self.preflight, self._ledger, weights=weights, tokenizer=model, beginning=beginning)
         )
         limit_s = config.trainer.startup_timeout_s
         try:

@@ -16,7 +16,7 @@ from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError
 from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.rollout.executor import RolloutStats
-from areal_agent.types import RolloutBatch, Task, WeightVersion
+from areal_agent.types import JsonObject, RolloutBatch, Task, WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,10 @@ class Source(Protocol):
 
     async def publish(self, version: WeightVersion) -> None:
         """This version serves: the bound moves."""
+        ...
+
+    async def state(self, step: int) -> JsonObject:
+        """What the checkpoint of `step` has to hold of this side: it is given back when a run goes on from there."""
         ...
 
     async def commit(self, step: int, checkpoint: Path) -> None:

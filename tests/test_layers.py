@@ -17,11 +17,11 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = [
     ["types", "errors", "protocols", "section"],
-    ["observe", "ancestry", "cancellation", "command", "process", "staleness"],
+    ["observe", "cancellation", "command", "process", "staleness"],
     ["ledger", "engine", "tokens", "algorithms", "models"],
     ["gateway", "weights"],
     ["rollout", "trainer"],
-    ["config", "cluster", "run_folder"],
+    ["commits", "config", "cluster", "run_folder"],
     ["preflight", "serving", "source", "own_rollouts", "online_rollouts", "eval_report", "config_reference"],
     ["run", "run_metrics", "evaluation", "report"],
     ["train", "eval"],

@@ -192,9 +192,13 @@ class Ledger:
         """The groups of which something is leased or trained. Reads through all sessions."""
         return await self._reader.run(questions.leased_groups)
 
-    async def last_checkpoint(self) -> int:
-        """The step of the newest checkpoint that is committed; 0 when there is none."""
-        return await self._reader.run(questions.last_checkpoint)
+    async def leases(self, after: int, up_to: int) -> Mapping[str, int]:
+        """The step of each session that is leased or trained for one of the steps `after < step <= up_to`."""
+        return await self._reader.run(partial(questions.leases, after=after, up_to=up_to))
+
+    async def last_checkpoint(self, before: int | None = None) -> int:
+        """The step of the newest checkpoint that is committed, or of those before a step; 0 when there is none."""
+        return await self._reader.run(partial(questions.last_checkpoint, before=before))
 
     async def session_with_key(self, key_hash: str) -> str | None:
         """The id of the session, open or closed, that has this key; None when there is none."""
@@ -206,10 +210,6 @@ class Ledger:
         Its process died, or the run ended before the group did, or before somebody trained it. Reads all sessions.
         """
         return await self._reader.run(questions.drawn_groups)
-
-    async def forks(self) -> tuple[tuple[int, int], ...]:
-        """Of each incarnation, its number and the step at which it began; the oldest first."""
-        return await self._reader.run(questions.forks)
 
     async def counts(self) -> LedgerCounts:
         return await self._reader.run(questions.counts)

@@ -60,14 +60,18 @@ def leased_groups(snapshot: Snapshot) -> frozenset[str]:
     return frozenset(group_id for connection in snapshot for group_id in reads.leased_groups(connection))
 
 
-def last_checkpoint(snapshot: Snapshot) -> int:
-    """The step of the newest checkpoint that is committed; 0 when there is none."""
-    return reads.number(snapshot[0], "coalesce(max(step), 0) FROM checkpoints")
+def leases(snapshot: Snapshot, after: int, up_to: int) -> Mapping[str, int]:
+    """The step of each session that is leased or trained for one of the steps `after < step <= up_to`."""
+    rows = snapshot[0].execute("SELECT session, step FROM leases WHERE step > ? AND step <= ?", (after, up_to))
+    return dict(rows.fetchall())
 
 
-def forks(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
-    """Of each incarnation, its number and the step at which it began; the oldest first."""
-    return tuple(snapshot[0].execute("SELECT number, checkpoint_step FROM incarnations ORDER BY number").fetchall())
+def last_checkpoint(snapshot: Snapshot, before: int | None = None) -> int:
+    """The step of the newest checkpoint that is committed, or of those before a step; 0 when there is none."""
+    rows = snapshot[0].execute(
+        "SELECT coalesce(max(step), 0) FROM checkpoints WHERE step < ? OR ? IS NULL", (before,) * 2
+    )
+    return rows.fetchone()[0]
 
 
 def session_with_key(snapshot: Snapshot, key_hash: str) -> str | None:

@@ -28,6 +28,7 @@ from areal_agent.staleness import Admission, oldest_step
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
     Drop,
+    JsonObject,
     RolloutBatch,
     Status,
     Task,
@@ -119,6 +120,10 @@ class Producer:
         finally:
             self._is_draining = False
             self._changed.set()
+
+    def tasks_state(self) -> JsonObject:
+        """What a checkpoint has to hold of the draws; the rest of the cursor is in the ledger."""
+        return self._draws.state()
 
     def publish(self, step: int) -> None:
         """A new weight version serves: the bound moves."""

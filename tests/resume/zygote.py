@@ -1,0 +1,70 @@
+"""Scripted runs that are born at once and die when they are told to: a process that has imported all, and forks them.
+
+Reads lines `FOLDER POINT NUMBER`: a child lives on the run in FOLDER and kills itself, by a real SIGKILL, when it has
+passed that commit point so many times (`never`: it does not). Writes `pid N`, a line for every commit point and every
+answer of the engine, then `dead STATUS`. Ends at the end of its input. Started by test_kill_storm.py.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+
+from areal_agent.trainer.commit_points import CommitPoint
+from areal_agent.types import GenerateRequest
+from tests.resume.scripted_run import answer, live
+
+NEVER = "never"
+
+
+def tell(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def run(folder: Path, tokenizer: Path, fatal: str, number: int) -> None:
+    passed: Counter[str] = Counter()
+
+    def passing(point: CommitPoint) -> None:
+        tell(point)
+        passed[point] += 1
+        if point == fatal and passed[point] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def told(request: GenerateRequest) -> list[int]:
+        tell("answer")
+        return answer(request)
+
+    asyncio.run(live(folder, tokenizer, passing, told))
+
+
+def fork(folder: Path, tokenizer: Path, fatal: str, number: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        run(folder, tokenizer, fatal, number)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    tokenizer = Path(sys.argv[1])
+    for line in sys.stdin:
+        folder, fatal, number = line.split()
+        pid = fork(Path(folder), tokenizer, fatal, int(number))
+        tell(f"pid {pid}")
+        _, status = os.waitpid(pid, 0)
+        tell(f"dead {os.waitstatus_to_exitcode(status)}")
+
+
+if __name__ == "__main__":
+    main()
