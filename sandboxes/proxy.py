@@ -51,7 +51,7 @@ class FilteringProxy:
         """`listener` becomes its own."""
         proxy = cls(network)
         listener.setblocking(False)
-        proxy._server = await asyncio.start_server(proxy._on_connection, sock=listener, limit=MAX_HEAD_BYTES)
+        proxy._server = await asyncio.start_server(proxy.take, sock=listener, limit=MAX_HEAD_BYTES)
         return proxy
 
     async def aclose(self) -> None:
@@ -61,7 +61,8 @@ class FilteringProxy:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One more connection of a program."""
         if len(self._connections) >= MAX_CONNECTIONS:
             writer.close()
             return

@@ -22,8 +22,8 @@ from sandboxes.result import ExecResult
 
 HOST_GRACE_S = 0.5
 """The agent keeps the deadline; the host has the program killed so much later, in case it does not."""
+OF_THE_CELL = ("disk_bytes", "inodes")
 FILES_TIMEOUT_S = 60.0
-MAX_WRITE_BYTES = 2**31
 
 
 class AgentCell:
@@ -50,11 +50,13 @@ class AgentCell:
         return self._link.is_alive
 
     async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:
+        self._check_limits(limits)
         request = self._request(program, limits, is_timed=True)
         async with self._bounds.held(limits):
             return await self._run(request, stdin, limits)
 
     async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> ContainerProcess:
+        self._check_limits(limits)
         request = self._request(program, limits, is_timed=is_timed)
         await self._bounds.hold(limits)
         try:
@@ -93,6 +95,11 @@ class AgentCell:
     async def close(self) -> None:
         self._link.close()
         await self._remove()
+
+    def _check_limits(self, limits: Limits) -> None:
+        for name in OF_THE_CELL:
+            if getattr(limits, name) not in (None, getattr(self._limits, name)):
+                raise ValueError(f"Limits.{name} holds for a whole sandbox; give it in SandboxSpec.limits")
 
     def _request(self, program: Program, limits: Limits, *, is_timed: bool) -> bytes:
         return program_request(program, {**self._env, **program.env}, self._user, limits, is_timed=is_timed)

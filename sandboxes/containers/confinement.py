@@ -21,6 +21,8 @@ NOBODY = 65534
 AGENT_BYTES = 32 * 2**20
 """The agent's own memory, and what the kernel keeps for it: beside that of the programs."""
 AGENT_PIDS = 2
+TUNNEL_BYTES = 24 * 2**20
+"""Of the process that carries a container's connections, where there are any."""
 AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill what is that user's
 AGENT_OPEN_FILES = 4096
 SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
@@ -48,13 +50,13 @@ class Bounds:
     def of(cls, limits: Limits) -> "Bounds":
         return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
 
-    def config(self) -> dict[str, Any]:
-        """As the engine takes it, without swap."""
-        memory_bytes = self.memory_bytes + AGENT_BYTES
+    def config(self, *, has_tunnel: bool) -> dict[str, Any]:
+        """As the engine takes it, without swap, with what our own processes need beside."""
+        memory_bytes = self.memory_bytes + AGENT_BYTES + TUNNEL_BYTES * has_tunnel
         return {
             "Memory": memory_bytes,
             "MemorySwap": memory_bytes,
-            "PidsLimit": self.pids + AGENT_PIDS,
+            "PidsLimit": self.pids + AGENT_PIDS + has_tunnel,
             "NanoCpus": round((self.cpus or 0) * 1e9),
         }
 
@@ -88,8 +90,17 @@ def check(spec: CellSpec, runtimes: frozenset[str]) -> None:
             f"SandboxSpec.runtime is {spec.runtime!r}, and the engine has {', '.join(sorted(runtimes))}; install it "
             "and name it in the engine's daemon.json"
         )
-    if spec.network is not None and spec.network.access is not Access.NONE:
-        raise SandboxError("the docker backend gives no network; leave SandboxSpec.network out")
+
+
+def has_tunnel(spec: CellSpec) -> bool:
+    """Whether there is a way to the network: never an interface of it, see `agent/tunnel.py`."""
+    return spec.network is not None and spec.network.access is not Access.NONE
+
+
+def tunnel_user(spec: CellSpec) -> User:
+    """Neither root nor the programs'."""
+    uid = NOBODY - 1 if user_of(spec).uid != NOBODY - 1 else NOBODY - 2
+    return User(uid=uid, gid=uid)
 
 
 def container_config(
@@ -113,7 +124,7 @@ def container_config(
         "StdinOnce": True,  # its end is the end of the host
         "Tty": False,
         "HostConfig": {
-            **Bounds.of(spec.limits).config(),
+            **Bounds.of(spec.limits).config(has_tunnel=has_tunnel(spec)),
             "AutoRemove": True,
             "CapAdd": list(AGENT_CAPABILITIES) if is_agent else [],
             "CapDrop": ["ALL"],

@@ -12,16 +12,29 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities
+from sandboxes.base import Capabilities, Program
 from sandboxes.containers.agent.wire import Has
 from sandboxes.containers.agent_link import AgentLink
 from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.containers.boot import COMMAND, boot_data
 from sandboxes.containers.bounds import SharedBounds
 from sandboxes.containers.cell import AgentCell
-from sandboxes.containers.confinement import Bounds, check, container_config, user_of, workdir_of
+from sandboxes.containers.confinement import (
+    Bounds,
+    check,
+    container_config,
+    has_tunnel,
+    tunnel_user,
+    user_of,
+    workdir_of,
+)
 from sandboxes.containers.engine import Engine, EngineSilent, Image
 from sandboxes.containers.ownership import OWNER_LABEL, Ownership, is_orphan
+from sandboxes.containers.process import ContainerProcess
+from sandboxes.containers.request import program_request
+from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
+from sandboxes.limits import Limits
+from sandboxes.proxy import proxy_environment
 from sandboxes.seccomp import denying_filter
 from sandboxes.spec import CellSpec, Isolation
 
@@ -29,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 KEEPER = Path(__file__).with_name("keeper.py")
+TUNNEL_OPEN_FILES = 256
 RESTART_PATIENCE_S = 60.0
 RESTART_PAUSE_S = 1.0
 
@@ -108,7 +122,13 @@ class DockerProvider:
         except BaseException:
             await asyncio.shield(self._discard(container))
             raise
-        cell = self._cell(spec, image, container, link)
+        try:
+            tunnel = await open_tunnel(link, spec)
+        except BaseException:
+            link.close()
+            await asyncio.shield(self._discard(container))
+            raise
+        cell = self._cell(spec, image, container, link, tunnel)
         self._cells.add(cell)
         if self._closing is not None:
             await cell.close()
@@ -127,16 +147,22 @@ class DockerProvider:
             logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
         return link
 
-    def _cell(self, spec: CellSpec, image: Image, container: str, link: AgentLink) -> AgentCell:
+    def _cell(
+        self, spec: CellSpec, image: Image, container: str, link: AgentLink, tunnel: NetworkTunnel | None
+    ) -> AgentCell:
         async def change(bounds: Bounds) -> None:
-            await self._engine.limit(container, bounds.config())
+            await self._engine.limit(container, bounds.config(has_tunnel=tunnel is not None))
 
         async def remove() -> None:
             self._cells.discard(cell)
+            if tunnel is not None:
+                await tunnel.aclose()
             await self._discard(container)
 
         home = workdir_of(spec)
         env = {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
+        if tunnel is not None:
+            env |= proxy_environment()
         bounds = SharedBounds(Bounds.of(spec.limits), change)
         cell = AgentCell(link, bounds, spec.limits, user_of(spec), env, remove)
         return cell
@@ -162,6 +188,15 @@ class DockerProvider:
         await self._engine.aclose()
 
 
+async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
+    """The way to the network, where one is asked for."""
+    if spec.network is None or not has_tunnel(spec):
+        return None
+    limits = Limits(open_files=TUNNEL_OPEN_FILES)
+    request = program_request(Program(source=TUNNEL_SOURCE), {}, tunnel_user(spec), limits, is_timed=False)
+    return await NetworkTunnel.start(ContainerProcess.start(link, request, limits, is_timed=False), spec.network)
+
+
 async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Process:
     try:
         return await asyncio.create_subprocess_exec(
@@ -181,7 +216,7 @@ CAPABILITIES = Capabilities(
         "output",
         "disk and number of files of the sandbox",
         "no reading your files",
-        "no using the network",
+        "no network but what is allowed",
         "no changing files outside the working directory",
         "no reading the memory and environment of your other processes",
         "no sending signals to your other processes",

@@ -8,6 +8,7 @@ import pytest
 from areal_agent.errors import SandboxError
 from sandboxes import Pool, Sandbox, open_pool
 from sandboxes.bubblewrap import find_walls
+from sandboxes.containers.provider import DockerProvider
 from sandboxes.jail import Walls
 
 PATIENCE_S = 20.0
@@ -69,11 +70,13 @@ def require() -> Callable[[str], Awaitable[None]]:
     """Skips the test where a backend truly cannot work."""
 
     async def require(backend: str) -> None:
-        if backend in JAILS:
-            try:
+        try:
+            if backend in JAILS:
                 await find_walls([Walls(backend)])
-            except SandboxError as error:
-                pytest.skip(str(error))
+            elif backend == "docker":
+                await (await DockerProvider.start_with_default_image()).close()
+        except SandboxError as error:
+            pytest.skip(str(error))
 
     return require
 

@@ -15,7 +15,7 @@ from sandboxes import Isolation, Pool, open_pool
 from sandboxes.conformance import ROWS, Row, Verdict, check
 
 
-@pytest.fixture(params=["subprocess", "namespaces", "bubblewrap"])
+@pytest.fixture(params=["subprocess", "namespaces", "bubblewrap", pytest.param("docker", marks=pytest.mark.slow)])
 async def any_pool(request: pytest.FixtureRequest, require) -> AsyncIterator[Pool]:
     await require(request.param)
     async with open_pool(backend=request.param, wall_s=20.0) as pool:

@@ -7,6 +7,8 @@ Two processes, so that the one from which programs are forked never holds a byte
                             ▼                             │
                           forker, the first process (forker.py) ── fork, confine, run ──▶ program (program.py)
 
+A container with a network has a third: tunnel.py, a program among programs but for its user.
+
 It uses such modules of the standard library as Debian's `python3-minimal` has. Where an image has more (`ctypes`,
 `json`, `resource`), programs get more: a warm interpreter for Python, a second filter of system calls.
 """

@@ -3,7 +3,8 @@
 1. no network, no capabilities but the agent's three, no new privileges, a read-only root; 2. memory without swap,
 processes, CPUs and disks as the limits say, the disks together no more than allowed; 3. nothing of a spec reaches the
 configuration but by its own field; 4. root and names are refused as users; 5. folders that cannot be a disk of their
-own are refused; 6. a runtime that is not installed is refused; 7. so is the network.
+own are refused; 6. a runtime that is not installed is refused; 7. the network is a tunnel, whose user is neither root
+nor the programs'.
 """
 
 import re
@@ -14,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
-from sandboxes.containers.confinement import AGENT_BYTES, AGENT_PIDS, check, container_config, user_of, workdir_of
+from sandboxes.containers.confinement import (
+    AGENT_BYTES,
+    AGENT_PIDS,
+    check,
+    container_config,
+    tunnel_user,
+    user_of,
+    workdir_of,
+)
 from sandboxes.limits import Limits
 from sandboxes.spec import CellSpec, Network
 
@@ -96,6 +105,14 @@ def test_runtime_that_is_not_installed() -> None:
         check(CellSpec(limits=Limits(), runtime="runsc"), RUNTIMES)
 
 
-def test_network_is_refused() -> None:
-    with pytest.raises(SandboxError, match="network"):
-        check(CellSpec(limits=Limits(), network=Network.full()), RUNTIMES)
+def test_network_is_a_tunnel_and_no_interface() -> None:
+    spec = CellSpec(limits=Limits(pids=7), network=Network.full())
+    check(spec, RUNTIMES)
+    host = config_of(spec)["HostConfig"]
+    assert (host["NetworkMode"], host["PidsLimit"]) == ("none", 7 + AGENT_PIDS + 1)
+
+
+@given(uid=st.integers(1, 70_000))
+def test_tunnel_is_another_user_than_the_programs(uid: int) -> None:
+    spec = CellSpec(limits=Limits(), user=str(uid))
+    assert tunnel_user(spec).uid not in (0, user_of(spec).uid)

@@ -3,8 +3,8 @@
 Results: 1. output, exit code and usage; 2. a signal; 3. stdin, of a megabyte, and unread; 4. environment and working
 directory; 5. what cannot be run; 6. Python source in a warm interpreter, which is nobody's copy; 7. many at once.
 Limits: 8. wall-clock time, and that of a deaf program; 9. CPU time; 10. output, on either stream, of which the first
-bytes are kept; 11. memory and processes as the call asks; others within other bounds refuse it; 12. a cancelled call's
-program is killed. Streaming: 13. talking to a program; 14. output that nobody reads stays there; 15. kill; 16. stdin
+bytes are kept; 11. memory and processes as the call asks; others within other bounds refuse it, and so do limits of a
+whole sandbox; 12. a cancelled call's program is killed. Streaming: 13. talking to a program; 14. output that nobody reads stays there; 15. kill; 16. stdin
 that nobody reads; 17. its end is told any number of times. What is left: 18. daemons die with their program.
 """
 
@@ -133,6 +133,12 @@ async def test_bounds_are_one_for_all_that_run(cell: AgentCell) -> None:
         await run(cell, "true", limits=replace(PATIENT, pids=9))
     await waiting.kill()
     assert (await run(cell, "true", limits=replace(PATIENT, pids=9))).is_ok
+
+
+@pytest.mark.parametrize("name", ["disk_bytes", "inodes"])
+async def test_limits_of_a_sandbox_are_not_taken_for_one_program(cell: AgentCell, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"Limits\.{name} holds for a whole sandbox"):
+        await run(cell, "true", limits=replace(PATIENT, **{name: 1_000_000}))
 
 
 async def test_cancelled_call_kills_its_program(cell: AgentCell) -> None:

@@ -1,0 +1,137 @@
+"""The inner end of a container's way to the network: connections to one local port, carried over stdin and stdout.
+
+Run as a program of its own user, which the other programs can neither signal nor trace. It stands alone: its source is
+what the host has run. It opens nothing towards the outside, for there is no outside here.
+"""
+
+import os
+import select
+import socket
+import struct
+
+FRAME = struct.Struct("=BII")
+"""The kind, the number of the connection, how many bytes follow; of TAKEN: how many were taken."""
+OPEN, DATA, END, TAKEN, GONE = 1, 2, 3, 4, 5
+PORT = 3128
+CHUNK_BYTES = 32_768
+MAX_CONNECTIONS = 64
+
+
+class Connection:
+    """One program's."""
+
+    def __init__(self, number: int, channel: socket.socket) -> None:
+        self.number = number
+        self.channel = channel
+        self.pending = bytearray()  # on its way to the program; the host sends a bounded amount ahead
+        self.is_ending = False  # the host sends no more
+        self.has_ended = False  # the program sends no more
+
+
+class Tunnel:
+    """`source` and `out`: descriptors of the stream to the host."""
+
+    def __init__(self, listener: socket.socket, source: int, out: int) -> None:
+        self._listener = listener
+        self._source = source
+        self._out = out
+        self._connections: dict[int, Connection] = {}
+        self._num_opened = 0
+        self._received = bytearray()
+
+    def serve(self) -> None:
+        """Until the host is gone."""
+        while True:
+            everyone = list(self._connections.values())
+            readers = [self._source, *(one.channel for one in everyone if not one.has_ended)]
+            if len(everyone) < MAX_CONNECTIONS:
+                readers.append(self._listener)
+            writers = [one.channel for one in everyone if one.pending]
+            readable, writable, _ = select.select(readers, writers, [])
+            if self._source in readable and not self._hear():
+                return
+            if self._listener in readable:
+                self._accept()
+            for one in everyone:
+                if one.channel in readable and one.channel.fileno() >= 0:
+                    self._carry(one)
+                if one.channel in writable and one.channel.fileno() >= 0:
+                    self._deliver(one)
+
+    def _accept(self) -> None:
+        channel, _ = self._listener.accept()
+        channel.setblocking(False)
+        self._num_opened += 1
+        self._connections[self._num_opened] = Connection(self._num_opened, channel)
+        self._tell(OPEN, self._num_opened)
+
+    def _hear(self) -> bool:
+        data = os.read(self._source, 65_536)
+        self._received += data
+        while len(self._received) >= FRAME.size:
+            kind, number, size = FRAME.unpack_from(self._received)
+            if len(self._received) < FRAME.size + size:
+                break
+            body = bytes(self._received[FRAME.size : FRAME.size + size])
+            del self._received[: FRAME.size + size]
+            one = self._connections.get(number)
+            if one is not None and kind == DATA:
+                one.pending += body
+                self._deliver(one)
+            elif one is not None:
+                one.is_ending = True
+                self._deliver(one)
+        return bool(data)
+
+    def _carry(self, one: Connection) -> None:
+        """From the program to the host."""
+        try:
+            data = one.channel.recv(CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(one)
+            return
+        self._tell(DATA if data else END, one.number, data)
+        if not data:
+            one.has_ended = True
+            self._drop_when_done(one)
+
+    def _deliver(self, one: Connection) -> None:
+        """From the host to the program."""
+        try:
+            while one.pending:
+                sent = one.channel.send(one.pending[:CHUNK_BYTES])
+                del one.pending[:sent]
+                self._tell(TAKEN, one.number, num_taken=sent)
+            if one.is_ending:
+                one.channel.shutdown(socket.SHUT_WR)
+                self._drop_when_done(one)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(one)
+
+    def _drop_when_done(self, one: Connection) -> None:
+        if one.has_ended and one.is_ending and not one.pending:
+            self._drop(one)
+
+    def _drop(self, one: Connection) -> None:
+        one.channel.close()
+        if self._connections.pop(one.number, None) is not None:
+            self._tell(GONE, one.number)
+
+    def _tell(self, kind: int, number: int, body: bytes = b"", *, num_taken: int = 0) -> None:
+        view = memoryview(FRAME.pack(kind, number, num_taken or len(body)) + body)
+        while view:
+            view = view[os.write(self._out, view) :]
+
+
+def main() -> None:
+    with socket.create_server(("127.0.0.1", PORT)) as listener:
+        os.write(1, FRAME.pack(OPEN, 0, 0))  # it is ready
+        Tunnel(listener, 0, 1).serve()
+
+
+if __name__ == "__main__":
+    main()

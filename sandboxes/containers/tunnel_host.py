@@ -1,0 +1,127 @@
+"""The host's end of a container's way to the network: each connection of a program becomes one of the proxy's.
+
+What comes out of the container is bytes of numbered connections; where they lead the proxy decides (`proxy.py`).
+"""
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+from typing import Self
+
+from areal_agent.errors import SandboxError
+from sandboxes.containers.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, TAKEN
+from sandboxes.containers.process import ContainerProcess
+from sandboxes.proxy import FilteringProxy
+from sandboxes.spec import Network
+
+TUNNEL_SOURCE = Path(__file__).parent.joinpath("agent", "tunnel.py").read_text()
+AHEAD_BYTES = 256 * 1024
+"""What one connection is sent before its program has taken any of it."""
+READY_TIMEOUT_S = 30.0
+
+
+class Connection:
+    """One connection of a program: our end of a pair whose other end the proxy has."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.num_ahead = 0
+        self.has_room = asyncio.Event()
+        self.pump: asyncio.Task[None] | None = None
+
+
+class NetworkTunnel:
+    """Make it with `start`, end it with `aclose`; it does not outlive its process in the container."""
+
+    def __init__(self, process: ContainerProcess, network: Network) -> None:
+        self._process = process
+        self._proxy = FilteringProxy(network)
+        self._connections: dict[int, Connection] = {}
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._serve())
+
+    @classmethod
+    async def start(cls, process: ContainerProcess, network: Network) -> Self:
+        tunnel = cls(process, network)
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await asyncio.wait([tunnel._ready, tunnel._task], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            await tunnel.aclose()
+        if not tunnel._ready.done():
+            await tunnel.aclose()
+            raise SandboxError("the way to the network could not be opened in a container")
+        return tunnel
+
+    async def aclose(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for connection in self._connections.values():
+            self._end(connection)
+        self._connections.clear()
+        await self._proxy.aclose()
+
+    async def _serve(self) -> None:
+        """Frames from the container, until it ends."""
+        received = bytearray()
+        async for chunk in self._process.stdout:
+            received += chunk
+            while len(received) >= FRAME.size:
+                kind, number, size = FRAME.unpack_from(received)
+                length = FRAME.size + (size if kind == DATA else 0)
+                if kind == DATA and size > CHUNK_BYTES:
+                    return  # no frame of the tunnel's: nothing more is carried
+                if len(received) < length:
+                    break
+                body = bytes(received[FRAME.size : length])
+                del received[:length]
+                await self._on_frame(kind, number, size, body)
+
+    async def _on_frame(self, kind: int, number: int, size: int, body: bytes) -> None:
+        connection = self._connections.get(number)
+        if kind == OPEN and number == 0:
+            if not self._ready.done():
+                self._ready.set_result(None)
+        elif kind == OPEN and connection is None and len(self._connections) < MAX_CONNECTIONS:
+            await self._open(number)
+        elif connection is None:
+            return
+        elif kind == DATA:
+            connection.writer.write(body)
+            with contextlib.suppress(ConnectionError):
+                await connection.writer.drain()
+        elif kind == END:
+            if connection.writer.can_write_eof() and not connection.writer.is_closing():
+                connection.writer.write_eof()
+        elif kind == GONE:
+            self._end(self._connections.pop(number))
+        elif kind == TAKEN:
+            connection.num_ahead = max(0, connection.num_ahead - size)
+            connection.has_room.set()
+
+    async def _open(self, number: int) -> None:
+        ours, theirs = socket.socketpair()
+        connection = Connection(*await asyncio.open_connection(sock=ours))
+        self._proxy.take(*await asyncio.open_connection(sock=theirs))
+        self._connections[number] = connection
+        connection.pump = asyncio.create_task(self._pump(number, connection))
+
+    async def _pump(self, number: int, connection: Connection) -> None:
+        """What the proxy answers, as far as the program takes it."""
+        with contextlib.suppress(OSError, SandboxError):
+            while data := await connection.reader.read(CHUNK_BYTES):
+                connection.num_ahead += len(data)
+                await self._process.write(FRAME.pack(DATA, number, len(data)) + data)
+                while connection.num_ahead > AHEAD_BYTES:
+                    connection.has_room.clear()
+                    await connection.has_room.wait()
+            await self._process.write(FRAME.pack(END, number, 0))
+        self._connections.pop(number, None)
+        connection.writer.close()
+
+    def _end(self, connection: Connection) -> None:
+        if connection.pump is not None:
+            connection.pump.cancel()
+        connection.writer.close()
