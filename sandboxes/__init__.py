@@ -5,6 +5,7 @@
     spec.py, limits.py, result.py    what is asked, what may be used, how a program ended
     base.py         what a backend implements: Provider, Cell, Process
     pool.py         open_pool, Pool: a backend, sandboxes on demand, programs at once bounded
+    containers/     the docker backend: every sandbox a container
     bubblewrap.py   the bubblewrap backend: every sandbox a jail
       jail.py       what a jail shows of the host, and the commands that build it
       enter.py      its walls by system calls, where bubblewrap is missing
