@@ -3,10 +3,12 @@
 config.yaml  ledger.sqlite  metrics.jsonl  checkpoints/  logs/  curve.png  summary.json
 """
 
+import json
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from areal_agent.errors import ConfigError
 
@@ -21,7 +23,7 @@ class RunFolder:
     def choose(cls, run_dir: str | None, name: str) -> Self:
         """The folder that a new run will use: `run_dir`, or the first free `runs/<name>`, `runs/<name>-2`, ...
 
-        Raises ConfigError when `run_dir` is taken. Makes nothing.
+        Raises ConfigError when `run_dir` is taken or cannot be made. Makes nothing that stays.
         """
         if run_dir is None:
             number = 1
@@ -37,6 +39,7 @@ class RunFolder:
             raise ConfigError(
                 f"run_dir {run_dir!r} exists and is not empty; go on with it by --resume {run_dir}, or name another"
             )
+        require_room(path)
         return cls(path)
 
     @classmethod
@@ -60,6 +63,15 @@ class RunFolder:
             self.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run_dir {str(self.path)!r} cannot be made: {error.strerror}") from None
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the run has ended as it should, by its summary."""
+        try:
+            summary: object = json.loads(self.summary.read_bytes())
+        except (OSError, ValueError):
+            return False
+        return isinstance(summary, dict) and cast(dict[str, object], summary).get("status") == "completed"
 
     @property
     def config(self) -> Path:
@@ -88,3 +100,15 @@ class RunFolder:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+
+def require_room(path: Path) -> None:
+    """Raise ConfigError unless a folder can be made there: that is tried, for permissions do not always tell."""
+    parent = next(one for one in (path, *path.absolute().parents) if one.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".areal-agent-", dir=parent)).rmdir()
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir {str(path)!r} cannot be made: nothing can be written to {str(parent)!r} ({error.strerror}); name "
+            "another folder"
+        ) from None

@@ -127,6 +127,11 @@ def latest_checkpoint(directory: Path) -> Checkpoint | None:
     return next(intact_checkpoints(directory), None)
 
 
+def newest_step(directory: Path) -> int:
+    """The step of the newest one by name, whether intact or not; 0 when there is none. It reads no file."""
+    return max(map(_step_of, _published(directory)), default=0)
+
+
 def intact_checkpoints(directory: Path) -> Iterator[Checkpoint]:
     """The newest first. Damaged ones are passed over with a warning."""
     for path in reversed(_published(directory)):
