@@ -4,6 +4,7 @@ Ordinary agent code: a stock `openai` client and a sandbox. It knows nothing of 
 """
 
 import json
+import re
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -34,6 +35,7 @@ TOOLS: list[ChatCompletionToolParam] = [
         },
     }
 ]
+ERROR = re.compile(r"\w*Error\b")
 USAGE = 'Error: call python with {"code": "..."}'
 
 
@@ -53,6 +55,7 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
             output = await run_tool(sandbox, call)
             outputs.append(output)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
+        rollout.log(tool_calls=len(outputs), tool_failures=sum(map(is_failure, outputs)))
     return 0.0
 
 
@@ -65,6 +68,15 @@ async def run_tool(sandbox: Sandbox, call: ChatCompletionMessageToolCallUnion) -
     """What the model gets to read: the output of its program, or the last line of what went wrong."""
     code = _code_of(call)
     return USAGE if code is None else _readable(await sandbox.exec_python(code))
+
+
+def is_failure(output: str) -> bool:
+    """Whether that is what went wrong: `NameError: ...`, or what `run_tool` says itself.
+
+    >>> is_failure("NameError: name 'x' is not defined"), is_failure("42")
+    (True, False)
+    """
+    return ERROR.match(output) is not None
 
 
 def _code_of(call: ChatCompletionMessageToolCallUnion) -> str | None:
