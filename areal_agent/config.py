@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from areal_agent.command import nearest
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
@@ -75,6 +75,15 @@ class Config(Section):
                 return {**values, "eval": {"num_tasks": 0} | (values.get("eval") or {})}
             case _:
                 return values
+
+    @model_validator(mode="after")
+    def _has_siblings(self) -> Self:
+        if self.group_size == 1 and self.algorithm.advantage in GROUP_ADVANTAGES:
+            raise ValueError(
+                f"group_size is 1, and advantage {self.algorithm.advantage!r} compares the rollouts of one group: "
+                "nothing would ever be learned; set group_size to 2 or more, or algorithm.advantage to reinforce_pp"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -21,6 +21,7 @@ from areal_agent.rollout.tasks.stream import in_order
 from areal_agent.rollout.tasks.task_set import TaskSet
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.run_folder import RunFolder
+from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -101,7 +102,24 @@ class Preflight:
 
 
 def choose_folder(config: Config, name: str, resume: str | None) -> RunFolder:
-    return RunFolder.choose(config.run_dir, name) if resume is None else RunFolder.reopen(resume)
+    if resume is None:
+        return RunFolder.choose(config.run_dir, name)
+    folder = RunFolder.reopen(resume)
+    require_steps_left(folder, config.steps)
+    return folder
+
+
+def require_steps_left(folder: RunFolder, num_steps: int) -> None:
+    """Raise ConfigError when there is nothing to go on with. At the last step an evaluation may be left to do."""
+    if newest_step(folder.checkpoints) < num_steps:
+        return
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    num_done = checkpoint.step if checkpoint else 0
+    if num_done > num_steps or (num_done == num_steps and folder.is_completed):
+        raise ConfigError(
+            f"--resume {str(folder.path)!r}: its {num_done} steps are done and steps is {num_steps}, so there is "
+            f"nothing to go on with; set steps to more than {num_done}"
+        )
 
 
 def check_ports(config: Config) -> None:
