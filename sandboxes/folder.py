@@ -31,7 +31,7 @@ class WorkingFolder:
 
     def make(self) -> None:
         if not self._is_made:
-            self.path.mkdir(mode=0o700)
+            self.path.mkdir(mode=0o700, exist_ok=True)  # of two at once, in threads, one makes it
             self._is_made = True
 
     @contextlib.contextmanager

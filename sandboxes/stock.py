@@ -61,6 +61,10 @@ class Stock:
         self._is_closed = False
 
     @property
+    def shelves(self) -> list[Shelf]:
+        return list(self._shelves.values())
+
+    @property
     def num_ready(self) -> int:
         return sum(len(shelf.ready) for shelf in self._shelves.values())
 
@@ -79,10 +83,13 @@ class Stock:
 
     async def warm(self, spec: CellSpec, num_cells: int) -> None:
         """Keep so many ready from now on, and wait until they are; a failure to start one is raised."""
+        self.check_open()
         shelf = self._shelves.setdefault(spec, Shelf(spec))
         shelf.target = max(shelf.target, min(num_cells, self._max_idle))
-        waits = [self._wait_and_shelve(shelf) for _ in range(shelf.target - len(shelf.ready))]
-        for outcome in await asyncio.gather(*waits, return_exceptions=True):
+        num_missing = max(0, shelf.target - shelf.num_spare)
+        shelf.num_starting += num_missing
+        starts = [self._start_one(shelf) for _ in range(num_missing)]
+        for outcome in await asyncio.gather(*starts, return_exceptions=True):
             if outcome is not None:
                 raise outcome
 
@@ -125,9 +132,6 @@ class Stock:
                 self._shelve(shelf, waiter.result())  # it came in the moment of the cancellation
             raise
 
-    async def _wait_and_shelve(self, shelf: Shelf) -> None:
-        self._shelve(shelf, await self._wait(shelf))
-
     def _refill(self, shelf: Shelf) -> None:
         """Start what is missing: one for each who waits, and what is to be ready, as far as there is room."""
         if self._is_closed:
@@ -140,14 +144,18 @@ class Stock:
 
     async def _start(self, shelf: Shelf) -> None:
         try:
+            await self._start_one(shelf)
+        except Exception as error:  # the boundary: whoever waits is told
+            self._fail_one(shelf, error)
+
+    async def _start_one(self, shelf: Shelf) -> None:
+        """One of `num_starting`, which counts it from before."""
+        try:
             async with self._starts:
                 cell = await self._provider.create(shelf.spec)
-        except Exception as error:  # the boundary: whoever waits is told
+        finally:
             shelf.num_starting -= 1
-            self._fail_one(shelf, error)
-        else:
-            shelf.num_starting -= 1
-            self._shelve(shelf, cell)
+        self._shelve(shelf, cell)
 
     def _fail_one(self, shelf: Shelf, error: Exception) -> None:
         """Who waits longest learns why; with nobody waiting, less is kept ready, so that nothing is tried for ever."""

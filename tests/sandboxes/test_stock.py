@@ -1,0 +1,160 @@
+"""The warm stock, over a provider whose cells start when the test lets them.
+
+1. The first who asks is served and nothing is started ahead; who then finds nothing ready has one more kept ready; 2. a
+cell is handed out once; 3. who waits is served in the order of asking; 4. one that has died in stock is not handed out;
+5. one that nobody asks for is closed, and fewer are kept; 6. never more than the bound stand ready, over all kinds;
+7. a failure to start is told to who waits longest, the next may succeed; 8. a cell that comes for somebody who has gone
+is kept; 9. closing closes what stands ready and fails who waits; 10. `warm` has as many ready as asked.
+"""
+
+import asyncio
+
+import pytest
+
+from areal_agent.errors import SandboxError
+from sandboxes import Limits
+from sandboxes.spec import CellSpec
+from sandboxes.stock import Stock
+
+ONE, OTHER = CellSpec(limits=Limits()), CellSpec(limits=Limits(), image="other")
+
+
+class StubCell:
+    """What the stock asks of a cell."""
+
+    def __init__(self) -> None:
+        self.is_alive = True
+        self.is_closed = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class StubProvider:
+    """What the stock asks of a provider: each cell waits for `let`."""
+
+    def __init__(self) -> None:
+        self.asked: list[asyncio.Future[StubCell]] = []
+        self.is_open = False
+
+    async def create(self, spec: CellSpec) -> StubCell:
+        if self.is_open:
+            return StubCell()
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return await self.asked[-1]
+
+
+async def turns() -> None:
+    """Let everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def provider() -> StubProvider:
+    return StubProvider()
+
+
+@pytest.fixture
+async def stock(provider: StubProvider):
+    stock = Stock(provider, max_idle=2, idle_s=1000.0)
+    yield stock
+    await stock.aclose()
+
+
+async def test_demand_sizes_it(stock: Stock, provider: StubProvider) -> None:
+    provider.is_open = True
+    numbers = []
+    for _ in range(5):
+        await stock.take(ONE)
+        await turns()
+        numbers.append(stock.num_ready)
+    assert numbers == [0, 1, 1, 1, 1]
+
+
+async def test_a_cell_is_handed_out_once(stock: Stock, provider: StubProvider) -> None:
+    provider.is_open = True
+    cells = [await stock.take(ONE) for _ in range(10)]
+    assert len(set(cells)) == 10
+
+
+async def test_order_of_asking(stock: Stock, provider: StubProvider) -> None:
+    calls = [asyncio.create_task(stock.take(ONE)) for _ in range(3)]
+    await turns()
+    cells = [StubCell() for _ in range(3)]
+    for number in (2, 0, 1):  # whichever is ready first goes to who asked first
+        provider.asked[number].set_result(cells[number])
+        await turns()
+    assert [await call for call in calls] == [cells[2], cells[0], cells[1]]
+
+
+async def test_dead_cell_is_not_handed_out(stock: Stock, provider: StubProvider) -> None:
+    provider.is_open = True
+    await stock.warm(ONE, 1)
+    [[dead]] = [shelf.ready for shelf in stock.shelves]
+    dead.is_alive = False
+    assert await stock.take(ONE) is not dead
+    await turns()
+    assert dead.is_closed
+
+
+async def test_unused_cell_is_closed() -> None:
+    provider = StubProvider()
+    provider.is_open = True
+    stock = Stock(provider, max_idle=2, idle_s=0.0)
+    await stock.warm(ONE, 2)
+    await turns()
+    assert (stock.num_ready, stock.shelves) == (0, [])
+    await stock.aclose()
+
+
+async def test_bound_holds_over_all_kinds(stock: Stock, provider: StubProvider) -> None:
+    provider.is_open = True
+    for _ in range(4):
+        await asyncio.gather(*(stock.take(spec) for spec in (ONE, ONE, ONE, OTHER, OTHER)))
+        await turns()
+        assert stock.num_ready <= 2
+
+
+async def test_failure_is_told_to_who_waits_longest(stock: Stock, provider: StubProvider) -> None:
+    first, second = (asyncio.create_task(stock.take(ONE)) for _ in range(2))
+    await turns()
+    provider.asked[1].set_exception(SandboxError("no room"))
+    with pytest.raises(SandboxError, match="no room"):
+        await first
+    cell = StubCell()
+    provider.asked[0].set_result(cell)
+    assert await second is cell
+
+
+async def test_cell_for_somebody_who_has_gone_is_kept(stock: Stock, provider: StubProvider) -> None:
+    call = asyncio.create_task(stock.take(ONE))
+    await turns()
+    call.cancel()
+    await turns()
+    cell = StubCell()
+    provider.asked[0].set_result(cell)
+    await turns()
+    assert await stock.take(ONE) is cell
+
+
+async def test_closing(provider: StubProvider) -> None:
+    stock = Stock(provider, max_idle=2)
+    provider.is_open = True
+    await stock.warm(ONE, 1)
+    [[cell]] = [shelf.ready for shelf in stock.shelves]
+    provider.is_open = False
+    waiting = asyncio.create_task(stock.take(OTHER))
+    await turns()
+    await stock.aclose()
+    assert cell.is_closed
+    with pytest.raises(SandboxError, match="the sandbox pool was closed"):
+        await waiting
+    with pytest.raises(SandboxError, match="the sandbox pool is closed; open another"):
+        await stock.take(ONE)
+
+
+async def test_warm(stock: Stock, provider: StubProvider) -> None:
+    provider.is_open = True
+    await stock.warm(ONE, 5)
+    assert stock.num_ready == 2  # the bound

@@ -1,0 +1,73 @@
+"""Sandboxes without asyncio.
+
+1. Every call of a sandbox does as its asynchronous namesake; 2. calls come from several threads at once; 3. nothing is
+left, threads included; 4. an error is raised where the call was.
+"""
+
+import inspect
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from areal_agent.errors import SandboxError
+from sandboxes import Pool, Process, Sandbox, SandboxSpec, Status, sync
+from sandboxes.python_session import PythonSession
+from sandboxes.shell_session import ShellSession
+
+
+def test_calls_of_a_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("from the host")
+    with sync.open_pool(backend="subprocess", wall_s=20.0) as pool, pool.acquire(SandboxSpec(env={"A": "1"})) as box:
+        assert box.exec(["sh", "-c", "cat; echo $A"], stdin=b"in ").stdout == b"in 1\n"
+        assert box.exec_python("exit(3)").exit_code == 3
+        box.upload(tmp_path, "there")
+        assert (box.read("there/file"), len(box.download("there")) > 512) == (b"from the host", True)
+        shell = box.shell()
+        shell.run("x=1")
+        assert shell.run("echo $x").stdout == b"1\n"
+        with box.python() as python:
+            python.run("x = 1")
+            assert python.run("print(x)").stdout == b"1\n"
+        process = box.spawn(["cat"])
+        process.write(b"echo")
+        assert next(process.stdout) == b"echo"
+        process.close_stdin()
+        assert (list(process.stdout), process.wait().status) == ([], Status.OK)
+        assert box.health()
+
+
+def test_several_threads_and_nothing_left() -> None:
+    before = threading.active_count()
+    with sync.open_pool(backend="subprocess", wall_s=20.0) as pool, ThreadPoolExecutor(4) as threads:
+
+        def run(number: int) -> bytes:
+            with pool.acquire() as box:
+                return box.exec_python(f"print({number})").stdout
+
+        assert list(threads.map(run, range(8))) == [b"%d\n" % number for number in range(8)]
+    assert threading.active_count() == before
+
+
+def test_error_is_raised_where_the_call_was() -> None:
+    with sync.open_pool(backend="subprocess") as pool:
+        with pool.acquire() as box, pytest.raises(FileNotFoundError):
+            box.read("nothing")
+        with pytest.raises(SandboxError, match="closed"):
+            box.exec(["true"])
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "plain", "left_out"),
+    [
+        (Sandbox, sync.Sandbox, {"prepare", "limits"}),
+        (Pool, sync.Pool, {"check", "close"}),
+        (Process, sync.Process, set()),
+        (ShellSession, sync.ShellSession, set()),
+        (PythonSession, sync.PythonSession, {"close"}),
+    ],
+)
+def test_names_are_the_same(asynchronous: type, plain: type, left_out: set[str]) -> None:
+    names = {name for name, _ in inspect.getmembers(asynchronous) if not name.startswith("_")}
+    assert names - left_out == {name for name, _ in inspect.getmembers(plain) if not name.startswith("_")}
