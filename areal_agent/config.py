@@ -90,6 +90,7 @@ class Config(Section):
         if self.is_online:
             require_online(self)
             return self
+        require_room(self)
         if self.engine.url is not None:
             raise ValueError("engine.url is for rollout.gateway_url; without that a run starts an engine: leave it out")
         if self.rollout.gateway_admin_key_file is not None:
@@ -152,6 +153,8 @@ def require_online(config: Config) -> None:
             "algorithm.dynamic_sampling is true, which needs rollouts of the run's own: who plays elsewhere decides on "
             "the tasks; set it to false"
         )
+    if config.trainer.oversized == "refuse":
+        raise ValueError("trainer.oversized is 'refuse', which needs an engine of the run's own; give 'alone'")
     strangers = [name for name in ("workflow", "tasks") if getattr(config, name) is not None]
     strangers += ["eval.num_tasks"] * (config.eval.num_tasks != 0)
     strangers += _not_default(config.engine, "engine.", ("url",))
@@ -159,6 +162,19 @@ def require_online(config: Config) -> None:
     if strangers:
         raise ValueError(
             f"{strangers[0]} has no effect with rollout.gateway_url: agents and engine are elsewhere; leave it out"
+        )
+
+
+def require_room(config: Config) -> None:
+    """With `trainer.oversized: refuse`, every sequence that the engine can make fits into a micro-batch.
+
+    The last token of a sequence is predicted and never read: one more than the budget fits.
+    """
+    longest, budget = config.engine.max_context_tokens, config.trainer.tokens_per_micro_batch
+    if config.trainer.oversized == "refuse" and longest - 1 > budget:
+        raise ValueError(
+            f"trainer.oversized is 'refuse', and a sequence of engine.max_context_tokens = {longest} does not fit into "
+            f"trainer.tokens_per_micro_batch = {budget}; raise that, or let it go 'alone'"
         )
 
 

@@ -29,7 +29,10 @@ class TrainerConfig(Section):
     gradient_clip: Annotated[float, Field(gt=0)] = 1.0
     """The gradient's norm is scaled down to it."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
-    """Tokens that go through the model at once, padding included; a longer sequence goes alone."""
+    """Tokens that go through the model at once, padding included."""
+    oversized: Literal["alone", "refuse"] = "alone"
+    """A sequence longer than `tokens_per_micro_batch` goes `alone`, whatever memory that takes; `refuse`: a config
+    under which there can be one, by `engine.max_context_tokens`, is an error."""
     packing: Literal["balanced", "first_fit", "padded"] = "balanced"
     """How sequences share a micro-batch, each seeing itself alone. `balanced`: one row, no padding, by Algorithm 1 of
     the paper. `first_fit`: the same by first-fit decreasing. `padded`: a row each, of like lengths."""
