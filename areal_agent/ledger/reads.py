@@ -154,14 +154,16 @@ def leased_groups(connection: sqlite3.Connection) -> Iterator[str]:
 def groups(connection: sqlite3.Connection) -> Iterator[tuple[str, bool, bool]]:
     """Of each group for training: whether a session of it was cut off, and whether another one completed.
 
-    Cut off: it is open, an orphan or cancelled, or was left over when the run ended.
+    Cut off: it is open, an orphan or cancelled, or was left over when the run ended; or it failed, and has no fate yet,
+    which its group would have given it.
     """
     rows = connection.execute(
         "SELECT group_id, max(is_cut_off), max(NOT is_cut_off AND is_completed) FROM ("
         "SELECT s.group_id, e.status = ? AS is_completed, e.status IS NULL OR e.status IN (?, ?) "
-        "OR s.id IN (SELECT session FROM fates WHERE dropped = ?) AS is_cut_off "
-        "FROM sessions s LEFT JOIN endings e ON e.session = s.number WHERE s.purpose = ?) GROUP BY group_id",
-        (Status.COMPLETED, Status.ORPHAN, Status.CANCELLED, Drop.ORPHAN, SessionPurpose.TRAIN),
+        "OR f.dropped IS ? OR (f.session IS NULL AND e.status != ?) AS is_cut_off "
+        "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN fates f ON f.session = s.id "
+        "WHERE s.purpose = ?) GROUP BY group_id",
+        (Status.COMPLETED, Status.ORPHAN, Status.CANCELLED, Drop.ORPHAN, Status.COMPLETED, SessionPurpose.TRAIN),
     )
     for group_id, is_cut_off, is_completed in rows:
         yield group_id, bool(is_cut_off), bool(is_completed)

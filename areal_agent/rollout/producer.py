@@ -89,16 +89,16 @@ class Producer:
 
     async def restore(self, waiting: Iterable[Trajectory]) -> int:
         """Take back what was finished but not trained when an earlier process of this run ended; how many groups."""
-        groups: dict[str, list[Trajectory]] = {}
-        for trajectory in waiting:
-            groups.setdefault(trajectory.group_id, []).append(trajectory)
-        for group_id, trajectories in groups.items():
-            group = TrajectoryGroup(
-                group_id=group_id, task_id=trajectories[0].task_id, trajectories=tuple(trajectories)
-            )
+        groups = _by_group(waiting)
+        restored = {group_id: siblings for group_id, siblings in groups.items() if not _is_cut_off(siblings)}
+        for group_id, siblings in groups.items():
+            if group_id not in restored:
+                await self._drop({one.session_id: Drop.ORPHAN for one in siblings})
+        for group_id, siblings in restored.items():
+            group = TrajectoryGroup(group_id=group_id, task_id=siblings[0].task_id, trajectories=tuple(siblings))
             self.admission.start(self._group_size)
             await self._finish(group)
-        return len(groups)
+        return len(restored)
 
     async def admit_forever(self) -> None:
         """The admit loop. Raises RolloutsFailing when group after group fails as a whole."""
@@ -161,8 +161,9 @@ class Producer:
     async def settle(self, *, is_completed: bool) -> None:
         """At the end of a run: what was cut off gets its fate, and with `is_completed` what is left over too."""
         drops = {
-            one.session_id: FATE_OF_STATUS.get(one.status, Drop.ORPHAN)
-            for one in await self._ledger.waiting()
+            one.session_id: Drop.ORPHAN if _is_cut_off(siblings) else FATE_OF_STATUS.get(one.status, Drop.ORPHAN)
+            for siblings in _by_group(await self._ledger.waiting()).values()
+            for one in siblings
             if is_completed or one.status is not Status.COMPLETED
         }
         await self._drop(drops)
@@ -281,3 +282,15 @@ class Producer:
                 await self._changed.wait()
         except TimeoutError:
             pass
+
+
+def _by_group(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
+    groups: dict[str, list[Trajectory]] = {}
+    for one in trajectories:
+        groups.setdefault(one.group_id, []).append(one)
+    return groups
+
+
+def _is_cut_off(siblings: Iterable[Trajectory]) -> bool:
+    """Whether what waits is of a group that never ended: one that failed as a whole has given them their fates."""
+    return not any(one.status is Status.COMPLETED for one in siblings)

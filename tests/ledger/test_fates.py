@@ -127,6 +127,7 @@ async def test_groups_of_which_nothing_completed_were_cut_off(ledger: Ledger, ma
     for id, group_id, status in (
         ("a", "cancelled", Status.CANCELLED),
         ("b", "failed", Status.ERROR),
+        ("h", "failing", Status.ERROR),
         ("c", "half", Status.COMPLETED),
         ("d", "half", Status.CANCELLED),
     ):
@@ -135,11 +136,12 @@ async def test_groups_of_which_nothing_completed_were_cut_off(ledger: Ledger, ma
     await make.closed(ledger, "e", group_id="left over")
     await make.closed(ledger, "f", group_id="stale")
     await make.closed(ledger, "g", group_id="evaluation", purpose=SessionPurpose.EVAL)
-    await ledger.drop({"e": Drop.ORPHAN, "f": Drop.STALE})
+    await ledger.drop({"b": Drop.ERROR, "e": Drop.ORPHAN, "f": Drop.STALE})
     assert await ledger.drawn_groups() == {
         "running": True,
         "cancelled": True,
         "failed": False,
+        "failing": True,
         "half": False,
         "left over": True,
         "stale": False,

@@ -1,0 +1,309 @@
+"""Which task is next, over restarts: 1. groups bear their positions; 2. what was cut off is drawn again, first, under a
+new id; 3. killed at any moment and resumed, every task of an epoch is settled exactly once: over the cursor alone, and
+over a real ledger and producer with commits, lost leases, failures and groups that are cut off; 4. other tasks begin a
+stream of their own; 5. tasks of the caller's own have ids of their own."""
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.verify import verify
+from areal_agent.rollout.producer import Producer
+from areal_agent.rollout.tasks.draws import Attempt, Draws, Past, open_draws
+from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.rollout.tasks.task_set import TaskSet
+from areal_agent.staleness import Admission
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    Drop,
+    Fate,
+    FinishReason,
+    SamplingParams,
+    SessionPurpose,
+    SessionRecord,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+NUM_TASKS = 5
+GROUP_SIZE = 2
+STREAM = TaskStream(TaskSet.of([Task(id=f"t{number}", data={}) for number in range(NUM_TASKS)]), seed=3)
+
+
+@given(position=st.integers(0, 10**8), number=st.integers(0, 40))
+def test_a_group_bears_its_position(position: int, number: int) -> None:
+    attempt = Attempt(position=position, number=number)
+    assert Attempt.parse(attempt.group_id) == attempt
+
+
+@pytest.mark.parametrize("group_id", ["t000001", "eval-before-0", "g1x", "g", "g000001r", "xg000001"])
+def test_other_groups_bear_none(group_id: str) -> None:
+    assert Attempt.parse(group_id) is None
+
+
+def test_what_was_cut_off_is_drawn_again_first() -> None:
+    past = Past.of({"g000000": False, "g000001": True, "g000003": False, "g000003r1": True}, since=0)
+    draws = Draws(STREAM, past=past)
+    drawn = [draws.draw() for _ in range(4)]
+    assert [draw.group_id for draw in drawn] == ["g000001r1", "g000002", "g000003r2", "g000004"]
+    assert [draw.task.id for draw in drawn] == [STREAM.at(position).id for position in (1, 2, 3, 4)]
+
+
+def test_with_a_curriculum_a_gap_was_passed_over() -> None:
+    past = Past.of({"g000000": True, "g000003": False}, since=0, skips_gaps=True)
+    assert past.again == (Attempt(position=0, number=1),)
+
+
+def test_tasks_of_the_callers_own_count_on() -> None:
+    draws = Draws(STREAM, past=Past.of({"t000007": False, "g000002": False}, since=3))
+    own = Task(id="own", data={})
+    assert [draws.give(own).group_id, draws.draw().group_id, draws.give(own).group_id] == [
+        "t000008",
+        "g000003",
+        "t000009",
+    ]
+
+
+@given(st.lists(st.sampled_from(["draw", "begin", "settle", "kill"]), max_size=150), st.randoms(use_true_random=False))
+def test_killed_at_any_moment_each_task_of_an_epoch_is_settled_once(events: list[str], rng: random.Random) -> None:
+    ledger: dict[str, bool] = {}  # by group: whether it was cut off
+    settled: list[str] = []
+    draws, drawn, running = Draws(STREAM), [], []
+    for event in [*events, "kill"]:
+        if event == "draw":
+            drawn.append(draws.draw())
+        elif event == "begin" and drawn:  # its first session is in the ledger
+            running.append(drawn.pop(rng.randrange(len(drawn))))
+            ledger[running[-1].group_id] = True
+        elif event == "settle" and running:
+            done = running.pop(rng.randrange(len(running)))
+            ledger[done.group_id] = False
+            settled.append(done.task.id)
+        elif event == "kill":
+            draws, drawn, running = Draws(STREAM, past=Past.of(ledger, since=0)), [], []
+    first_new = Past.of(ledger, since=0).next_position
+    while True:  # undisturbed, until what had been begun is settled
+        draw = draws.draw()
+        attempt = Attempt.parse(draw.group_id)
+        if attempt.number == 0 and attempt.position >= first_new:
+            break
+        settled.append(draw.task.id)
+    assert Counter(settled) == Counter(STREAM.at(position).id for position in range(first_new))
+
+
+async def begin_rollout(ledger: Ledger, group_id: str, index: int, task: Task) -> str:
+    session_id = f"{group_id}-{index}"
+    await ledger.open_session(
+        SessionRecord(
+            id=session_id,
+            group_id=group_id,
+            task_id=task.id,
+            purpose=SessionPurpose.TRAIN,
+            seed=0,
+            key_hash="0" * 64,
+            started_s=1.0,
+        )
+    )
+    return session_id
+
+
+async def end_rollout(ledger: Ledger, group_id: str, session_id: str, task: Task, status: Status) -> Trajectory:
+    completion = Completion(
+        id=f"{session_id}-c",
+        token_ids=(5, 6),
+        logprobs=(-0.5, -0.5),
+        versions=(VersionSpan(version=WeightVersion(), start=0, end=2),),
+        finish_reason=FinishReason.STOP,
+        distribution=Distribution.EXACT,
+    )
+    turn = Turn(
+        id=f"{session_id}-t",
+        parent=None,
+        fork_at=0,
+        new_prompt_ids=(1, 2),
+        completions=(completion,),
+        request_delta=(),
+        sampling=SamplingParams(),
+        started_s=1.0,
+        ended_s=2.0,
+    )
+    await ledger.append_turn(session_id, turn)
+    trajectory = Trajectory(
+        session_id=session_id,
+        group_id=group_id,
+        task_id=task.id,
+        turns=(turn,),
+        rewards=Rewards(final=1.0),
+        status=status,
+        error=None,
+        logged={},
+        started_s=1.0,
+        ended_s=3.0,
+    )
+    await ledger.close_session(trajectory)
+    return await ledger.trajectory(session_id)
+
+
+class Life:
+    """One process of a run: a real producer over a real ledger. Groups end when `release` lets them."""
+
+    def __init__(self, ledger: Ledger, step: int, rng: random.Random, sessions: dict[str, list[str]]) -> None:
+        self.ledger = ledger
+        self.sessions = sessions  # by group, over all lives
+        self.step = self.committed = step
+        self.rng = rng
+        self.held: list[asyncio.Event] = []
+
+    @classmethod
+    async def begin(cls, folder: Path, step: int, rng: random.Random, sessions: dict[str, list[str]]) -> "Life":
+        """Go on from the checkpoint of `step`."""
+        ledger = await Ledger.open(folder / "ledger.sqlite", create=True)
+        await ledger.begin_incarnation(step)
+        life = cls(ledger, step, rng, sessions)
+        await life.start()
+        return life
+
+    async def start(self) -> None:
+        self.producer = Producer(
+            run_group=self.run_group,
+            draws=await open_draws(STREAM, None, self.ledger),
+            ledger=self.ledger,
+            admission=Admission(
+                batch_answers=GROUP_SIZE, max_staleness=1000, step=self.step, consumed=self.step * GROUP_SIZE
+            ),
+            group_size=GROUP_SIZE,
+            straggler="wait",
+            straggler_wait_s=0.0,
+            max_concurrent=4 * GROUP_SIZE,
+            max_failed_groups=100,
+        )
+        await self.producer.restore(await self.ledger.waiting())
+        self.admitting = asyncio.create_task(self.producer.admit_forever())
+
+    async def run_group(self, group_id: str, task: Task) -> TrajectoryGroup:
+        is_failing = int(group_id[1:7]) % 4 == 3
+        ended: list[Trajectory] = []
+        for index in range(GROUP_SIZE):
+            session_id = await begin_rollout(self.ledger, group_id, index, task)
+            self.sessions.setdefault(group_id, []).append(session_id)
+            event = asyncio.Event()
+            self.held.append(event)
+            await event.wait()
+            status = Status.ERROR if is_failing else Status.COMPLETED
+            ended.append(await end_rollout(self.ledger, group_id, session_id, task, status))
+        return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=tuple(ended))
+
+    def release(self) -> None:
+        if self.held:
+            self.held.pop(self.rng.randrange(len(self.held))).set()
+
+    async def train(self) -> None:
+        if self.producer.buffer.num_ready:
+            await self.producer.take(self.step + 1, 1)
+            self.step += 1
+            self.producer.publish(self.step)
+
+    async def kill(self) -> None:
+        self.admitting.cancel()
+        await asyncio.gather(self.admitting, return_exceptions=True)
+        await self.ledger.aclose()
+
+    async def act(self) -> None:
+        """Something happens."""
+        match self.rng.choice(["release", "release", "wait", "train", "commit"]):
+            case "release":
+                self.release()
+            case "train":
+                await self.train()
+            case "commit":
+                await self.ledger.commit_checkpoint(self.step, "checkpoint")
+                self.committed = self.step
+            case _:
+                await self.ledger.num_waiting()  # a while
+
+    async def settle(self, num_positions: int) -> None:
+        """Go on until every group before that position has ended and been trained, or has failed."""
+        while True:
+            self.release()
+            await self.train()
+            waiting = {trajectory.group_id for trajectory in await self.ledger.waiting()}
+            ended = {group_id for group_id, is_cut_off in (await self.ledger.drawn_groups()).items() if not is_cut_off}
+            if set(range(num_positions)) <= {attempt.position for attempt in map(Attempt.parse, ended - waiting)}:
+                return
+
+
+async def live_and_die(folder: Path, rng: random.Random) -> tuple[Counter[str], int]:
+    """Seven lives, each killed at a random moment; then one that settles whatever was begun.
+
+    How often each task was trained, or failed as a whole, and how many positions were begun.
+    """
+    committed = 0
+    sessions: dict[str, list[str]] = {}
+    for _ in range(7):
+        life = await Life.begin(folder, committed, rng, sessions)
+        for _ in range(rng.randrange(60)):
+            await life.act()
+        committed = life.committed
+        await life.kill()
+    life = await Life.begin(folder, committed, rng, sessions)
+    num_begun = Past.of(await life.ledger.drawn_groups(), since=0).next_position
+    await life.settle(num_begun)
+    await life.ledger.commit_checkpoint(life.step, "checkpoint")
+    await life.kill()
+    report = verify(folder / "ledger.sqlite")
+    assert report.is_ok, report
+    return await count_settled(folder, sessions, num_begun), num_begun
+
+
+async def count_settled(folder: Path, sessions: dict[str, list[str]], num_positions: int) -> Counter[str]:
+    """By what became of every session, whatever the cursor says."""
+    ledger = await Ledger.open(folder / "ledger.sqlite", create=False)
+    await ledger.begin_incarnation(None)
+    counts: Counter[str] = Counter()
+    for group_id, session_ids in sessions.items():
+        trajectories = [await ledger.trajectory(session_id) for session_id in session_ids]
+        fates = [one.fate for one in trajectories]
+        is_trained = any(fate is not None and fate.trained_step is not None for fate in fates)
+        has_failed = fates == [Fate(dropped=Drop.ERROR)] * GROUP_SIZE
+        position = Attempt.parse(group_id).position
+        if position < num_positions and (is_trained or has_failed):
+            counts[STREAM.at(position).id] += 1
+    await ledger.aclose()
+    return counts
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_real_ledger_settles_each_task_once(seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        counts, num_begun = asyncio.run(live_and_die(Path(folder), random.Random(seed)))
+    assert counts == Counter(STREAM.at(position).id for position in range(num_begun))
+
+
+async def test_other_tasks_begin_a_stream_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(0)
+    first = await open_draws(STREAM, None, ledger)
+    for _ in range(3):
+        draw = first.draw()
+        await begin_rollout(ledger, draw.group_id, 0, draw.task)
+    other = TaskStream(TaskSet.of([Task(id="other", data={})]), seed=3)
+    with caplog.at_level(logging.WARNING):
+        draws = await open_draws(other, None, ledger)
+    again = await open_draws(other, None, ledger)
+    await ledger.aclose()
+    assert "are not those that this run began with" in caplog.text
+    for one in (draws, again):
+        draw = one.draw()
+        assert (draw.group_id, draw.task.id) == ("g000003", "other")
