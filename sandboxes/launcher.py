@@ -416,7 +416,8 @@ class Launcher:
         descriptors = [] if self._jail_folder is None else [self._jail_folder]
         if self._listener is not None:
             descriptors.append(self._listener.fileno())
-        socket.send_fds(self._control, [REPORT.pack(ReportKind.HELLO, 0, self._landlock, 0, 0)], descriptors)
+        with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
+            socket.send_fds(self._control, [REPORT.pack(ReportKind.HELLO, 0, self._landlock, 0, 0)], descriptors)
         if self._listener is not None:
             self._listener.close()
 

@@ -1,0 +1,46 @@
+"""Rows 21 to 24: wrong programs that want full reward, by every way of grading."""
+
+from collections.abc import Awaitable, Callable
+
+from sandboxes.conformance.row import Row
+from sandboxes.judge import CallCase, StdinCase, UnitTests, grade
+from sandboxes.judge.cheats import RIGHT, SCRIPT, TRICKS
+from sandboxes.pool import Pool
+from sandboxes.spec import Isolation
+
+NUMBER = 7
+WORD = f"needle-{10_000_000 + NUMBER}"  # not to be read in this file, which a jail may show
+TEST = f"import solution\ndef test_it(): assert solution.secret({NUMBER}) == {WORD!r}\n"
+WAYS = {
+    "text": (SCRIPT, [StdinCase(stdin=f"{NUMBER}\n", expected=f"{WORD}\n")]),
+    "calls": ("", [CallCase(function="secret", args=[NUMBER], expected=WORD)]),
+    "unit tests": ("", UnitTests(files={"test_it.py": TEST})),
+}
+ENDINGS = ("exits", "raises SystemExit", "skips", "fails as", "stops", "interrupts")
+FALSE_OBJECTS = ("is ", "has a giant", "returns", "gets its own")
+SEARCHES = ("searches",)
+PATCHES = ("patches", "plants", "forges", "writes")
+
+
+def earn_nothing(*beginnings: str) -> Callable[[Pool], Awaitable[str]]:
+    """The tricks whose names begin so earn nothing, and a right program everything, by each way of grading."""
+
+    async def run(pool: Pool) -> str:
+        tricks = {name: code for name, code in TRICKS.items() if name.startswith(beginnings)}
+        for way, (ending, cases) in WAYS.items():
+            for name, code in {"is right": RIGHT, **tricks}.items():
+                verdict = await grade(code + ending, cases, pool=pool)
+                if verdict.reward != (code is RIGHT):
+                    return f"a program that {name} earns {verdict.reward} by {way}"
+        return ""
+
+    return run
+
+
+JAILED = Isolation.NAMESPACES
+ROWS = (
+    Row(number=21, harm="early exits", required="no reward", run=earn_nothing(*ENDINGS)),
+    Row(number=22, harm="objects equal to everything", required="no reward", run=earn_nothing(*FALSE_OBJECTS)),
+    Row(number=23, harm="search for what is expected", required="not there", needs=JAILED, run=earn_nothing(*SEARCHES)),
+    Row(number=24, harm="patches, forged rewards", required="no reward", needs=JAILED, run=earn_nothing(*PATCHES)),
+)
