@@ -6,8 +6,10 @@ SIGKILL included, the pipe closes and `exit_with_parent` ends the child. Knows n
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
+import resource
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -49,6 +51,25 @@ def collect_garbage_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS_A_COLLECTION, 20, 20)
+
+
+def return_free_memory() -> None:
+    """Give freed memory back to the system, where the C library can be told to (glibc).
+
+    Bodies and prompts of long conversations come and go between what stays: left alone, the holes that they leave are
+    as large as the conversations themselves.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def allow_many_connections() -> None:
+    """Let this process open as many files as it may: 1,024, the usual limit, is less than one batch of rollouts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS calls its limit infinite, and means less
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class ManagedProcess:

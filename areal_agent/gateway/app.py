@@ -33,12 +33,15 @@ from areal_agent.gateway.session import Session, SessionOptions
 from areal_agent.gateway.sessions import Sessions
 from areal_agent.gateway.stats import Counters, GatewayStats
 from areal_agent.gateway.traffic import Traffic
+from areal_agent.process import return_free_memory
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject, SessionRecord
 
 DEFAULT_MODEL = "default"
 """A model name that every gateway understands, for agents that know none."""
+
+RETURN_MEMORY_EVERY_S = 5.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AgentHandler = Callable[[web.Request, Session, JsonObject], Awaitable[web.StreamResponse]]
@@ -119,6 +122,7 @@ class Gateway:
         """The web application; `serve` runs it the right way."""
         app = web.Application(client_max_size=self._limits.max_body_bytes)
         app.cleanup_ctx.append(self._sweeping)
+        app.cleanup_ctx.append(self._returning_memory)
         for prefix in ("/v1", ""):
             app.router.add_post(f"{prefix}/chat/completions", self._for_agent(self._chat_completions))
             app.router.add_post(f"{prefix}/completions", self._for_agent(self._completions))
@@ -201,6 +205,22 @@ class Gateway:
         sweep.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sweep
+
+    async def _returning_memory(self, app: web.Application) -> AsyncIterator[None]:
+        """Owns the task that gives memory back after turns, as long as the app runs."""
+        task = asyncio.create_task(self._return_memory())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def _return_memory(self) -> None:
+        num_turns = 0
+        while True:
+            await asyncio.sleep(RETURN_MEMORY_EVERY_S)
+            if self._counters.turns != num_turns:
+                num_turns = self._counters.turns
+                await asyncio.to_thread(return_free_memory)
 
     def _retire(self, session: Session) -> None:
         self._sessions.retire(session)

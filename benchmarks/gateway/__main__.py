@@ -34,6 +34,7 @@ HERE = Path(__file__).parent
 ADMIN_KEY = "benchmark"
 READY_S = 60.0
 GATEWAY_CORE = 0
+MEMORY_SETTLES_S = 8.0  # the gateway gives back what is free a few seconds after turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +159,10 @@ async def memory(world: World, is_quick: bool) -> None:
         await play(agents[:4], num_turns)  # buffers, caches and arenas grow with these
         for agent in agents:
             await agent.start()
+        await asyncio.sleep(MEMORY_SETTLES_S)
         before = resident_bytes(side.process.pid)
         await play(agents[4:], num_turns)
+        await asyncio.sleep(MEMORY_SETTLES_S)
         per_session = (resident_bytes(side.process.pid) - before) / num_agents
         print(f"\nMemory of an open session of {num_turns} turns: {per_session / 1e6:.2f} MB", flush=True)
 
