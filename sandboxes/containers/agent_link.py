@@ -176,7 +176,7 @@ class AgentLink:
                 body = bytes(self._received[HEADER.size : HEADER.size + size])
                 del self._received[: HEADER.size + size]
                 self._on_frame(Tell(kind), number, body)
-        except (ValueError, IndexError, struct.error) as error:
+        except (ValueError, LookupError, struct.error) as error:
             self.fail(f"its agent is not the one that was sent there ({error})")
 
     def _on_frame(self, kind: Tell, number: int, body: bytes) -> None:
@@ -196,11 +196,9 @@ class AgentLink:
             if run.taken is not None and not run.taken.done():
                 run.taken.set_result(not body[0])
         else:
+            outcome = AgentEnd(body) if kind is Tell.ENDED else refusal(body[0])
             del self._runs[number]
-            if kind is Tell.ENDED:
-                settle(run.ended, AgentEnd(body))
-            else:
-                settle(run.ended, refusal(body[0]))
+            settle(run.ended, outcome)
 
     def _fail(self, reason: str) -> None:
         if self.ended.done():

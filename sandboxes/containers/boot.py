@@ -7,8 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 MODULES = (
-    "launcher",
-    "inside",
+    "inner.kernel",
+    "inner.program",
     "containers.agent.wire",
     "containers.agent.files",
     "containers.agent.program",
@@ -18,7 +18,7 @@ MODULES = (
     "containers.agent.main",
 )
 """In the order of their imports. The first two fail where Python has no `ctypes`, and are done without."""
-PACKAGES = ("", "containers", "containers.agent")
+PACKAGES = ("", "inner", "containers", "containers.agent")
 READER = """
 import os, sys, types
 def take(size):

@@ -11,9 +11,10 @@ import select
 import signal
 import socket
 import struct
+from collections.abc import Iterator
 from typing import NoReturn
 
-from sandboxes.containers.agent.program import become_program
+from sandboxes.containers.agent.program import HAS_RESOURCE, become_program
 
 ORDER = struct.Struct("=BQI")
 """START or KILL, number of the run, user. With START: request, stdin, stdout, stderr as descriptors."""
@@ -89,16 +90,15 @@ class Forker:
 
     def _reap(self) -> None:
         """Take the status of what has ended; report a program only when the rest of it is dead as well."""
-        reports: list[tuple[int, int, int, int]] = []
-        for pid, status, usage in exited_children():
+        reports: list[tuple[int, ...]] = []
+        for pid, *outcome in exited_children():
             if pid == self._relay_pid:
                 os._exit(1)
             run_id, uid = self._runs.pop(pid, (None, 0))
             if run_id is not None:
                 kill_group(pid)
                 self._kill_user(uid)
-                cpu_us = int((usage.ru_utime + usage.ru_stime) * 1e6)
-                reports.append((run_id, status, cpu_us, usage.ru_maxrss * 1024))
+                reports.append((run_id, *outcome))
         self._kill_strays()
         for report in reports:
             self._report(ENDED, *report)
@@ -137,16 +137,27 @@ class Forker:
         self._relay.send(REPORT.pack(kind, run_id, value, cpu_us, peak_bytes))
 
 
-def exited_children():
-    """Pid, status and usage of what has ended by now."""
+def exited_children() -> Iterator[tuple[int, int, int, int]]:
+    """Pid, status, CPU microseconds and peak resident bytes of what has ended by now."""
     while True:
         try:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            pid, *usage = wait_for_one()
         except ChildProcessError:
             return
         if pid == 0:
             return
-        yield pid, status, usage
+        yield pid, usage[0], usage[1], usage[2]
+
+
+def wait_for_one() -> tuple[int, int, int, int]:
+    if HAS_RESOURCE:
+        pid, status, usage = os.wait4(-1, os.WNOHANG)
+        return pid, status, int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss * 1024
+    before = os.times()
+    pid, status = os.waitpid(-1, os.WNOHANG)
+    after = os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    return pid, status, int(cpu_s * 1e6), 0
 
 
 def kill_group(pid: int) -> None:

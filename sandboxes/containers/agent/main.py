@@ -10,8 +10,8 @@ from sandboxes.containers.agent.relay import Relay
 from sandboxes.containers.agent.wire import Has
 
 try:
-    from sandboxes.inside import load_filter
-    from sandboxes.launcher import ready_interpreter
+    from sandboxes.inner.kernel import load_filter
+    from sandboxes.inner.program import ready_interpreter
 except ImportError:  # no ctypes: the container engine's own filter alone
     load_filter = ready_interpreter = None
 

@@ -17,11 +17,14 @@ try:
 except ImportError:  # python3-minimal: a program of util-linux does it there
     resource = None
 try:
-    from sandboxes import launcher
+    from sandboxes.inner.kernel import PR_SET_DUMPABLE, prctl
+    from sandboxes.inner.program import run_source
 except ImportError:  # no ctypes: a program in Python gets an interpreter of its own
-    launcher = None
+    run_source = None
 
-HAS_WARM_PYTHON = launcher is not None
+HAS_RESOURCE = resource is not None
+"""Without it `os.wait4` does not work either."""
+HAS_WARM_PYTHON = run_source is not None
 MAX_DESCRIPTORS = 256
 """The forker opens a dozen descriptors, of the lowest numbers that are free."""
 
@@ -56,13 +59,13 @@ def run_executable(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
 
 def run_python(source: bytes, env: list[str]) -> NoReturn:
     variables = dict(text.split("=", 1) for text in env)
-    if launcher is None:
+    if run_source is None:
         argv = [sys.executable, "-X", "utf8", "-c", source]
         run_executable(
             [os.fsencode(argument) for argument in argv], {os.fsencode(k): os.fsencode(v) for k, v in variables.items()}
         )
-    launcher.prctl(launcher.PR_SET_DUMPABLE, 1)  # a change of user took it, and with it /dev/stdin
-    launcher.run_source(source.decode(errors="surrogateescape"), variables)
+    prctl(PR_SET_DUMPABLE, 1)  # a change of user took it, and with it /dev/stdin
+    run_source(source.decode(errors="surrogateescape"), variables)
 
 
 def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:

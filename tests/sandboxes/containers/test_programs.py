@@ -4,8 +4,9 @@ Results: 1. output, exit code and usage; 2. a signal; 3. stdin, of a megabyte, a
 directory; 5. what cannot be run; 6. Python source in a warm interpreter, which is nobody's copy; 7. many at once.
 Limits: 8. wall-clock time, and that of a deaf program; 9. CPU time; 10. output, on either stream, of which the first
 bytes are kept; 11. memory and processes as the call asks; others within other bounds refuse it, and so do limits of a
-whole sandbox; 12. a cancelled call's program is killed. Streaming: 13. talking to a program; 14. output that nobody reads stays there; 15. kill; 16. stdin
-that nobody reads; 17. its end is told any number of times. What is left: 18. daemons die with their program.
+whole sandbox; 12. a cancelled call's program is killed. Streaming: 13. talking to a program; 14. output that nobody
+reads stays there; 15. kill, and a deadline; 16. stdin that nobody reads; 17. its end is told any number of times.
+What is left: 18. daemons die with their program, also while others run.
 """
 
 import asyncio

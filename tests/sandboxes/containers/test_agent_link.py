@@ -1,0 +1,144 @@
+"""The host's end of an agent, before an engine and an agent that are not to be trusted, played by a server.
+
+1. a refused stream, and one that is no HTTP, are errors; 2. frames come whole however they are cut; 3. a frame that is
+too long, of no kind, or too short for its kind is the end of the container; 4. its stderr is told at its end; 5. more
+output than was asked for is the end; 6. what is packed is unpacked, and nothing else is.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_agent.errors import SandboxError
+from sandboxes.base import Program
+from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Tell, pack, unpack
+from sandboxes.containers.agent_link import AgentLink
+from sandboxes.containers.bounds import SharedBounds
+from sandboxes.containers.cell import AgentCell
+from sandboxes.containers.confinement import Bounds, User
+from sandboxes.limits import Limits
+
+LIMITS = Limits(wall_s=60.0, output_bytes=10)
+GRANTED = b"HTTP/1.1 101 UPGRADED\r\n\r\n"
+END = ENDED.pack(0, 0, 0, 0, 0, 0, False)
+
+
+def said(kind: int, number: int, body: bytes) -> bytes:
+    return HEADER.pack(kind, number, len(body)) + body
+
+
+def framed(data: bytes, stream: int = 1) -> bytes:
+    return bytes([stream, 0, 0, 0]) + len(data).to_bytes(4, "big") + data
+
+
+@asynccontextmanager
+async def engine_that(
+    folder: Path, act: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+) -> AsyncIterator[str]:
+    """The path of its socket."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        await act(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, folder / "engine.sock")
+    yield str(folder / "engine.sock")
+    server.close()
+
+
+def answering(*pieces: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    """Ready at once; after the first request, these pieces."""
+
+    async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GRANTED + framed(said(Tell.READY, 0, b"\0")))
+        await reader.readexactly(HEADER.size)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        await reader.read()
+
+    return act
+
+
+async def run_on(path: str) -> bytes:
+    """What a program prints there."""
+    link = await AgentLink.open(path, "container")
+
+    async def nothing(_bounds: Bounds | None = None) -> None: ...
+
+    cell = AgentCell(link, SharedBounds(Bounds.of(LIMITS), nothing), LIMITS, User(uid=1, gid=1), {}, nothing)
+    try:
+        return (await cell.exec(Program(argv=("x",)), stdin=b"", limits=LIMITS)).stdout
+    finally:
+        await cell.close()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 404 Not Found\r\n\r\nno such container", b"nonsense" * 10_000, b""])
+async def test_refused_stream(tmp_path: Path, answer: bytes) -> None:
+    async def refuse(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+
+    async with engine_that(tmp_path, refuse) as path:
+        with pytest.raises(SandboxError, match="gives no stream"):
+            await AgentLink.open(path, "container")
+
+
+async def test_frames_come_whole_however_they_are_cut(tmp_path: Path) -> None:
+    answer = framed(said(Tell.STDOUT, 1, b"hello")[:7]) + framed(said(Tell.STDOUT, 1, b"hello")[7:])
+    answer += framed(said(Tell.ENDED, 1, END))
+    async with engine_that(tmp_path, answering(*(answer[at : at + 1] for at in range(len(answer))))) as path:
+        assert await run_on(path) == b"hello"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        HEADER.pack(Tell.STDOUT, 1, MAX_PAYLOAD_BYTES + 1),
+        said(99, 1, b""),
+        said(Tell.ENDED, 1, b"short"),
+        said(Tell.ENDED, 1, ENDED.pack(0, 0, 0, 0, 0, 77, False)),
+        said(Tell.CLOSED, 1, b""),
+        said(Tell.CLOSED, 1, bytes([Tell.READY])),
+        said(Tell.FAILED, 1, b""),
+    ],
+)
+async def test_frame_that_cannot_be(tmp_path: Path, frame: bytes) -> None:
+    async with engine_that(tmp_path, answering(framed(frame))) as path:
+        with pytest.raises(SandboxError, match="not the one that was sent"):
+            await run_on(path)
+
+
+async def test_more_output_than_was_asked_for(tmp_path: Path) -> None:
+    async with engine_that(tmp_path, answering(framed(said(Tell.STDOUT, 1, bytes(11))))) as path:
+        with pytest.raises(SandboxError, match="more output"):
+            await run_on(path)
+
+
+async def test_stderr_is_told_at_the_end(tmp_path: Path) -> None:
+    async def die(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GRANTED + framed(b"exec format error", 2))
+
+    async with engine_that(tmp_path, die) as path:
+        link = await AgentLink.open(path, "container")
+        with pytest.raises(SandboxError, match="exec format error"):
+            await link.boot(b"")
+
+
+@given(st.lists(st.binary()))
+def test_what_is_packed_is_unpacked(texts: list[bytes]) -> None:
+    assert unpack(pack(*texts)) == texts
+
+
+@given(st.binary())
+def test_what_is_not_packed_is_refused(data: bytes) -> None:
+    try:
+        texts = unpack(data)
+    except ValueError:
+        return
+    assert pack(*texts) == data
