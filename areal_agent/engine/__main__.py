@@ -1,7 +1,7 @@
 """`python -m areal_agent.engine`: the embedded engine as a process.
 
 It prints one line when it serves, and ends on SIGTERM, on Ctrl-C, with its parent, or when its model thread dies.
-Requests in flight are answered with what they have.
+Requests in flight may end for `--drain` seconds, and are then answered with what they have.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import ConfigError, EngineError
-from areal_agent.process import exit_with_parent
+from areal_agent.process import allow_many_connections, exit_with_parent
 from areal_agent.types import WeightVersion
 
 
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(None if argv is None else list(argv))
     config = _config(options)
     version = _weight_version(options.weight_version)
+    allow_many_connections()
     torch.set_num_threads(config.threads)
     torch.set_num_interop_threads(1)
     disable_progress_bar()  # the output is a log
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_context_tokens=config.max_context_tokens,
         kv_tokens=config.kv_tokens,
     )
-    asyncio.run(_serve(runner, options.host, config.port, version, options.announce))
+    asyncio.run(_serve(runner, options.host, config.port, version, options.announce, options.drain))
     return 0
 
 
@@ -69,6 +70,13 @@ def _parser() -> Parser:
         "--kv-tokens", type=int, help="tokens whose keys and values are kept (default: by the memory there is)"
     )
     parser.add_argument("--weight-version", default="0:0", help="label of the weights it starts with (default 0:0)")
+    parser.add_argument(
+        "--drain",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="on SIGTERM, let requests in flight end for so long before they are answered with what they have",
+    )
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the base URL there once it serves")
     return parser
 
@@ -96,7 +104,9 @@ def _weight_version(text: str) -> WeightVersion:
         raise ConfigError(f"--weight-version: {error}") from None
 
 
-async def _serve(runner: ModelRunner, host: str, port: int, version: WeightVersion, announce: Path | None) -> None:
+async def _serve(
+    runner: ModelRunner, host: str, port: int, version: WeightVersion, announce: Path | None, drain_s: float
+) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     server = await EngineServer.start(runner, host=host, port=port, version=version)
@@ -110,6 +120,8 @@ async def _serve(runner: ModelRunner, host: str, port: int, version: WeightVersi
             has_failed = ends[1].done()
             for end in ends:
                 end.cancel()
+        if not has_failed:
+            await server.drain(drain_s)
     finally:
         await server.aclose()
     if has_failed:

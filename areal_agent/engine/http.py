@@ -58,7 +58,7 @@ class HttpEngine:
         try:
             if on_chunk is not None:
                 return await self._stream(request, on_chunk)
-            body = await self._transport.post(wire.GENERATE, wire.encode_request(request), timeout_s=None)
+            body = await self._transport.ask(wire.GENERATE, wire.encode_request(request))
         except asyncio.CancelledError:
             self._abort_in_background(request.request_id)
             raise

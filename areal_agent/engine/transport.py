@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from areal_agent.engine import wire
+from areal_agent.engine.connections import Connections
 from areal_agent.engine.fields import WireError, decode_json
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 
@@ -26,6 +27,7 @@ class Transport:
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url.rstrip("/")
+        self._connections = Connections(self.base_url, connect_timeout_s=CONNECT_TIMEOUT_S)
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> object:
@@ -43,12 +45,27 @@ class Transport:
         """The JSON of an answer."""
         return await self._read("POST", path, body, refusal, timeout_s)
 
+    async def ask(self, path: str, body: dict[str, Any]) -> object:
+        """As `post`, for the call that is made a thousand times as often as any other; without a time limit."""
+        where = f"POST {self.base_url}{path}"
+        try:
+            answer = await self._connections.post(path, _encode(body))
+        except (OSError, TimeoutError, ValueError) as error:
+            raise _no_answer(where, error) from error
+        if answer.status != 200:
+            raise _failed(where, _failure(answer.payload, answer.status), EngineRejected)
+        try:
+            return _json(answer.payload)
+        except WireError as error:
+            raise self.unreadable(path, error) from error
+
     def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """The bytes of an answer as they arrive, without a time limit. Close it when leaving early."""
         return self._pieces("POST", path, body)
 
     async def aclose(self) -> None:
         """Close the connections. Harmless when done before."""
+        self._connections.close()
         if self._session is not None:
             await self._session.close()
 
@@ -83,7 +100,7 @@ class Transport:
             async with self._open().request(
                 method,
                 self.base_url + path,
-                data=None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
+                data=None if body is None else _encode(body),
                 headers=_HEADERS,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S),
                 allow_redirects=False,
@@ -93,10 +110,8 @@ class Transport:
                     return
                 failure = _failure(await response.read(), response.status)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            cause = str(error) or type(error).__name__
-            raise EngineUnreachable(f"no answer to {where}: {cause}; is the engine running? see its log") from error
-        message = f"{where} was answered with {failure.status}: {failure.message}"
-        raise refusal(message) if failure.is_refusal else EngineUnreachable(message)
+            raise _no_answer(where, error) from error
+        raise _failed(where, failure, refusal)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -107,6 +122,20 @@ class Transport:
                 trust_env=False,
             )
         return self._session
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _no_answer(where: str, error: Exception) -> EngineUnreachable:
+    cause = str(error) or type(error).__name__
+    return EngineUnreachable(f"no answer to {where}: {cause}; is the engine running? see its log")
+
+
+def _failed(where: str, failure: wire.Failure, refusal: type[EngineError]) -> EngineError:
+    message = f"{where} was answered with {failure.status}: {failure.message}"
+    return refusal(message) if failure.is_refusal else EngineUnreachable(message)
 
 
 def _failure(payload: bytes, status: int) -> wire.Failure:

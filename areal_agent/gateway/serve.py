@@ -1,8 +1,6 @@
 """The listening socket of a gateway, and what a request passes on its way in: host, then app, then error objects."""
 
-import contextlib
 import errno
-import resource
 from collections.abc import Iterable
 
 from aiohttp import web
@@ -13,6 +11,7 @@ from areal_agent.gateway.hosts import HostCheck
 from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.replies import Handler, error_boundary
 from areal_agent.gateway.stats import Counters
+from areal_agent.process import allow_many_connections
 
 SHUTDOWN_TIMEOUT_S = 2.0
 """How long requests in flight may take to end when the gateway closes."""
@@ -65,14 +64,6 @@ async def serve_app(
         raise ConfigError(f"{cause}; choose another port, or 0 for any free one") from error
     shown_host = f"[{host}]" if ":" in host else host
     return ServedGateway(served, f"http://{shown_host}:{runner.addresses[0][1]}")
-
-
-def allow_many_connections() -> None:
-    """Let this process open as many files as it may: 1,024, the usual limit, is less than one batch of rollouts."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # macOS calls its limit infinite, and means less
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _entrance(handle: Handler, hosts: HostCheck, counters: Counters) -> Handler:

@@ -55,6 +55,21 @@ async def test_a_signal_answers_what_is_in_flight_and_ends_it(number, exit_code,
         assert b"Traceback" not in await child.stderr.read()
 
 
+async def test_with_a_drain_time_what_is_in_flight_ends_by_itself(tiny, ask, tmp_path):
+    announce = tmp_path / "url"
+    async with process(tiny, "--drain", "60", "--announce", str(announce)) as child:
+        await child.stdout.readline()
+        engine = HttpEngine(announce.read_text())
+        answer = asyncio.create_task(engine.generate(ask(1, max_tokens=480)))
+        while (await engine.stats()).generated_tokens == 0:
+            pass
+        child.send_signal(signal.SIGTERM)
+        result = await answer
+        await engine.aclose()
+        assert await child.wait() == 0
+        assert (result.finish_reason, len(result.token_ids)) == (FinishReason.LENGTH, 480)
+
+
 async def test_a_port_in_use_is_one_line_and_exit_code_2(tiny):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from areal_agent.gateway.serve import allow_many_connections
+from areal_agent.process import allow_many_connections
 
 from .conftest import ADMIN_KEY, OpenWorld
 

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from areal_agent.engine.embedded.metrics import Metrics
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.row import Row, TokenSink
 from areal_agent.engine.embedded.workload import Workload
@@ -61,6 +62,7 @@ class Scheduler:
 
     def __init__(self, runner: ModelRunner, *, version: WeightVersion, on_failure: Callable[[], object]) -> None:
         self._work = Workload(runner, version)
+        self._metrics = Metrics(self._work, model_name=runner.model_path)
         self._on_failure = on_failure  # called from the model thread when it dies of an error
         self._paused: PauseMode | None = None
         self._at_rest: list[Future[None]] = []  # pauses that wait for rows to end
@@ -115,6 +117,10 @@ class Scheduler:
             generated_tokens=self._work.counts.generated_tokens,
             weight_version=self._work.version,
         )
+
+    def metrics(self) -> bytes:
+        """The same and more, for Prometheus."""
+        return self._metrics.text()
 
     @property
     def is_alive(self) -> bool:

@@ -7,13 +7,16 @@ scheduler's. A request that is wrong is answered with 400 and a message, and eve
 import asyncio
 import contextlib
 import logging
+from array import array
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import orjson
 from aiohttp import web
 
 from areal_agent.engine import wire
+from areal_agent.engine.embedded.metrics import CONTENT_TYPE
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.streaming import stream_answer
@@ -23,7 +26,7 @@ from areal_agent.engine.fields import WireError, decode_json
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.wire import WeightUpdate
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import EngineInfo, GenerateRequest, WeightVersion
+from areal_agent.types import EngineInfo, GenerateRequest, PauseMode, WeightVersion
 
 MAX_BODY_BYTES = 64 * 2**20
 SHUTDOWN_GRACE_S = 2.0
@@ -64,6 +67,12 @@ class EngineServer:
         """Wait until the model thread has died; the log has its traceback."""
         await self._failed.wait()
 
+    async def drain(self, timeout_s: float) -> None:
+        """Let the requests that have begun end by themselves, for so long; no other begins."""
+        with contextlib.suppress(TimeoutError, EngineUnreachable):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wrap_future(self._scheduler.pause(PauseMode.WAIT))
+
     async def aclose(self) -> None:
         """Answer what is in flight with what it has, and end. Harmless when done before."""
         await asyncio.to_thread(self._scheduler.close)
@@ -77,7 +86,7 @@ class EngineServer:
         )
         await self._web.setup()
         try:
-            await web.TCPSite(self._web, host, port, backlog=1024).start()
+            await web.TCPSite(self._web, host, port, backlog=4096).start()
         except OSError as error:
             raise ConfigError(
                 f"the engine cannot listen on {host}:{port}: {error.strerror or error}; "
@@ -97,6 +106,7 @@ class EngineServer:
         app.router.add_get(wire.HEALTH, self._health)
         app.router.add_get(wire.SERVER_INFO, self._server_info)
         app.router.add_get(wire.MODEL_INFO, self._server_info)
+        app.router.add_get(wire.METRICS, self._metrics)
         return app
 
     # -------------------------------------------------------------------------------------------- handlers
@@ -104,14 +114,16 @@ class EngineServer:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         call = wire.decode_call(await _json(http))
         check_request(call.request, self._info())
+        # Thousands may wait: a packed prompt is a ninth of one that is Python's integers.
+        request = replace(call.request, input_ids=array("i", call.request.input_ids))
         try:
             if call.is_streamed:
-                return await self._generate_in_events(http, call.request)
-            result = await asyncio.wrap_future(self._scheduler.submit(call.request))
+                return await self._generate_in_events(http, request)
+            result = await asyncio.wrap_future(self._scheduler.submit(request))
         except (asyncio.CancelledError, ConnectionError):
-            self._abort_disconnected(call.request.request_id)
+            self._abort_disconnected(request.request_id)
             raise
-        return _answer(wire.encode_result(call.request, result))
+        return _answer(wire.encode_result(request, result))
 
     async def _generate_in_events(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
         tokens = TokenStream()
@@ -158,6 +170,9 @@ class EngineServer:
 
     async def _server_info(self, _: web.Request) -> web.Response:
         return _answer(wire.encode_info(self._info(), self._scheduler.stats()))
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._scheduler.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     def _info(self) -> EngineInfo:
         return EngineInfo(

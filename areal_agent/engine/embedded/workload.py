@@ -45,6 +45,7 @@ class Workload:
 
     def __init__(self, runner: ModelRunner, version: WeightVersion) -> None:
         self.version = version
+        self.kv_tokens = runner.kv_tokens
         self.counts = Counts()
         self.admits_new = True  # False: rows that have sampled nothing go on waiting
         self._runner = runner
@@ -157,7 +158,7 @@ class Workload:
         if not self._has_candidate() or len(self._slots) >= self._runner.num_slots:
             return False
         num_tokens = self.num_used_tokens + self._waiting[0].num_tokens
-        return not self._slots or num_tokens + HEADROOM_TOKENS * (len(self._slots) + 1) <= self._runner.kv_tokens
+        return not self._slots or num_tokens + HEADROOM_TOKENS * (len(self._slots) + 1) <= self.kv_tokens
 
     def _has_candidate(self) -> bool:
         """Rows that have begun stand before those that have not."""
@@ -210,7 +211,7 @@ class Workload:
 
     def _decode(self) -> None:
         self._prefilled_tokens = 0
-        while self.num_used_tokens > self._runner.kv_tokens:
+        while self.num_used_tokens > self.kv_tokens:
             self._retract_last()
             self.counts.retracted_requests += 1
         self._make_room(0)
@@ -286,7 +287,7 @@ class Workload:
         self._make_room(0)
 
     def _num_free(self) -> int:
-        return self._runner.kv_tokens - self.num_used_tokens
+        return self.kv_tokens - self.num_used_tokens
 
     def _make_room(self, num_tokens: int) -> None:
         """Shrink the prefix cache until rows may take so many tokens more."""

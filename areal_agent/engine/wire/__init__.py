@@ -34,6 +34,7 @@ from areal_agent.engine.wire.generate import (
 )
 from areal_agent.engine.wire.info import (
     HEALTH,
+    METRICS,
     MODEL_INFO,
     SERVER_INFO,
     EngineStats,
@@ -65,6 +66,7 @@ __all__ = [
     "GENERATE",
     "HEALTH",
     "MAX_SEED",
+    "METRICS",
     "MODEL_INFO",
     "PAUSE_GENERATION",
     "SERVER_INFO",

@@ -10,6 +10,7 @@ from areal_agent.types import EngineInfo, JsonObject, WeightVersion
 HEALTH = "/health"
 SERVER_INFO = "/server_info"
 MODEL_INFO = "/model_info"
+METRICS = "/metrics"
 
 UNTOLD_VOCAB_SIZE = 2**31 - 1
 """Taken when an engine does not tell its vocabulary, as SGLang does not: then no id is refused before it is sent."""

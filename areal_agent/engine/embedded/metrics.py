@@ -1,0 +1,60 @@
+"""What an engine does, as Prometheus' text: under SGLang's names where SGLang has one, so that its dashboards fit."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from areal_agent.engine.embedded.workload import Workload
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """Reads a workload when it is asked; the numbers may be of two steps that follow each other."""
+
+    def __init__(self, work: Workload, *, model_name: str) -> None:
+        self._work = work
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self._registry.register(self)  # pyright: ignore[reportArgumentType]
+
+    def text(self) -> bytes:
+        """The body of `/metrics`."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        work, counts = self._work, self._work.counts
+        used = work.num_used_tokens
+        yield self._gauge("sglang:num_running_reqs", "Requests that hold a slot", work.num_running)
+        yield self._gauge("sglang:num_queue_reqs", "Requests that wait for a slot", work.num_waiting)
+        yield self._gauge("sglang:num_used_tokens", "Tokens of running requests", used)
+        yield self._gauge("sglang:token_usage", "Their share of the room for keys and values", used / work.kv_tokens)
+        yield self._gauge("sglang:max_total_num_tokens", "Room for keys and values, in tokens", work.kv_tokens)
+        yield self._gauge(
+            "sglang:cache_hit_rate",
+            "Share of prompt tokens that the prefix cache had",
+            counts.cached_tokens / max(1, counts.prompt_tokens),
+        )
+        yield self._gauge(
+            "areal_agent:prefix_cache_tokens", "Tokens that the prefix cache holds", work.num_cached_tokens
+        )
+        yield self._counter("sglang:num_requests", "Requests that arrived", counts.requests)
+        yield self._counter("sglang:num_aborted_requests", "Requests that were aborted", counts.aborted_requests)
+        yield self._counter("areal_agent:retracted_requests", "Retractions for want of room", counts.retracted_requests)
+        yield self._counter("sglang:prompt_tokens", "Prompt tokens", counts.prompt_tokens)
+        yield self._counter("sglang:cached_tokens", "Of them, found in the prefix cache", counts.cached_tokens)
+        yield self._counter("sglang:generation_tokens", "Sampled tokens", counts.generated_tokens)
+        yield self._counter("areal_agent:busy_seconds", "Seconds in which a step was running", counts.busy_s)
+
+    def _gauge(self, name: str, what: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, what, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, what: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, what, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family

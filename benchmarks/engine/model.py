@@ -1,0 +1,56 @@
+"""The two models that are measured, with random weights, and a tokenizer that knows their ids by number."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+MAX_CONTEXT_TOKENS = 32_768
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A Qwen3 with tied embeddings; attention is as wide as the hidden state, with two query heads a key head."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    intermediate: int
+    heads: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+SHAPES = {
+    "tiny": Shape(hidden=128, layers=4, vocabulary=2048, intermediate=384, heads=4),  # 1.05M parameters
+    "mid": Shape(hidden=512, layers=8, vocabulary=4096, intermediate=1536, heads=8),  # 27.3M
+}
+
+
+def build_model(shape: Shape, folder: Path) -> None:
+    """Save it as a Hugging Face folder."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads // 2,
+        head_dim=shape.head_dim,
+        max_position_embeddings=MAX_CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(shape.vocabulary)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)

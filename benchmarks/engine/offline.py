@@ -1,0 +1,110 @@
+"""A side without a server, in a process of its own: generates batches and prints generated tokens per CPU-second.
+
+    python benchmarks/engine/offline.py SIDE MODEL_FOLDER NUM_REQUESTS ROUNDS
+
+SIDE: `generate` (transformers' own), `continuous` (its continuous batching), or `floor`: what the matrix products and
+the reading of keys and values alone would take, each measured alone, on one thread.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+PROMPT_TOKENS, NEW_TOKENS = 128, 128
+
+
+def main() -> int:
+    side, folder, num_requests, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generate = {"generate": by_generate, "continuous": by_continuous_batching, "floor": floor}[side]
+    if side == "floor":
+        print(f"{num_requests * NEW_TOKENS / floor(model, num_requests):.1f}")
+        return 0
+    generate(model, num_requests)  # warms up
+    for _ in range(rounds):
+        started_s = time.process_time()
+        generate(model, num_requests)
+        print(f"{num_requests * NEW_TOKENS / (time.process_time() - started_s):.1f}", flush=True)
+    return 0
+
+
+def prompts(model: Any, num_requests: int) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, (num_requests, PROMPT_TOKENS))
+
+
+def by_generate(model: Any, num_requests: int) -> float:
+    ids = prompts(model, num_requests)
+    with torch.inference_mode():
+        answer = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            max_new_tokens=NEW_TOKENS,
+            top_k=0,
+            pad_token_id=0,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    for step, logits in enumerate(answer.logits):
+        torch.log_softmax(logits, dim=-1).gather(1, answer.sequences[:, PROMPT_TOKENS + step, None])
+    return 0.0
+
+
+def by_continuous_batching(model: Any, num_requests: int) -> float:
+    model.set_attn_implementation("paged|sdpa")
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=True, top_k=50, eos_token_id=-1, pad_token_id=0)
+    model.generate_batch(
+        inputs=prompts(model, num_requests).tolist(),
+        generation_config=config,
+        continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False),
+        progress_bar=False,
+    )
+    return 0.0
+
+
+def floor(model: Any, num_requests: int) -> float:
+    """CPU-seconds of all requests' products, at full size, and of reading keys and values once a step."""
+    config = model.config
+    heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    shapes = [
+        (heads, config.hidden_size),
+        (config.hidden_size, config.num_attention_heads * config.head_dim),
+        (2 * config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+    ]
+    layer_s = sum(product_s(num_requests, *shape) for shape in shapes)
+    head_s = product_s(num_requests, config.vocab_size, config.hidden_size)
+    chunk = 512
+    prefill_s = config.num_hidden_layers * sum(product_s(chunk, *shape) for shape in shapes) / chunk
+    mean_length = PROMPT_TOKENS + NEW_TOKENS // 2
+    kv_numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * mean_length
+    keys = torch.randn(num_requests * kv_numbers)
+    read_s = fastest_s(lambda: keys.sum())
+    step_s = config.num_hidden_layers * layer_s + head_s + read_s
+    return NEW_TOKENS * step_s + num_requests * PROMPT_TOKENS * prefill_s
+
+
+def product_s(num_rows: int, num_outputs: int, num_inputs: int) -> float:
+    weight, x = torch.randn(num_outputs, num_inputs), torch.randn(num_rows, num_inputs)
+    return fastest_s(lambda: linear(x, weight))
+
+
+def fastest_s(action: Callable[[], object]) -> float:
+    times: list[float] = []
+    for _ in range(30):
+        started_s = time.thread_time()
+        action()
+        times.append(time.thread_time() - started_s)
+    return min(times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

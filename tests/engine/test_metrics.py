@@ -1,0 +1,36 @@
+"""`GET /metrics` tells, under SGLang's names, what runs and waits, the room, the prefix cache and what was sampled."""
+
+import asyncio
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from areal_agent.engine import wire
+from areal_agent.types import PauseMode
+
+
+async def read(base_url: str) -> dict[str, float]:
+    async with aiohttp.ClientSession(base_url) as session, session.get(wire.METRICS) as response:
+        assert response.status == 200 and response.content_type == "text/plain"
+        text = await response.text()
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+async def test_work_done_and_waiting(tiny, serve, ask):
+    async with serve(tiny, num_slots=2) as served:
+        for _ in range(2):
+            await served.engine.generate(ask(1, prompt_length=20, max_tokens=5))
+        await served.engine.pause(PauseMode.RETRACT)
+        waiting = asyncio.create_task(served.engine.generate(ask(2)))
+        await served.until(lambda stats: stats.num_queued == 1)
+        told = await read(served.engine.base_url)
+        await served.engine.abort(ask(2).request_id)
+        await waiting
+        later = await read(served.engine.base_url)
+    assert (told["sglang:num_running_reqs"], told["sglang:num_queue_reqs"]) == (0, 1)
+    assert told["sglang:max_total_num_tokens"] == 2 * 2 * 512
+    assert (told["sglang:prompt_tokens_total"], told["sglang:cached_tokens_total"]) == (40, 19)
+    assert told["sglang:cache_hit_rate"] == 19 / 40
+    assert told["sglang:generation_tokens_total"] == 10
+    assert told["areal_agent:prefix_cache_tokens"] == 20 + 4
+    assert (told["sglang:num_aborted_requests_total"], later["sglang:num_aborted_requests_total"]) == (0, 1)

@@ -1,0 +1,101 @@
+"""The prefix cache:
+
+- whatever was held, matched, split and let go: a match is a beginning of the ids, as long as any that is held, with the
+  keys and values of exactly those ids; what is counted is what is there
+- the least recently used goes first, and never what others go on from
+"""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_agent.engine.embedded.prefix_cache import PrefixCache
+
+
+def ids_of(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def keys_of(ids: np.ndarray) -> torch.Tensor:
+    """Distinct for every prefix, `[1, 1, T, 1]`: of each token, a hash of all up to it."""
+    hashes, running = [], 7
+    for value in ids.tolist():
+        running = (running * 31 + value + 1) % 1_000_003
+        hashes.append(float(running))
+    return torch.tensor(hashes, dtype=torch.float64)[None, None, :, None]
+
+
+def hold(cache: PrefixCache, ids: np.ndarray) -> None:
+    cache.hold(ids, lambda start, stop: keys_of(ids)[:, :, start:stop].clone())
+
+
+def held(cache: PrefixCache, ids: np.ndarray) -> int:
+    """How much of `ids` is held, after checking that it is right."""
+    prefix = cache.match(ids)
+    keys = torch.cat([*prefix.parts, torch.empty(1, 1, 0, 1, dtype=torch.float64)], dim=2)
+    assert torch.equal(keys, keys_of(ids[: prefix.num_tokens]))
+    return prefix.num_tokens
+
+
+sequences = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda values: ids_of(*values))
+
+
+def shared(a: np.ndarray, b: np.ndarray) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@settings(deadline=None)
+@given(st.lists(sequences, max_size=12), sequences)
+def test_a_match_is_the_longest_that_is_held(all_held, asked):
+    cache = PrefixCache()
+    for ids in all_held:
+        hold(cache, ids)
+    assert held(cache, asked) == max((shared(ids, asked) for ids in all_held), default=0)
+    prefixes = {tuple(ids[:end]) for ids in all_held for end in range(1, len(ids) + 1)}
+    assert cache.num_tokens == len(prefixes)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(sequences, st.integers(0, 40)), max_size=12), sequences)
+def test_shrinking_keeps_it_right(steps, asked):
+    cache = PrefixCache()
+    for ids, limit in steps:
+        hold(cache, ids)
+        cache.shrink(limit)
+        assert cache.num_tokens <= limit
+        held(cache, asked)
+    cache.shrink(0)
+    assert (cache.num_tokens, held(cache, asked)) == (0, 0)
+
+
+def test_the_least_recently_used_leaf_goes_first():
+    cache = PrefixCache()
+    for ids in (ids_of(1, 1, 2, 2), ids_of(1, 1, 3, 3), ids_of(4, 4)):
+        hold(cache, ids)
+    held(cache, ids_of(1, 1, 2, 2))
+    cache.shrink(cache.num_tokens - 1)
+    assert held(cache, ids_of(1, 1, 3, 3)) == 2
+    cache.shrink(cache.num_tokens - 1)
+    assert held(cache, ids_of(4, 4)) == 0
+    assert held(cache, ids_of(1, 1, 2, 2)) == 4
+
+
+def test_a_copy_is_made_of_what_is_new_only():
+    cache, copied = PrefixCache(), []
+
+    def copy_out(start: int, stop: int) -> torch.Tensor:
+        copied.append((start, stop))
+        return torch.zeros(1, 1, stop - start, 1)
+
+    cache.hold(ids_of(1, 2, 3), copy_out)
+    cache.hold(ids_of(1, 2, 3, 4, 5), copy_out)
+    cache.hold(ids_of(1, 2), copy_out)
+    assert copied == [(0, 3), (3, 5)]
+
+
+def test_cleared_it_holds_nothing():
+    cache = PrefixCache()
+    hold(cache, ids_of(1, 2, 3))
+    cache.clear()
+    assert (cache.num_tokens, held(cache, ids_of(1, 2, 3))) == (0, 0)

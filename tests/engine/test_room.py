@@ -1,0 +1,156 @@
+"""Room for keys and values:
+
+- a prompt longer than a chunk is prefilled in chunks, between which other rows decode
+- rows that outgrow the room are retracted and computed again: same log-probabilities, nothing lost
+- what is kept never exceeds the room; slots give their memory back
+- the room is what was asked for or what fits, and at least one context
+- 2,000 requests at once are all answered
+"""
+
+import pytest
+import torch
+
+from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
+from areal_agent.engine.embedded.kv_room import plan_room
+from areal_agent.engine.embedded.model_runner import ModelRunner, Piece
+from areal_agent.engine.embedded.row import Row
+from areal_agent.engine.embedded.workload import CHUNK_TOKENS, TURN_TOKENS, Workload
+from areal_agent.errors import ConfigError
+from areal_agent.types import GenerateRequest, SamplingParams, WeightVersion
+
+TOLERANCE = 1e-4
+CPU = torch.device("cpu")
+
+
+class Noted:
+    """A ModelRunner that notes its steps: the lengths of prefilled pieces, or the number of decoded rows."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.steps: list[list[int] | int] = []
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name)
+
+    def prefill(self, pieces: list[Piece]) -> torch.Tensor:
+        self.steps.append([len(piece.ids) for piece in pieces])
+        return self._runner.prefill(pieces)
+
+    def decode(self, last_ids: list[int], lengths: list[int]) -> torch.Tensor:
+        self.steps.append(len(lengths))
+        return self._runner.decode(last_ids, lengths)
+
+
+def load(folder, *, num_slots: int = 8, max_context: int = 512, kv_tokens: int | None = None) -> Noted:
+    return Noted(
+        ModelRunner.load(
+            str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context, kv_tokens=kv_tokens
+        )
+    )
+
+
+def to_the_end(work: Workload) -> None:
+    while work.has_work():
+        work.step()
+        # The last token of a row has no keys yet.
+        assert work.num_used_tokens + work.num_cached_tokens <= work.kv_tokens + work.num_running
+
+
+@pytest.fixture(scope="module")
+def long(make_model):
+    return make_model(seed=4, max_position_embeddings=8192)
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_between_decode_steps(long, truth):
+    runner = load(long, max_context=8192)
+    work = Workload(runner, WeightVersion())
+    sampling = SamplingParams(max_tokens=20, seed=1)
+    short = Row.of(GenerateRequest(request_id="a", input_ids=(5, 6, 7), sampling=sampling))
+    work.add(short)
+    work.step()
+    ids = tuple(torch.randint(97, (2300,), generator=torch.Generator().manual_seed(1)).tolist())
+    row = Row.of(GenerateRequest(request_id="b", input_ids=ids, sampling=sampling))
+    work.add(row)
+    runner.steps.clear()
+    to_the_end(work)
+    chunks = [step for step in runner.steps if isinstance(step, list)]
+    assert [sum(chunk) for chunk in chunks] == [CHUNK_TOKENS] * 4 + [2300 - 4 * CHUNK_TOKENS]
+    in_a_row = TURN_TOKENS // CHUNK_TOKENS
+    assert runner.steps[: in_a_row + 2] == [*chunks[:in_a_row], 1, chunks[in_a_row]]
+    for one in (short, row):
+        result = one.answer.result()
+        expected = truth(long).logprobs(one.request.input_ids, result.token_ids)
+        assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_rows_that_outgrow_the_room_are_retracted_and_lose_nothing(tiny, ask, truth):
+    runner = load(tiny, max_context=128, kv_tokens=200)
+    work = Workload(runner, WeightVersion())
+    rows = [Row.of(ask(number, prompt_length=10 + number, max_tokens=90)) for number in range(6)]
+    for row in rows:
+        work.add(row)
+    to_the_end(work)
+    assert work.counts.retracted_requests > 0
+    for row in rows:
+        result = row.answer.result()
+        assert len(result.token_ids) == 90 and len(result.versions) == 1
+        expected = truth(tiny).logprobs(row.request.input_ids, result.token_ids)
+        assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_an_abort_in_the_middle_of_a_prefill_leaves_the_others_right(long, ask, truth):
+    work = Workload(load(long, max_context=8192), WeightVersion())
+    others = [Row.of(ask(number, max_tokens=30)) for number in (1, 2)]
+    for row in others:
+        work.add(row)
+    work.step()
+    half = Row.of(GenerateRequest(request_id="half", input_ids=(3,) * 3000, sampling=SamplingParams(max_tokens=5)))
+    work.add(half)
+    work.step()
+    work.abort("half")
+    to_the_end(work)
+    assert half.answer.result().token_ids == ()
+    for row in others:
+        result = row.answer.result()
+        assert result.logprobs == pytest.approx(
+            truth(long).logprobs(row.request.input_ids, result.token_ids), abs=TOLERANCE
+        )
+
+
+def test_a_released_slot_reads_as_zeros_and_its_neighbours_stay():
+    shape = KVShape(num_layers=2, num_kv_heads=2, head_dim=16)
+    cache = KVCache(shape, num_slots=3, num_positions=256, device=CPU, dtype=torch.float32)
+    for slot in range(3):
+        for layer in range(2):
+            cache.write(layer, slot, 0, torch.ones(2, 256, 16), torch.ones(2, 256, 16))
+    cache.release(1)
+    means = [float(cache.copy_out(slot, 0, 256).mean()) for slot in range(3)]
+    assert means[0] == means[2] == 1.0
+    assert means[1] in (0.0, 1.0), "1 where the platform cannot give memory back"
+
+
+def test_the_room_is_what_was_asked_for():
+    room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=250, token_bytes=1000, device=CPU)
+    assert (room.num_slots, room.kv_tokens) == (4, 250)
+
+
+def test_the_room_is_two_contexts_a_slot_where_memory_allows():
+    room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, token_bytes=1000, device=CPU)
+    assert room.kv_tokens == 800
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "token_bytes", "remedy"), [(99, 1000, "raise kv_tokens"), (None, 10**15, "memory")]
+)
+def test_room_for_less_than_one_context_is_refused(kv_tokens, token_bytes, remedy):
+    with pytest.raises(ConfigError, match=rf"max_context_tokens = 100; .*{remedy}"):
+        plan_room(num_slots=4, max_context_tokens=100, kv_tokens=kv_tokens, token_bytes=token_bytes, device=CPU)
+
+
+def test_two_thousand_rows_are_all_answered(tiny, ask):
+    work = Workload(load(tiny, num_slots=64, kv_tokens=2000), WeightVersion())
+    rows = [Row.of(ask(number, max_tokens=2)) for number in range(2000)]
+    for row in rows:
+        work.add(row)
+    to_the_end(work)
+    assert all(len(row.answer.result().token_ids) == 2 for row in rows)
