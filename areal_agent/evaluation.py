@@ -40,6 +40,7 @@ class Evaluation:
         self._progress = progress
         self._max_concurrent = max_concurrent
         self._beside: asyncio.Task[None] | None = None
+        self._newest: WeightVersion | None = None  # that was evaluated beside training
 
     async def run(self, label: str, version: WeightVersion) -> EvalReport:
         """Evaluate and wait for it; nothing else is under way, so that all answers are of `version`."""
@@ -55,10 +56,16 @@ class Evaluation:
             return await self._evaluate(label, version, on_answer, len(self._tasks))
 
     def begin(self, version: WeightVersion, spawn: Spawn) -> bool:
-        """Evaluate in a task of `spawn`'s; False, and nothing happens, while the last one is still under way."""
+        """Evaluate in a task of `spawn`'s; False, and nothing happens, while the last one is still under way.
+
+        Nor for a version that was evaluated so before: it would answer the same.
+        """
         if self._beside is not None and not self._beside.done():
             self._progress.note(f"no evaluation of version {version}: the one before it is still under way")
             return False
+        if version == self._newest:
+            return False
+        self._newest = version
         self._beside = spawn(self._evaluate_beside(version), f"evaluation of version {version}")
         return True
 

@@ -149,7 +149,9 @@ class Run:
         version = WeightVersion(incarnation=self.version.incarnation, step=self.step)
         with self._metrics.during("pushing"):
             report = await self._swap(version)
-        await self._metrics.pushed(report)
+        # a pause that waits for answers to end holds nothing until they have
+        is_held = self.config.engine.on_push == "interrupt"
+        await self._metrics.pushed(report, held_s=report.stall_s if is_held else report.stall_s - report.pause_s)
         return report
 
     async def _swap(self, version: WeightVersion) -> PushReport:
@@ -210,8 +212,8 @@ class Run:
     async def settle(self, *, is_completed: bool) -> None:
         """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them."""
         await self._source.settle(is_completed=is_completed)
-        await self._metrics.end_time(self.version)
         await self.remember("status", "completed" if is_completed else "interrupted")
+        await self._metrics.end_time(self.version)
 
     async def count_tokens(self) -> tuple[int, int] | None:
         """Tokens sampled in training rollouts, and tokens trained in the lineage that lives, as the ledger has them.

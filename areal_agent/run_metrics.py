@@ -103,9 +103,9 @@ class RunMetrics:
         self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
         self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
 
-    async def pushed(self, report: PushReport) -> None:
-        """The step's row ends: it is written, and shown."""
-        self._paused_s += report.stall_s
+    async def pushed(self, report: PushReport, *, held_s: float) -> None:
+        """The step's row ends: it is written, and shown. For `held_s` the push held the engine."""
+        self._paused_s += held_s
         self._row |= {f"push/{name}": value for name, value in asdict(report).items() if name.endswith("_s")}
         row = self._head(RowKind.STEP, report.version) | self._row | await self._since_last()
         wall_s = max(row["seconds/wall"], 1e-9)

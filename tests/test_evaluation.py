@@ -1,9 +1,9 @@
 """The evaluations of a run, on a source whose answers come when the test says so.
 
 1. one beside training leaves its result in metrics.jsonl, under the version with which it began; 2. a second one is
-not begun while the first is under way; 3. it takes a part of the slots only; 4. a run that ends can wait for it, and
-that is time of evaluating; 5. or give it up, and then it leaves no result; 6. the seconds of both sides add up in every
-row.
+not begun while the first is under way, nor one of the same version; 3. it takes a part of the slots only; 4. a run
+that ends can wait for it, and that is time of evaluating; 5. or give it up, and then it leaves no result; 6. the
+seconds of both sides add up in every row.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from areal_agent.source import SourceCounts
 from areal_agent.types import Task, WeightVersion
 
 TASKS = tuple(Task(id=str(number), data={}) for number in range(4))
-VERSION = WeightVersion(step=3)
+VERSION, LATER = WeightVersion(step=3), WeightVersion(step=4)
 
 
 class IdleEngine:
@@ -82,8 +82,8 @@ class Stage:
         )
         self._tasks = tasks
 
-    def begin(self) -> bool:
-        return self.evaluation.begin(VERSION, lambda work, name: self._tasks.create_task(work, name=name))
+    def begin(self, version: WeightVersion = VERSION) -> bool:
+        return self.evaluation.begin(version, lambda work, name: self._tasks.create_task(work, name=name))
 
     def rows(self) -> list[dict[str, Any]]:
         return read_metrics(self.path)
@@ -110,10 +110,17 @@ async def test_its_result_is_that_of_the_version_with_which_it_began(stage: Stag
 
 async def test_one_at_a_time(stage: Stage) -> None:
     assert stage.begin()
-    assert not stage.begin()
+    assert not stage.begin(LATER)
     stage.source.release.set()
     await stage.evaluation.finish()
+    assert stage.begin(LATER)
+
+
+async def test_a_version_once(stage: Stage) -> None:
+    stage.source.release.set()
     assert stage.begin()
+    await stage.evaluation.finish()
+    assert not stage.begin()
 
 
 async def test_beside_training_it_takes_a_part_of_the_slots(stage: Stage) -> None:
@@ -140,7 +147,7 @@ async def test_one_that_is_given_up_leaves_no_result(stage: Stage) -> None:
     await stage.evaluation.cancel()
     stage.source.release.set()
     assert evaluation_rows(stage.rows()) == []
-    assert stage.begin()  # and the next may come
+    assert stage.begin(LATER)  # the next may come
 
 
 async def test_the_seconds_of_both_sides_add_up_in_every_row(stage: Stage) -> None:

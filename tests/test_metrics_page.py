@@ -1,8 +1,9 @@
 """docs/metrics.md and what a run writes agree: a real run with two sources, evaluation beside training and a tracker.
 
 1. every metric of every row is explained, and everything explained without "Only" is in the rows of its kind; 2. in
-every row the seconds of each side add up to the wall time; 3. evaluations beside training name the weights of their
-answers; 4. the tracker got what the file has; 5. rewards are told by source.
+every row the seconds of each side add up to the wall time; 3. an evaluation beside training names the weights of
+its answers; 4. one that was given up leaves a ledger that proves itself; 5. the tracker got what the file has; 6.
+rewards are told by source.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from areal_agent.config import Config
+from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics
 from areal_agent.observe.rows import evaluation_rows, step_rows
 from areal_agent.run import Run
@@ -55,14 +57,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
     return tmp_path / "run"
 
 
+async def step(run: Run) -> None:
+    await run.train_step(await run.prepare_batch())
+    await run.push()
+
+
 async def train(run: Run) -> None:
     async with run:
-        for _ in range(2):
-            await run.train_step(await run.prepare_batch())
-            await run.push()
-            run.evaluate_beside()
-        await run.stop_producing()
+        await step(run)
+        run.evaluate_beside()
+        await step(run)
         await run.finish_evaluating()
+        run.evaluate_beside()  # it is given up below, at whatever it is doing then
+        await run.stop_producing()
+        await run.stop_evaluating()
         await run.save()
         await run.settle(is_completed=True)
 
@@ -102,6 +110,11 @@ def test_evaluations_name_the_weights_of_their_answers(rows: list[dict[str, Any]
         by_step = {int(name.rpartition("/")[2]): n for name, n in row.items() if name.startswith("eval/answers_at/")}
         assert sum(by_step.values()) == row["eval/num_tasks"] == 4
         assert min(by_step) >= row["step"]
+
+
+def test_the_ledger_proves_it_with_an_evaluation_that_was_given_up(folder: Path, rows: list[dict[str, Any]]) -> None:
+    assert [row["label"] for row in evaluation_rows(rows)] == ["step1"]
+    assert verify(folder / "ledger.sqlite").is_ok
 
 
 def test_the_tracker_got_what_the_file_has(folder: Path, rows: list[dict[str, Any]]) -> None:

@@ -35,7 +35,14 @@ from areal_agent.trainer.micro_batches import MicroBatches
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.step_input import StepInput
-from areal_agent.trainer.step_metrics import Update, advantage_metrics, critic_metrics, reward_metrics, update_metrics
+from areal_agent.trainer.step_metrics import (
+    Update,
+    advantage_metrics,
+    critic_metrics,
+    device_memory,
+    reward_metrics,
+    update_metrics,
+)
 from areal_agent.trainer.tally import Mismatch, Tally
 
 
@@ -104,6 +111,7 @@ class Stepper:
             **advantage_metrics(samples),
             **critic_metrics(samples, updates),
             **{f"seconds_{phase}": seconds for phase, seconds in laps.seconds.items()},
+            **device_memory(self._policy.device),
         }
 
     # ------------------------------------------------------------------ before the updates

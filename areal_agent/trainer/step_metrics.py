@@ -68,6 +68,11 @@ def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
+def device_memory(device: torch.device) -> dict[str, float]:
+    """The most memory of a GPU that tensors have held; nothing on a CPU, whose memory is the process's."""
+    return {"peak_device_memory_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+
+
 def critic_metrics(samples: Sequence[Sample], updates: Sequence[Update]) -> dict[str, float]:
     """Of the critic at the start of the step, over loss tokens, and of its updates. Nothing without one."""
     values = [one.values for one in samples if one.values is not None]
