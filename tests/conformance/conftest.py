@@ -1,6 +1,25 @@
-"""The tiny model, batches and records of the trainer's and the algorithms' tests."""
+"""What other tests have made: models, batches, records, engines, gateways, and runs that are killed."""
 
 from tests.algorithms.conftest import make_record
+from tests.engine.conftest import ask, make_model, other, serve, share, tiny
+from tests.gateway.conftest import backend, open_world, renderer
+from tests.resume.lives import zygote
 from tests.trainer.conftest import as_input, make_batch, model_folder, one_thread
 
-__all__ = ["as_input", "make_batch", "make_record", "model_folder", "one_thread"]
+__all__ = [
+    "as_input",
+    "ask",
+    "backend",
+    "make_batch",
+    "make_model",
+    "make_record",
+    "model_folder",
+    "one_thread",
+    "open_world",
+    "other",
+    "renderer",
+    "serve",
+    "share",
+    "tiny",
+    "zygote",
+]
