@@ -11,8 +11,8 @@ from sandboxes.bubblewrap import find_walls
 from sandboxes.cgroups import GroupTree
 from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.containers.engine import Engine
+from sandboxes.inner.landlock import landlock_version
 from sandboxes.jail import Walls
-from sandboxes.launcher import landlock_version
 from sandboxes.seccomp import denying_filter
 
 CONTAINERS = "containers"

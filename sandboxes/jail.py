@@ -1,6 +1,6 @@
 """How a launcher is started behind walls: what of the host a jail shows, and the commands that build it.
 
-Two ways to the same walls: bubblewrap, or namespaces by system calls (`enter.py`). It starts nothing itself.
+Two ways to the same walls: bubblewrap, or namespaces by system calls (`inner/enter.py`). It starts nothing itself.
 """
 
 import json
@@ -14,19 +14,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
+from sandboxes.interpreter import INNER, python_on
 from sandboxes.proxy import PROXY_PORT
 from sandboxes.seccomp import denying_filter
 from sandboxes.spec import Access, CellSpec
 
 JAIL_UID = 65534
 """The user inside, `nobody`. Outside it is the same one when the host runs as root, else the host's own."""
-PACKAGE = Path(__file__).parent
-PACKAGE_INSIDE = "/sandbox"
-BOOT = (
-    "import sys, types; package = sys.modules['sandboxes'] = types.ModuleType('sandboxes'); "
-    "package.__path__ = [sys.argv.pop(1)]; from sandboxes.{module} import main; main()"
-)
-"""Runs one module of this package without its `__init__`, which imports what is of no use inside."""
+INNER_INSIDE = "/sandbox"
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache")  # names of programs and where libraries are
 NETWORK_FILES = (
@@ -74,8 +69,9 @@ class Jail:
     def command(self, control: int) -> list[str]:
         """`control`: the descriptor of the control socket, which the launcher inherits."""
         if self.walls is Walls.BUBBLEWRAP:
-            return [*self._bubblewrap(), *python_on("inside", PACKAGE_INSIDE), str(control), self._config()]
-        return [*python_on("enter", str(PACKAGE)), str(control), self._config()]
+            python = python_on("inside", interpreter(), INNER_INSIDE)
+            return [*self._bubblewrap(), *python, str(control), self._config()]
+        return [*python_on("enter", interpreter()), str(control), self._config()]
 
     def _config(self) -> str:
         shown, links = shown_of_host(has_network=self.has_proxy)
@@ -144,10 +140,6 @@ def check_workdir(workdir: str | None) -> None:
         )
 
 
-def python_on(module: str, package: str) -> list[str]:
-    return [interpreter(), "-I", "-S", "-X", "utf8", "-c", BOOT.format(module=module), package]
-
-
 def interpreter() -> str:
     """The interpreter itself, behind any virtual environment, which a jail does not show."""
     return os.path.realpath(sys.executable)
@@ -166,5 +158,5 @@ def shown_of_host(*, has_network: bool) -> tuple[dict[str, str], dict[str, str]]
     shown |= {file: file for file in files if os.path.exists(file)}
     if not Path(sys.base_prefix).is_relative_to("/usr"):
         shown[sys.base_prefix] = sys.base_prefix
-    shown[PACKAGE_INSIDE] = str(PACKAGE)
+    shown[INNER_INSIDE] = str(INNER)
     return shown, links

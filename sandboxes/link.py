@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.launcher import REPORT, REQUEST, ReportKind, RequestKind, children_of
+from sandboxes.inner.processes import children_of
+from sandboxes.inner.wire import REPORT, REQUEST, ReportKind, RequestKind
 
 START_TIMEOUT_S = 30.0
 MAX_ON_THE_WAY = 32

@@ -2,7 +2,7 @@
 
 It bounds time, memory, files and output, and, where Linux has Landlock, what a program may change and signal. It does
 not isolate: `capabilities` publishes what it cannot stop, README.md why. One launcher process (`link.py`,
-`launcher.py`) serves all sandboxes of a provider; when it dies, running programs fail and the next gets a fresh one.
+`inner/`) serves all sandboxes of a provider; when it dies, running programs fail and the next gets a fresh one.
 
 (Not the standard library's `subprocess`, which nothing here uses: imports in this project are absolute.)
 """
@@ -19,6 +19,7 @@ from typing import Self, TypeVar
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities
 from sandboxes.folder import OpenFolder, WorkingFolder, remove_tree
+from sandboxes.interpreter import python_on
 from sandboxes.launched import LaunchedCell
 from sandboxes.limits import Limits
 from sandboxes.link import LauncherLink
@@ -28,7 +29,6 @@ from sandboxes.spec import Access, CellSpec, Isolation
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER = Path(__file__).with_name("launcher.py")  # run by its path: it must not import its package
 PROCESS_HEADROOM = 1024
 """Processes that programs may add to those of the user, all programs together."""
 
@@ -150,7 +150,7 @@ class SharedGround:
 
 async def start_launcher(root: Path) -> LauncherLink:
     """A launcher whose last act is to remove `root`."""
-    python = [sys.executable, "-I", "-S", "-X", "utf8", str(LAUNCHER)]
+    python = python_on("launcher", sys.executable)
     return await LauncherLink.start(lambda control: [*python, str(control), str(root)], shares_pids=True)
 
 

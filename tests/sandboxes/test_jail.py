@@ -22,7 +22,7 @@ from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Pool, SandboxSpec, Status, open_pool
 from sandboxes.cgroups import GROUP_PREFIX, hierarchies_here
 from sandboxes.conformance.row import processes_left
-from sandboxes.launcher import children_of
+from sandboxes.inner.processes import children_of
 from sandboxes.owner import own_tag
 
 

@@ -190,7 +190,7 @@ async def test_limit_that_is_not_enforced_is_refused(pool: Pool, box: Sandbox, n
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "docker"}, "sandbox backend 'docker' does not exist"),
+        ({"backend": "podman"}, "sandbox backend 'podman' does not exist"),
         ({"backend": "subprocess", "max_concurrent": 0}, "max_concurrent is 0"),
         ({"backend": "subprocess", "max_concurrent": 10**9}, "lower it, or raise the limit"),
         ({"backend": "subprocess", "wall_s": -1.0}, "Limits.wall_s is -1.0"),

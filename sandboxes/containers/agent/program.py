@@ -17,14 +17,13 @@ try:
 except ImportError:  # python3-minimal: a program of util-linux does it there
     resource = None
 try:
-    from sandboxes.inner.kernel import PR_SET_DUMPABLE, prctl
-    from sandboxes.inner.program import run_source
+    from sandboxes.inner import kernel, program
 except ImportError:  # no ctypes: a program in Python gets an interpreter of its own
-    run_source = None
+    kernel = program = None
 
 HAS_RESOURCE = resource is not None
 """Without it `os.wait4` does not work either."""
-HAS_WARM_PYTHON = run_source is not None
+HAS_WARM_PYTHON = program is not None
 MAX_DESCRIPTORS = 256
 """The forker opens a dozen descriptors, of the lowest numbers that are free."""
 
@@ -59,13 +58,13 @@ def run_executable(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
 
 def run_python(source: bytes, env: list[str]) -> NoReturn:
     variables = dict(text.split("=", 1) for text in env)
-    if run_source is None:
+    if kernel is None or program is None:
         argv = [sys.executable, "-X", "utf8", "-c", source]
         run_executable(
             [os.fsencode(argument) for argument in argv], {os.fsencode(k): os.fsencode(v) for k, v in variables.items()}
         )
-    prctl(PR_SET_DUMPABLE, 1)  # a change of user took it, and with it /dev/stdin
-    run_source(source.decode(errors="surrogateescape"), variables)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # a change of user took it, and with it /dev/stdin
+    program.run_source(source.decode(errors="surrogateescape"), variables)
 
 
 def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:

@@ -15,8 +15,9 @@ import struct
 import sys
 from typing import Any
 
-from sandboxes.inside import MS_BIND, MS_NODEV, MS_NOSUID, mount, serve, telling_the_host
-from sandboxes.launcher import LIBC, PR_SET_PDEATHSIG, check, control_socket, prctl, syscall
+from sandboxes.inner.inside import MS_BIND, MS_NODEV, MS_NOSUID, mount, serve, telling_the_host
+from sandboxes.inner.kernel import LIBC, PR_SET_PDEATHSIG, check, prctl, syscall
+from sandboxes.inner.launcher import control_socket
 
 NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = (
     0x0002_0000, 0x0200_0000, 0x0400_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000,

@@ -1,7 +1,7 @@
 """The last steps inside a jail, between its walls and its first program: disk, user, filter; then the launcher serves.
 
 Run by `bubblewrap` or by `enter.py` as the first process of the jail, with the capabilities that these steps need; none
-is left after them. It stands alone (standard library, and `launcher.py`): nothing of the host is in this process.
+is left after them. Nothing of the host is in this process.
 """
 
 import contextlib
@@ -10,27 +10,24 @@ import json
 import os
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Generator
 from typing import Any
 
-from sandboxes.launcher import (
+from sandboxes.inner.kernel import (
     LIBC,
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
-    REPORT,
-    Launcher,
-    ReportKind,
     check,
-    control_socket,
     drop_privileges,
+    load_filter,
     prctl,
-    ready_interpreter,
 )
+from sandboxes.inner.launcher import Launcher, control_socket, forget_package
+from sandboxes.inner.program import ready_interpreter
+from sandboxes.inner.wire import REPORT, ReportKind
 
 MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
-PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
@@ -66,13 +63,6 @@ def become_nobody(uid: int) -> None:
     drop_privileges()
 
 
-def load_filter(program: bytes) -> None:
-    """For this process and all that come of it; it must have given up gaining privileges."""
-    instructions = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
-    check(LIBC.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), header, 0, 0))
-
-
 @contextlib.contextmanager
 def telling_the_host(control: socket.socket) -> Generator[None, None, None]:
     """A step that the system refuses is the end of this process, and its host learns why."""
@@ -97,8 +87,7 @@ def serve(control: socket.socket, config: dict[str, Any]) -> None:
         load_filter(bytes.fromhex(config["filter"]))
         os.chdir(config["workdir"])
     ready_interpreter()
-    for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
-        del sys.modules[name]  # a program may have a module of that name
+    forget_package()
     folder = os.open(config["workdir"], os.O_RDONLY | os.O_DIRECTORY)
     Launcher(control, jail_folder=folder, listener=listener).serve()
     os._exit(0)

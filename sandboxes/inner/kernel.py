@@ -1,0 +1,45 @@
+"""System calls that Python has no function for, and what gives up the power to make them. It knows no launcher."""
+
+import ctypes
+import os
+import struct
+import sys
+from typing import Any
+
+IS_LINUX = sys.platform == "linux"
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+CAPABILITY_VERSION_3 = 0x20080522
+
+
+def check(result: int) -> int:
+    """The result of a libc call, or OSError with its errno."""
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def prctl(option: int, value: int) -> None:
+    check(LIBC.prctl(option, *(ctypes.c_ulong(argument) for argument in (value, 0, 0, 0))))
+
+
+def syscall(number: int, *arguments: Any) -> int:
+    """A system call that libc has no function for; integers go as C longs."""
+    longs = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in (number, *arguments)]
+    return check(LIBC.syscall(*longs))
+
+
+def drop_privileges() -> None:
+    """No capability, not even root's, and none to be had from a setuid program."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    header, nothing = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
+    check(LIBC.capset(header, nothing))
+
+
+def load_filter(program: bytes) -> None:
+    """For this process and all that come of it; it must have given up gaining privileges."""
+    instructions = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
+    check(LIBC.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), header, 0, 0))

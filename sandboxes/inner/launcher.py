@@ -1,0 +1,245 @@
+"""The resident launcher: a small process that forks, confines and reaps programs at its host's request.
+
+Nothing of the host is in this process, so a forked program inherits nothing of it. `link.py` is the host's end.
+
+::
+
+    host ── START id + 4 descriptors, KILL id ──▶ launcher ── fork, confine, run ──▶ program
+         ◀── HELLO, STARTED, ENDED, FAILED ─────           ◀── SIGCHLD, wait status ──
+
+What to run, its stdin and its output travel by the four descriptors (request, stdin, stdout, stderr), straight
+between host and program. The launcher reads none of them: it holds no data that one program could take from
+another, and a program that got here could forge nothing, for a control frame carries no text.
+
+When the host goes, however it goes, the control socket closes: the launcher kills every program, removes ROOT,
+and is gone.
+
+In a jail (`inside.py`) it is the first process, and walls stand around it: it then needs no Landlock, hands its host
+the folder in which programs work, and ends without sweeping, for all else ends with it.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import types
+from typing import Any
+
+from sandboxes.inner.bounds import count_user_tasks, set_limits
+from sandboxes.inner.kernel import (
+    IS_LINUX,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    drop_privileges,
+    prctl,
+)
+from sandboxes.inner.landlock import landlock_version, restrict_to_folder
+from sandboxes.inner.processes import children_of, exited_children, kill_group
+from sandboxes.inner.program import ready_interpreter, run_program
+from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
+
+REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
+"""The launcher's last act, in shell: a program may have locked its folders."""
+PROCESS_COUNT_AGE_S = 10.0
+MAX_SWEEPS = 100
+"""A program that forks faster than it can be killed is given up after so many rounds (see README.md)."""
+
+
+class Launcher:
+    """Forks programs, and answers for every process that comes of them."""
+
+    def __init__(
+        self, control: socket.socket, jail_folder: int | None = None, listener: socket.socket | None = None
+    ) -> None:
+        self._control = control
+        self._jail_folder = jail_folder  # open; None outside a jail
+        self._listener = listener  # for the host, not for us
+        self._pid = os.getpid()
+        self._pids: dict[int, int] = {}  # by run id
+        self._runs: dict[int, int] = {}  # run id by pid
+        self._landlock = landlock_version() if jail_folder is None else 0
+        self._num_processes = 0  # of this user; 0: not known
+        self._counted_s = float("-inf")
+        self._wake_read, self._wake_write = os.pipe()
+
+    def serve(self) -> None:
+        """Until the host is gone."""
+        if IS_LINUX:
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans, daemons too, come to us to be killed
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        signal.signal(signal.SIGCHLD, ignore_signal)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._greet()
+        while True:
+            ready, _, _ = select.select([self._wake_read, self._control], [], [])
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                self._reap()
+            if self._control in ready and not self._take_request():
+                return
+
+    def kill_all(self) -> None:
+        """Every program, and what is left of them."""
+        pids = list(self._runs)
+        self._runs.clear()
+        for pid in pids:
+            kill_group(pid)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        self._kill_strays()
+
+    def _take_request(self) -> bool:
+        """Do what the host asks; False when it is gone."""
+        try:
+            frame, descriptors, _, _ = socket.recv_fds(self._control, REQUEST.size, MAX_DESCRIPTORS)
+        except ConnectionError:
+            return False
+        if len(frame) < REQUEST.size:
+            return False
+        kind, run_id = REQUEST.unpack(frame)
+        if kind == RequestKind.START:
+            self._start(run_id, descriptors)
+        elif (pid := self._pids.get(run_id)) is not None:
+            kill_group(pid)
+        return True
+
+    def _start(self, run_id: int, descriptors: list[int]) -> None:
+        self._count_processes()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._report(ReportKind.FAILED, run_id, error.errno or 0)
+        else:
+            if pid == 0:
+                run_program(self._set_up(run_id, descriptors))
+            self._pids[run_id] = pid
+            self._runs[pid] = run_id
+            self._report(ReportKind.STARTED, run_id, pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _set_up(self, run_id: int, descriptors: list[int]) -> dict[str, Any]:
+        """In the child: give up everything, and return what to run."""
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(
+                signal.SIGXFSZ, signal.SIG_DFL
+            )  # Python ignores it: here it tells the host that files were too long
+            request_fd, *standard = descriptors[:4]
+            request = json.loads(os.pread(request_fd, os.fstat(request_fd).st_size, 0))
+            for group in descriptors[4:]:
+                os.write(group, b"0")  # this process, and with it all that come of it
+            for target, descriptor in enumerate(standard):
+                os.dup2(descriptor, target)
+            os.chdir(request["folder"])
+            self._confine(request)
+        except BaseException as error:  # the boundary: nothing of the program has run, so the host is told
+            self._report(ReportKind.FAILED, run_id, (error.errno if isinstance(error, OSError) else None) or 0)
+            os._exit(1)
+        os.closerange(3, 256)  # the launcher opens a dozen descriptors, of the lowest numbers that are free
+        return request
+
+    def _confine(self, request: dict[str, Any]) -> None:
+        if IS_LINUX:
+            drop_privileges()
+            if self._landlock:
+                restrict_to_folder(self._landlock)
+            prctl(PR_SET_DUMPABLE, 1)  # the launcher of a jail is not
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._pid:
+                os._exit(1)  # the launcher died before it could be watched
+        os.chdir(request["cwd"])
+        set_limits(request, self._num_processes)
+
+    def _count_processes(self) -> None:
+        """Root has no limit of processes in the kernel, and macOS no /proc: published in README.md."""
+        now_s = time.monotonic()
+        if IS_LINUX and os.getuid() != 0 and now_s - self._counted_s > PROCESS_COUNT_AGE_S:
+            self._counted_s = now_s
+            self._num_processes = count_user_tasks()
+
+    def _reap(self) -> None:
+        """Take the status of what has ended; report a program only when the rest of it is dead as well."""
+        ended: list[tuple[int, int, resource.struct_rusage]] = []
+        for pid, status, usage in exited_children():
+            run_id = self._runs.pop(pid, None)
+            if run_id is not None:
+                del self._pids[run_id]
+                kill_group(pid)
+                ended.append((run_id, status, usage))
+        self._kill_strays()
+        for run_id, status, usage in ended:
+            peak_bytes = usage.ru_maxrss * (1024 if IS_LINUX else 1)
+            cpu_us = int((usage.ru_utime + usage.ru_stime) * 1e6)
+            self._report(ReportKind.ENDED, run_id, status, cpu_us, peak_bytes)
+
+    def _kill_strays(self) -> None:
+        """Kill the orphans of dead programs and the daemons of living ones, and what these leave in turn."""
+        for _ in range(MAX_SWEEPS):
+            strays = [pid for pid in children_of(self._pid) if self._is_stray(pid)]
+            if not strays:
+                return
+            for pid in strays:
+                kill_group(pid)
+            for pid in strays:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+    def _is_stray(self, pid: int) -> bool:
+        """An orphan that is in the group of a running program dies with that program."""
+        if pid in self._runs:
+            return False
+        try:
+            return os.getpgid(pid) not in self._runs
+        except ProcessLookupError:
+            return False
+
+    def _greet(self) -> None:
+        descriptors = [] if self._jail_folder is None else [self._jail_folder]
+        if self._listener is not None:
+            descriptors.append(self._listener.fileno())
+        with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
+            socket.send_fds(self._control, [REPORT.pack(ReportKind.HELLO, 0, self._landlock, 0, 0)], descriptors)
+        if self._listener is not None:
+            self._listener.close()
+
+    def _report(self, kind: ReportKind, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
+        with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
+            self._control.sendall(REPORT.pack(kind, run_id, value, cpu_us, peak_bytes))
+
+
+def ignore_signal(_number: int, _frame: types.FrameType | None) -> None:
+    """A handler must exist for the wake-up pipe to be written."""
+
+
+def control_socket(inherited: int) -> socket.socket:
+    """The inherited socket under a low number, see `_set_up`."""
+    control = socket.socket(fileno=os.dup(inherited))
+    os.close(inherited)
+    return control
+
+
+def forget_package() -> None:
+    """A program may have a module of that name."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
+        del sys.modules[name]
+
+
+def main() -> None:
+    control, root = control_socket(int(sys.argv[1])), sys.argv[2]
+    ready_interpreter()
+    forget_package()
+    launcher = Launcher(control)
+    launcher.serve()
+    launcher.kill_all()
+    os.execv("/bin/sh", ["sh", "-c", REMOVE, "sh", root])
