@@ -19,8 +19,6 @@ def dataset_rows(source: str, split: str, args: Mapping[str, Any], what: str) ->
 def _open(source: str, split: str, args: Mapping[str, Any], what: str) -> Dataset:
     folder = Path(source)
     is_local = folder.is_dir()
-    if not is_local and (folder.is_absolute() or source.startswith(".")):
-        raise ConfigError(f"{what}: there is no folder {source!r}")
     try:
         if is_local and _is_saved(folder):
             return _split_of(load_from_disk(source, **args), source, split, what)

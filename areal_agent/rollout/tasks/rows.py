@@ -1,6 +1,7 @@
 """The rows of a source, each with its place for whoever complains of it. It knows nothing of what makes a task."""
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,8 @@ from areal_agent.errors import ConfigError
 from areal_agent.rollout.tasks.config import SourceConfig, SourceKind
 from areal_agent.rollout.tasks.files import jsonl_rows, parquet_rows
 from areal_agent.rollout.tasks.imports import import_object, one_line
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,11 @@ def _function_rows(config: SourceConfig, split: Split, seed: int, what: str) -> 
 
 
 def _dataset_rows(config: SourceConfig, split: str, what: str) -> Iterator[tuple[str, object]]:
+    if not Path(config.source).is_dir() and not HUB_NAME.fullmatch(config.source):
+        raise ConfigError(
+            f"{what}: {config.source!r} is no source: there is no such folder, and it is neither a function "
+            "(package.module:function), nor a .jsonl or .parquet file, nor a data set on the hub (org/name)"
+        )
     try:
         # here: its import takes two seconds, and who has no such source needs not have the extra
         from areal_agent.rollout.tasks.hugging_face import dataset_rows

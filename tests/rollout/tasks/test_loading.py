@@ -117,7 +117,8 @@ def test_faults_in_jsonl_name_file_and_line(tmp_path: Path, text: str, message: 
     [
         ({"source": "none.jsonl"}, r"cannot read 'none\.jsonl': No such file"),
         ({"source": "none.parquet"}, r"cannot read 'none\.parquet': No such file"),
-        ({"source": "./none"}, r"there is no folder './none'"),
+        ({"source": "./none"}, r"'\./none' is no source: there is no such folder"),
+        ({"source": "my_tasks.load"}, r"is neither a function \(package\.module:function\)"),
         ({"source": "my_tasks:load"}, r"my_tasks:load\(split='train', .*missing 1 required .*see tasks\.args"),
         ({"source": "my_tasks:none"}, "module 'my_tasks' has no 'none'"),
         ({"source": "my_tasks:NUMBER"}, "is a int, not a function"),
