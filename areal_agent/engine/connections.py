@@ -1,13 +1,12 @@
 """Connections that carry one JSON call after the other: all that sampling needs of HTTP, at a third of a client's cost.
 
-A whole answer to a POST, read by httptools (llhttp). Streams and control calls take aiohttp's client (transport.py): they
-are rare, or need more. It knows no JSON and no engine.
+A whole answer to a POST, read by httptools (llhttp). Streams and control calls take a client of more parts
+(transport.py): they are rare, or need more. It knows no JSON and no engine.
 """
 
 import asyncio
 import ssl
 from dataclasses import dataclass, field
-
 from urllib.parse import urlsplit
 
 import httptools
