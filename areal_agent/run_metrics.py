@@ -104,8 +104,13 @@ class RunMetrics:
         self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
 
     async def pushed(self, report: PushReport, *, held_s: float) -> None:
-        """The step's row ends: it is written, and shown. For `held_s` the push held the engine."""
+        """The step's row ends: it is written, and shown. For `held_s` the push held the engine.
+
+        A push of what was pushed before is of no step, and its time goes to the next row.
+        """
         self._paused_s += held_s
+        if not self._row:
+            return
         self._row |= {f"push/{name}": value for name, value in asdict(report).items() if name.endswith("_s")}
         row = self._head(RowKind.STEP, report.version) | self._row | await self._since_last()
         wall_s = max(row["seconds/wall"], 1e-9)

@@ -192,7 +192,9 @@ async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -
         await run.train_step(batch)
         await run.push()
         assert run.version.step == 1
+        await run.push()  # once more, as a user's own loop may: no row of its own
         await end(run)
+    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1]
     assert verify(run.folder.ledger).is_ok
 
 

@@ -29,7 +29,8 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).parents[2]
 PROXIMAL = {"naive": "behavior", "decoupled": "recompute"}
 COLOURS = {"naive": "#e07a5f", "decoupled": "#2a6f97"}
-WIND_UP_S = 60.0
+QUICKSTART = ("--config", "configs/quickstart.yaml", "observe.progress=none")
+WIND_UP_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,26 +92,37 @@ def run(trial: Trial, out: Path, limit_s: float, overrides: list[str]) -> dict[s
     folder = out / trial.name
     train(
         [
+            f"model={model_of(trial.seed, out)}",
             f"run_dir={folder}",
             f"seed={trial.seed}",
             f"max_staleness={trial.staleness}",
             f"algorithm.proximal={PROXIMAL[trial.objective]}",
             *overrides,
         ],
-        out,
         limit_s,
     )
+    if not (folder / "summary.json").is_file():
+        raise SystemExit(f"{trial.name} did not begin to train within {limit_s:g} s, or failed: see {folder / 'logs'}")
     result = json.loads((folder / "summary.json").read_text())
     if result["success_after"] is None:
-        result["success_after"] = evaluate(trial, folder, result["checkpoint"], out)
+        result["success_after"] = evaluate(trial, folder, result["checkpoint"], overrides)
     (folder / "result.json").write_text(json.dumps(result))
     return result
 
 
-def train(overrides: list[str], out: Path, limit_s: float) -> None:
+def model_of(seed: int, out: Path) -> Path:
+    """The tiny model of a seed: built once for all runs, and in no run's time."""
+    folder = out / "models" / f"seed{seed}"
+    if not folder.is_dir():
+        with start(["areal_agent.models.tiny", "--out", str(folder), "--seed", str(seed), "--threads", "1"]) as process:
+            if process.wait():
+                raise SystemExit(f"the tiny model of seed {seed} could not be built")
+    return folder
+
+
+def train(overrides: list[str], limit_s: float) -> None:
     """The quickstart; at the limit it is asked to end, and saves a checkpoint."""
-    command = [sys.executable, "-m", "areal_agent.train", "--config", "configs/quickstart.yaml", *overrides]
-    with start([*command, "observe.progress=none"], out) as process:
+    with start(["areal_agent.train", *QUICKSTART, *overrides]) as process:
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -120,20 +132,18 @@ def train(overrides: list[str], out: Path, limit_s: float) -> None:
             process.kill()
 
 
-def evaluate(trial: Trial, folder: Path, checkpoint: str, out: Path) -> float:
+def evaluate(trial: Trial, folder: Path, checkpoint: str, overrides: list[str]) -> float:
     """The success of a run that was cut short: graded as `train` would have."""
     graded = folder.with_name(f"{folder.name}-eval")
     shutil.rmtree(graded, ignore_errors=True)
-    command = [sys.executable, "-m", "areal_agent.eval", "--config", "configs/quickstart.yaml", f"model={checkpoint}"]
-    with start([*command, f"run_dir={graded}", f"seed={trial.seed}", "observe.progress=none"], out) as process:
+    settings = [f"model={checkpoint}", f"run_dir={graded}", f"seed={trial.seed}"]
+    with start(["areal_agent.eval", *QUICKSTART, *settings, *overrides]) as process:
         process.wait()
     return json.loads((graded / "summary.json").read_text())["success"]
 
 
-def start(command: list[str], out: Path) -> "subprocess.Popen[bytes]":
-    """With a model cache in `out`: the tiny model of a seed is built by its first run."""
-    environment = os.environ | {"AREAL_AGENT_CACHE": str(out / "cache")}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+def start(module: list[str]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-m", *module], cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def success(result: dict[str, Any]) -> float:
