@@ -4,20 +4,28 @@
 
     spec.py, limits.py, result.py    what is asked, what may be used, how a program ended
     base.py         what a backend implements: Provider, Cell, Process
-    pool.py         open_pool, Pool: a backend, sandboxes on demand, programs at once bounded
+    pool.py         open_pool, Pool: sandboxes on demand, programs at once bounded
+      backends.py   which backend
+      stock.py      cells that are started before they are asked for
+    sandbox.py      Sandbox: a cell of any backend in its caller's hands
+      shell_session.py, python_session.py (and session_inside.py)    sessions that keep their state
+      archive.py, paths.py    folders and tars
+    sync.py         all this without asyncio
+    proxy.py        a sandbox's way to the network
     containers/     the docker backend: every sandbox a container
     bubblewrap.py   the bubblewrap backend: every sandbox a jail
       jail.py       what a jail shows of the host, and the commands that build it
-      enter.py      its walls by system calls, where bubblewrap is missing
-      inside.py     its last steps from inside: disk, user, filter
       seccomp.py    the filter
       cgroups.py    what bounds all processes of a program together
     subprocess.py   the subprocess backend: a process of the host's user under kernel limits
-    link.py         the host's end of a launcher
-    launcher.py     the launcher: a resident process that forks, confines and reaps programs
-    execution.py    one program, from its start to its result
-    output.py       what a program prints, bounded
-    folder.py       a working directory, from its making to its removal
+    launched.py     a cell of either of these two, whose programs a launcher runs
+      link.py       the host's end of a launcher; interpreter.py starts it
+      inner/        the launcher itself, and the walls of jails: what runs in a process of its own
+      execution.py  one program, from its start to its result
+      output.py     what a program prints, bounded
+      spawned.py, streams.py    a program that is talked with while it runs
+      folder.py     a working directory, from its making to its removal
+    judge/, tools.py    code rewards; tools for agents
     conformance/    the hostile suite
     doctor.py       what works on this machine
     reap.py         what dead processes left; owner.py tells whose it was
