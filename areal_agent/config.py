@@ -28,7 +28,8 @@ class Config(Section):
     """Everything that defines a run. `python -m areal_agent.train --config FILE [key=value ...]` reads it."""
 
     model: Annotated[str, Field(min_length=1)] = "tiny"
-    """A Hugging Face folder, a hub name (`org/name`), or `tiny`: the quickstart's model, built on first use."""
+    """A Hugging Face folder, a hub name (`org/name`), or `tiny`: the quickstart's model, built on first use.
+    `tiny:package.module:function` is warm-started on other demonstrations."""
     workflow: str | None = None
     """`package.module:name` of the workflow; from Python, `Run(config, workflow=...)` takes the object itself."""
     tasks: TrainingTasksConfig | None = None
@@ -82,6 +83,15 @@ class Config(Section):
             raise ValueError(
                 f"group_size is 1, and advantage {self.algorithm.advantage!r} compares the rollouts of one group: "
                 "nothing would ever be learned; set group_size to 2 or more, or algorithm.advantage to reinforce_pp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_corrected(self) -> Self:
+        if self.algorithm.behavior_weight_level == "none" and self.max_staleness > 0:
+            raise ValueError(
+                f"algorithm.behavior_weight_level is 'none' and max_staleness {self.max_staleness}: tokens of older "
+                "weights need their importance weight; set it to 'token', or max_staleness to 0"
             )
         return self
 

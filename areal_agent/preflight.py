@@ -3,6 +3,7 @@
 It imports the workflow, loads the tasks, looks for the model and the ports. It starts no process and makes no file.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from areal_agent.cluster.local import check_port
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.gateway.admin_key import find_admin_key
+from areal_agent.models.recipe import demonstrations_of
 from areal_agent.rollout.tasks.curriculum import Curriculum
 from areal_agent.rollout.tasks.loading import load_tasks, require_json
 from areal_agent.rollout.tasks.stream import in_order
@@ -25,7 +27,6 @@ from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-TINY = "tiny"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -134,7 +135,8 @@ def check_ports(config: Config) -> None:
 def check_model(model: str) -> None:
     """Raise ConfigError unless `model` is `tiny`, a folder with a config.json, or the form of a hub name."""
     path = Path(model)
-    if model == TINY:
+    if (demonstrations := demonstrations_of(model)) is not None:
+        check_demonstrations(model, demonstrations)
         return
     if (path / "config.json").is_file():
         check_model_folder(path)
@@ -143,6 +145,19 @@ def check_model(model: str) -> None:
         raise ConfigError(f"model {model!r} is no Hugging Face folder: it has no config.json")
     if not HUB_NAME.fullmatch(model):
         raise ConfigError(f"model {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
+
+
+def check_demonstrations(model: str, path: str) -> None:
+    """Raise ConfigError unless the module of the tiny model's demonstrations can be found; its building imports it."""
+    module, _, function = path.partition(":")
+    try:
+        found = importlib.util.find_spec(module) if module and function else None
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"model {model!r}: {path!r} is no module that can be imported here; give 'tiny:module:function'"
+        )
 
 
 def check_model_folder(path: Path) -> None:

@@ -9,11 +9,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 
 from areal_agent.errors import ConfigError
 from areal_agent.models.cache import model_folder
-from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE
+from areal_agent.models.recipe import RECIPE, demonstrations_of
 from areal_agent.observe.progress import Progress
 from areal_agent.process import ManagedProcess
 
-TINY = "tiny"
 POLL_S = 0.25
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")  # no pickles, no code
 
@@ -21,8 +20,8 @@ HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")  # no pic
 async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) -> Path:
     """The Hugging Face folder of `model`. Raises ConfigError when a hub does not have it, ProcessDied when building
     fails."""
-    if model == TINY:
-        return await _tiny(seed, logs, progress)
+    if (demonstrations := demonstrations_of(model)) is not None:
+        return await _tiny(seed, demonstrations, logs, progress)
     if (Path(model) / "config.json").is_file():
         return Path(model)
     progress.phase(f"downloading {model}")
@@ -32,12 +31,12 @@ async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) ->
         raise ConfigError(f"model {model!r} cannot be had from the hub: {str(error).splitlines()[0]}") from None
 
 
-async def _tiny(seed: int, logs: Path, progress: Progress) -> Path:
+async def _tiny(seed: int, demonstrations: str, logs: Path, progress: Progress) -> Path:
     """Build it in a process of its own, so that torch stays out of this one.
 
     On one thread: a small model gains little from a second, and loses much when another program wants that core.
     """
-    folder = model_folder(RECIPE, seed, DEMONSTRATIONS)
+    folder = model_folder(RECIPE, seed, demonstrations)
     if (folder / "config.json").is_file():
         return folder
     progress.phase("building the tiny model")
@@ -51,6 +50,8 @@ async def _tiny(seed: int, logs: Path, progress: Progress) -> Path:
         str(seed),
         "--threads",
         "1",
+        "--demonstrations",
+        demonstrations,
     ]
     process = await ManagedProcess.start("model building", argv, log_path=logs / "model.log")
     try:

@@ -39,3 +39,16 @@ RECIPE = Recipe()
 
 DEMONSTRATIONS = "envs.calculator.demonstrations:demonstrations"
 """What the tiny model is warm-started on, unless told otherwise: an import path, so that no environment is imported."""
+TINY = "tiny"
+
+
+def demonstrations_of(model: str) -> str | None:
+    """What the tiny model of a config is warm-started on; None when `model` names another model.
+
+    >>> demonstrations_of("tiny:my.module:function"), demonstrations_of("org/name")
+    ('my.module:function', None)
+    """
+    name, colon, path = model.partition(":")
+    if name != TINY:
+        return None
+    return path if colon else DEMONSTRATIONS
