@@ -4,10 +4,12 @@ What is said to a running container goes another way (`stream.py`). It knows no 
 """
 
 import asyncio
+import contextlib
 import io
 import logging
 import os
-from collections.abc import Callable, Mapping
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +26,18 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 4
 """Calls at once: the daemon makes no more than a few containers a second, however many ask it."""
 CALL_TIMEOUT_S = 60
+SIGNS_OF_NO_PROGRAM = ("executable file not found", "no such file or directory")
+CONFLICT = 409
 BUILD_TIMEOUT_S = 1800
 BUILD_LIMITS = {"memory": 4 * 2**30, "memswap": 4 * 2**30}
 UNIX_SCHEME = "unix://"
 DEFAULT_HOST = f"{UNIX_SCHEME}/var/run/docker.sock"
 
 Answer = TypeVar("Answer")
+
+
+class NoSuchProgram(SandboxError):
+    """The image has not the program that a container is to begin with."""
 
 
 class EngineSilent(SandboxError):
@@ -69,7 +77,9 @@ class Engine:
         """SandboxError when there is no such image here; none is fetched."""
         try:
             found = await self._call(lambda: self._client.inspect_image(name))
-        except ImageNotFound:
+        except SandboxError as error:
+            if not isinstance(error.__cause__, ImageNotFound):
+                raise
             raise SandboxError(
                 f"there is no image {name!r} on this machine, and none is fetched; build it "
                 "(`python -m sandboxes image` makes the default one) or `docker pull` it"
@@ -117,7 +127,12 @@ class Engine:
         return made["Id"]
 
     async def start(self, container: str) -> None:
-        await self._call(lambda: self._client.start(container))
+        try:
+            await self._call(lambda: self._client.start(container))
+        except SandboxError as error:
+            if any(sign in str(error) for sign in SIGNS_OF_NO_PROGRAM):
+                raise NoSuchProgram(str(error)) from error
+            raise
 
     async def limit(self, container: str, limits: Mapping[str, Any]) -> None:
         """Change what bounds all of a running container."""
@@ -126,16 +141,22 @@ class Engine:
         if not response.ok:
             raise SandboxError(f"the container engine refused other limits: {response.text.strip()}")
 
+    async def new_exec(self, container: str, argv: Sequence[str], env: Mapping[str, str], folder: str) -> str:
+        """Its id; `folder` is below the working directory."""
+        details = await self._call(lambda: self._client.inspect_container(container))
+        workdir = posixpath.join(details["Config"]["WorkingDir"], folder)
+        made = await self._call(
+            lambda: self._client.exec_create(container, list(argv), stdin=True, environment=dict(env), workdir=workdir)
+        )
+        return made["Id"]
+
+    async def exit_code(self, number: str) -> int | None:
+        """Of an exec; None while it runs."""
+        return (await self._call(lambda: self._client.exec_inspect(number)))["ExitCode"]
+
     async def remove(self, container: str) -> None:
         """Kill and remove it; returns when it is gone. Harmless when it is."""
-        try:
-            await self._call(lambda: self._client.remove_container(container, force=True, v=True))
-        except NotFound:
-            return
-        except APIError as error:
-            if error.status_code != 409:  # somebody else removes it already
-                raise SandboxError(f"a container was not removed: {error}") from error
-            await self._wait_for_removal(container)
+        await self._call(lambda: remove_and_wait(self._client, container))
 
     async def containers(self, label: str) -> list[Mapping[str, Any]]:
         """All that bear a label, running or not."""
@@ -145,19 +166,11 @@ class Engine:
         await asyncio.to_thread(self._threads.shutdown)
         self._client.close()
 
-    async def _wait_for_removal(self, container: str) -> None:
-        try:
-            await self._call(lambda: self._client.wait(container, condition="removed", timeout=CALL_TIMEOUT_S))
-        except NotFound:
-            return
-
     async def _call(self, act: Callable[[], Answer]) -> Answer:
         """In a thread. A cancelled caller does not wait for it."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
-        except (NotFound, APIError) as error:
-            if isinstance(error, NotFound) or error.status_code == 409:
-                raise
+        except APIError as error:
             raise SandboxError(f"the container engine refused: {error.explanation or error}") from error
         except (DockerException, requests.RequestException) as error:
             raise EngineSilent(f"the container engine does not answer: {error}; is dockerd running?") from error
@@ -174,3 +187,14 @@ def socket_path() -> str:
 def open_client(path: str) -> Any:
     """A `docker.APIClient`, a class without types. It asks the daemon for its version."""
     return docker.APIClient(base_url=f"{UNIX_SCHEME}{path}", version="auto", timeout=CALL_TIMEOUT_S)
+
+
+def remove_and_wait(client: Any, container: str) -> None:
+    """Blocking."""
+    with contextlib.suppress(NotFound):
+        try:
+            client.remove_container(container, force=True, v=True)
+        except APIError as error:
+            if error.status_code != CONFLICT:
+                raise
+            client.wait(container, condition="removed", timeout=CALL_TIMEOUT_S)  # somebody else removes it already

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -28,8 +29,10 @@ from sandboxes.containers.confinement import (
     user_of,
     workdir_of,
 )
-from sandboxes.containers.engine import Engine, EngineSilent, Image
+from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram
 from sandboxes.containers.ownership import OWNER_LABEL, Ownership, is_orphan
+from sandboxes.containers.plain_cell import COMMAND as PLAIN_COMMAND
+from sandboxes.containers.plain_cell import PlainCell
 from sandboxes.containers.process import ContainerProcess
 from sandboxes.containers.request import program_request
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
@@ -46,6 +49,8 @@ TUNNEL_OPEN_FILES = 256
 RESTART_PATIENCE_S = 60.0
 RESTART_PAUSE_S = 1.0
 
+ContainerCell = AgentCell | PlainCell
+
 
 class DockerProvider:
     """Make it with `start`, end it with `close`."""
@@ -55,7 +60,8 @@ class DockerProvider:
         self._keeper = keeper
         self.ownership = ownership
         self._boot_data = boot_data(denying_filter(engine.machine))
-        self._cells: set[AgentCell] = set()
+        self._cells: dict[str, ContainerCell] = {}  # by container
+        self._without_python: set[str] = set()  # images, by id
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -89,7 +95,7 @@ class DockerProvider:
     def check(self, spec: CellSpec) -> None:
         check(spec, self._engine.runtimes)
 
-    async def create(self, spec: CellSpec) -> AgentCell:
+    async def create(self, spec: CellSpec) -> ContainerCell:
         """While the daemon starts anew it is waited for."""
         self.check(spec)
         deadline_s = asyncio.get_running_loop().time() + RESTART_PATIENCE_S
@@ -113,27 +119,64 @@ class DockerProvider:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def _create(self, spec: CellSpec) -> AgentCell:
+    async def _create(self, spec: CellSpec) -> ContainerCell:
         image = await self._engine.image(spec.image or DEFAULT_IMAGE)
-        config = container_config(spec, image=image.id, command=COMMAND, labels=self.ownership.labels(), is_agent=True)
+        if image.id not in self._without_python:
+            try:
+                return await self._create_of(image, spec, has_agent=True)
+            except NoSuchProgram:
+                logger.warning("image %r has no python3: its programs are slow to start, one at a time", spec.image)
+                self._without_python.add(image.id)
+        if has_tunnel(spec):
+            raise SandboxError("an image without python3 is given no network; leave SandboxSpec.network out")
+        return await self._create_of(image, spec, has_agent=False)
+
+    async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> ContainerCell:
+        command = COMMAND if has_agent else PLAIN_COMMAND
+        labels = self.ownership.labels()
+        config = container_config(spec, image=image.id, command=command, labels=labels, is_agent=has_agent)
         container = await self._engine.create(config)
         try:
-            link = await self._start(container)
+            cell = await (self._start_agent if has_agent else self._start_plain)(spec, image, container)
         except BaseException:
             await asyncio.shield(self._discard(container))
             raise
-        try:
-            tunnel = await open_tunnel(link, spec)
-        except BaseException:
-            link.close()
-            await asyncio.shield(self._discard(container))
-            raise
-        cell = self._cell(spec, image, container, link, tunnel)
-        self._cells.add(cell)
+        self._cells[container] = cell
         if self._closing is not None:
             await cell.close()
             self._check_open()
         return cell
+
+    async def _start_plain(self, spec: CellSpec, image: Image, container: str) -> PlainCell:
+        env, bounds = self._env_of(spec, image), self._bounds_of(spec, container)
+        cell = PlainCell(self._engine, container, bounds, spec.limits, env, partial(self._discard, container))
+        return await cell.start()
+
+    async def _start_agent(self, spec: CellSpec, image: Image, container: str) -> AgentCell:
+        link = await self._start(container)
+        try:
+            tunnel = await open_tunnel(link, spec)
+        except BaseException:
+            link.close()
+            raise
+
+        async def remove() -> None:
+            if tunnel is not None:
+                await tunnel.aclose()
+            await self._discard(container)
+
+        env = self._env_of(spec, image) | (proxy_environment() if tunnel else {})
+        return AgentCell(link, self._bounds_of(spec, container), spec.limits, user_of(spec), env, remove)
+
+    def _env_of(self, spec: CellSpec, image: Image) -> dict[str, str]:
+        home = workdir_of(spec)
+        return {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
+
+    def _bounds_of(self, spec: CellSpec, container: str) -> SharedBounds:
+        async def change(bounds: Bounds) -> None:
+            await self._engine.limit(container, bounds.config(has_tunnel=has_tunnel(spec)))
+
+        return SharedBounds(Bounds.of(spec.limits), change)
 
     async def _start(self, container: str) -> AgentLink:
         link = await AgentLink.open(self._engine.socket_path, container)
@@ -147,28 +190,9 @@ class DockerProvider:
             logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
         return link
 
-    def _cell(
-        self, spec: CellSpec, image: Image, container: str, link: AgentLink, tunnel: NetworkTunnel | None
-    ) -> AgentCell:
-        async def change(bounds: Bounds) -> None:
-            await self._engine.limit(container, bounds.config(has_tunnel=tunnel is not None))
-
-        async def remove() -> None:
-            self._cells.discard(cell)
-            if tunnel is not None:
-                await tunnel.aclose()
-            await self._discard(container)
-
-        home = workdir_of(spec)
-        env = {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
-        if tunnel is not None:
-            env |= proxy_environment()
-        bounds = SharedBounds(Bounds.of(spec.limits), change)
-        cell = AgentCell(link, bounds, spec.limits, user_of(spec), env, remove)
-        return cell
-
     async def _discard(self, container: str) -> None:
         """The keeper and the daemon's own clearing up remain, should it fail."""
+        self._cells.pop(container, None)
         try:
             await self._engine.remove(container)
         except SandboxError as error:
@@ -179,7 +203,7 @@ class DockerProvider:
             raise SandboxError("the sandbox pool is closed; open another")
 
     async def _close(self) -> None:
-        await asyncio.gather(*(cell.close() for cell in tuple(self._cells)))
+        await asyncio.gather(*(cell.close() for cell in tuple(self._cells.values())))
         with contextlib.suppress(SandboxError):  # then there is no daemon, or the keeper has more patience than we
             left = await self._engine.containers(self.ownership.filter)
             await asyncio.gather(*(self._discard(container["Id"]) for container in left))

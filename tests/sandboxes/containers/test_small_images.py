@@ -1,10 +1,13 @@
 """Images that have less than the default one.
 
-1. a Python without `ctypes`, `json` and `resource` runs the agent: programs, limits and files as ever.
+1. a Python without `ctypes`, `json` and `resource` runs the agent: programs, limits and files as ever; 2. without any
+Python programs run by the engine's own exec: output, stdin, status, limits, files, and nothing is left of them; what
+cannot be given is refused.
 """
 
 import pytest
 
+from areal_agent.errors import SandboxError
 from sandboxes.base import Program
 from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.containers.engine import Engine
@@ -36,3 +39,26 @@ async def test_python_without_ctypes_runs_the_agent(engine: Engine, provider: Do
     await cell.write("a/b", b"data")
     assert await cell.read("a/b") == b"data"
     await cell.close()
+
+
+async def test_image_without_python(engine: Engine, provider: DockerProvider) -> None:
+    image = await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN rm /usr/bin/python3*\n")
+    cell = await provider.create(CellSpec(limits=PATIENT, image=image))
+    try:
+        result = await cell.exec(Program(argv=("sh", "-c", "id -u; cat; exit 3")), stdin=b"hi", limits=PATIENT)
+        assert (result.status, result.exit_code, result.stdout) == (Status.NONZERO, 3, b"65534\nhi")
+        late = await cell.exec(Program(argv=("sleep", "1000")), stdin=b"", limits=Limits(wall_s=0.5))
+        assert late.status is Status.TIMEOUT
+        much = await cell.exec(Program(argv=("yes",)), stdin=b"", limits=Limits(wall_s=60.0, output_bytes=1000))
+        assert (much.status, len(much.stdout), much.truncated) == (Status.OUTPUT_LIMIT, 1000, True)
+        left = await cell.exec(Program(argv=("sh", "-c", "ls -d /proc/[0-9]*")), stdin=b"", limits=PATIENT)
+        assert len(left.stdout.split()) <= 4  # the first process and its child, the shell and ls
+        await cell.write("a/b", b"data")
+        assert await cell.read("a/b") == b"data"
+        with pytest.raises(OSError, match="cannot be reached"):
+            await cell.read("a")
+        with pytest.raises(SandboxError, match="without python3"):
+            await cell.spawn(Program(argv=("true",)), limits=PATIENT, is_timed=False)
+    finally:
+        await cell.close()
+    assert not cell.is_alive
