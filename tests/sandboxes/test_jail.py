@@ -5,14 +5,17 @@ that is killed fails its calls, and its files are gone; 4. one that does not ans
 kills its program; 6. programs of one sandbox share files, of two nothing; 7. what the host writes belongs to the
 programs; 8. a jail that cannot be built is an error with its reason; 9. limits of a whole sandbox are not taken for one
 program; 10. the disk is as large as asked; 11. more isolation than there is is refused, also by `auto`, which takes a
-jail where there is one; 12. a share of the CPUs slows a program down; 13. C compiles and runs.
+jail where there is one; 12. a share of the CPUs slows a program down; 13. C compiles and runs; 14. 1,000
+programs at once need no thread each.
 """
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -151,6 +154,23 @@ async def test_limits_of_a_sandbox_are_not_taken_for_one_program(pool: Pool, nam
     async with pool.acquire() as box:
         with pytest.raises(ValueError, match=rf"Limits\.{name} holds for a whole sandbox"):
             await box.exec_python("", limits=Limits(**{name: 1_000_000}))
+
+
+@pytest.mark.slow
+async def test_1000_programs_at_once_without_a_thread_each(backend: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 5_000:
+        pytest.skip(f"this process may open {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (5_000, hard))
+    try:
+        async with open_pool(backend=backend, wall_s=300.0, max_concurrent=1000) as pool, pool.acquire() as box:
+            await box.exec_python("")
+            num_threads = threading.active_count()
+            results = await asyncio.gather(*(box.exec_python(f"print({n})") for n in range(1000)))
+            assert threading.active_count() == num_threads
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [result.stdout for result in results] == [b"%d\n" % number for number in range(1000)]
 
 
 async def test_disk_is_bounded_as_asked(pool: Pool) -> None:
