@@ -196,9 +196,16 @@ async def test_a_program_that_cannot_be_used_fails(pool: Pool, code: str, outcom
     assert ([case.outcome for case in verdict.cases], verdict.reward) == ([outcome], 0.0)
 
 
+async def test_a_wrong_value_while_the_tests_are_loaded_is_the_programs_fault(pool: Pool) -> None:
+    tests = "import solution\nassert solution.VERSION == 1\ndef test_it(): pass"
+    assert (await judged(pool, "VERSION = 2", tests)).reward == 0.0
+    assert (await judged(pool, "VERSION = 1", tests)).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
+        ("import solution, no_such_module\nx = solution.add\ndef test_it(): pass", "No module named"),
         ("import no_such_module\ndef test_it(): pass", "No module named 'no_such_module'"),
         ("x = 1", "hold no test that counts"),
         ("import unittest\n@unittest.skip('never')\ndef test_it(): pass", "hold no test that counts"),

@@ -161,7 +161,10 @@ def main() -> None:
         tests = judged(suite)
     except BaseException as error:  # the boundary: the files of tests are somebody's code
         why = "".join(traceback.format_exception_only(error)).strip()
-        wire.tell({"broken": program.refused or why, "is_ours": bool(program.refused) or not program.has_failed})
+        # A missing module is nobody's doing but the tests'; an assertion may fail by a value that the program gave.
+        is_independent = not program.has_answered or isinstance(error, ImportError | SyntaxError)
+        is_ours = bool(program.refused) or (is_independent and not program.has_failed)
+        wire.tell({"broken": program.refused or why, "is_ours": is_ours})
         return
     wire.tell({"tests": [test.id().rpartition(".")[2] for test in tests]})
     # In the classes' own suites: they set up and tear down what a class and a module share.

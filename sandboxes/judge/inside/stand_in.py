@@ -31,11 +31,13 @@ class Program:
         self.classes: dict[str, type[RemoteObject]] = {}
         self.exceptions: dict[str, type[BaseException]] = {}
         self.has_failed = False  # whether it has raised, died, or not had what a test asked for
+        self.has_answered = False  # whether anything here may depend on what it gave
         self.is_gone = False  # whether it has died since this was last set to False
         self.refused = ""  # why its tests cannot be judged
 
     def do(self, act: str, key: str, *args: Any) -> Any:
         reply = self._ask({"do": act, "on": key, "args": [pack(arg, self._pack) for arg in args]})
+        self.has_answered = True
         if "value" in reply:
             return unpack(reply["value"], self._unpack)
         self.has_failed = True
