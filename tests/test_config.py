@@ -33,6 +33,7 @@ def write(tmp_path: Path, **values: object) -> Path:
         ("steps=abc", r"steps is 'abc'; input should be a valid integer"),
         ("steps=-1", r"steps is -1; input should be greater than or equal to 1"),
         ("steps=2.5", r"steps is 2.5"),
+        ("algorithm.behavior_weight_level=none", r"'none' and max_staleness 4: tokens of older weights need"),
         ("group_size=1", r"group_size is 1, and advantage 'grpo' compares the rollouts of one group"),
         ("steps=true", r"steps is True; give a number"),
         ("rollout.workers=65", r"rollout: workers is 65 and max_concurrent 64; each needs a rollout to run"),

@@ -64,8 +64,10 @@ class AlgorithmConfig(Section):
     from the token's age, without a forward pass; or the policy that sampled the token, as PPO without decoupling."""
     behavior_weight_cap: Annotated[float, Field(ge=1)] = 5.0
     """The importance weight (proximal over behaviour probability) is truncated here."""
-    behavior_weight_level: Literal["token", "sequence"] = "token"
-    """Whether that weight is of each token, or one product for all tokens of a sequence."""
+    behavior_weight_level: Literal["token", "sequence", "none"] = "token"
+    """Whether that weight is of each token, or one product for all tokens of a sequence. `none`: it is 1, for
+    `max_staleness: 0` alone, where engine and trainer have the same weights: two runs of one seed end with identical
+    weights then, for the loss reads nothing that depends on what else an engine computed at the time."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """What one token counts, over a whole optimiser update: `token_mean` all alike; `sequence_mean` every rollout
     alike; `constant` 1 / (rollouts * aggregation_tokens)."""
@@ -165,8 +167,9 @@ class AlgorithmConfig(Section):
                 "proximal approximate is for minibatches > 1: with one, recompute costs nothing and is exact",
             ),
             (
-                self.proximal == "behavior" and self.behavior_weight_level == "sequence",
-                "behavior_weight_level sequence has no effect with proximal behavior: that weight is 1",
+                self.proximal == "behavior" and self.behavior_weight_level != "token",
+                f"behavior_weight_level {self.behavior_weight_level} has no effect with proximal behavior: that weight "
+                "is 1",
             ),
             (is_constant and self.aggregation_tokens is None, "aggregation constant needs aggregation_tokens"),
             (

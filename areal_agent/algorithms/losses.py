@@ -107,10 +107,12 @@ def importance_weights(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
     """pi_prox / pi_behav before truncation: what corrects for the policy that sampled. Detached.
 
     Of each token, or of each sequence: the product over its loss tokens, which is the exact weight of the sequence
-    given its observations. `policy_loss` truncates it at `behavior_weight_cap` (truncated importance sampling).
+    given its observations; or 1. `policy_loss` truncates it at `behavior_weight_cap` (truncated importance sampling).
     Shapes: [M] -> [M].
     """
     log_weights = tokens.log_importance
+    if config.behavior_weight_level == "none":
+        return torch.ones_like(log_weights)
     if config.behavior_weight_level == "sequence":
         log_weights = tokens.sequence_sums(log_weights)
     return log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -4,7 +4,7 @@
   the decoupled objective the numbers are those of the formula written out in one line.
 - The gradient flows through the current log-probabilities alone, not through clipped tokens; with cispo through all.
 - gspo has one ratio a sequence; with one advantage a sequence it has value and gradient of the sequence form.
-- The importance weight is of a token or of a sequence. Divergence and entropy enter the loss with their coefficients.
+- The importance weight is of a token, of a sequence, or 1. Divergence and entropy enter the loss with their coefficients.
 - Parts add up to the whole, of loss, gradient and statistics; nothing at all still back-propagates; absurd ratios stay
   finite.
 - A user's own objective takes the place of ours; one of a wrong shape, or that cannot be imported, is refused.
@@ -151,6 +151,7 @@ def test_the_importance_weight_of_a_sequence_is_the_product_of_its_tokens():
     by_token, by_sequence = AlgorithmConfig(), AlgorithmConfig(behavior_weight_level="sequence")
     assert importance_weights(tokens, by_token).tolist() == pytest.approx([0.5, 4.0, 3.0])
     assert importance_weights(tokens, by_sequence).tolist() == pytest.approx([2.0, 2.0, 3.0])
+    assert importance_weights(tokens, AlgorithmConfig(behavior_weight_level="none")).tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("estimator", "by_hand"), [("k2", 0.5 * math.log(2) ** 2), ("k3", 1 - math.log(2))])
