@@ -76,7 +76,7 @@ def test_the_summary_has_the_seconds_of_all_rows_and_advice_of_the_steps(tmp_pat
     summary = write(tmp_path / "run", with_evaluation=False)
     assert summary["seconds"]["trainer"] == {"starting": 2.0, "training": 1.0, "saving": 3.0}
     assert summary["seconds"]["wall"] == 6.0
-    assert summary["advice"].startswith("saving took 75% of the trainer's time")
+    assert summary["advice"].startswith("saving took 75% of the time of the steps")
 
 
 def test_evaluations_beside_training_are_in_the_curve(tmp_path: Path) -> None:

@@ -47,15 +47,15 @@ def advice(steps: Spent) -> str:
     trainer = {name: steps.share(seconds) for name, seconds in steps.trainer.items()}
     waited = trainer.get("waiting_for_rollouts", 0.0)
     if trainer.get("saving", 0.0) >= WORTH_ADVICE:
-        return f"saving took {trainer['saving']:.0%} of the trainer's time: a larger trainer.checkpoint_every"
+        return f"saving took {trainer['saving']:.0%} of the time of the steps: a larger trainer.checkpoint_every"
     if waited >= WORTH_ADVICE:
-        return f"the trainer waited {waited:.0%} of its time for rollouts, {_cause_of_waiting(engine)}"
+        return f"in the steps the trainer waited {waited:.0%} of the time for rollouts, {_cause_of_waiting(engine)}"
     if engine.get("waiting_for_admission", 0.0) >= WORTH_ADVICE:
         return (
-            f"the engine waited {engine['waiting_for_admission']:.0%} of its time for the trainer: "
+            f"in the steps the engine waited {engine['waiting_for_admission']:.0%} of the time for the trainer: "
             "more trainer.threads, or less for the engine"
         )
-    return "neither side waited much for the other"
+    return "in the steps neither side waited much for the other"
 
 
 def _cause_of_waiting(engine: Mapping[str, float]) -> str:

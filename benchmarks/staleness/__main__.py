@@ -201,7 +201,7 @@ def draw(results: dict[Trial, dict[str, Any]], path: Path) -> None:
     success_axes.set_ylim(-0.03, 1.03)
     success_axes.set_ylabel("success after training")
     success_axes.legend(frameon=False)
-    rate_axes.set_ylim(bottom=0)
+    rate_axes.set_ylim(0, 1.1 * max(map(throughput, results.values())))
     rate_axes.set_ylabel("trained tokens/s")
     rate_axes.set_xlabel("max_staleness")
     rate_axes.set_xticks(list(places.values()), [str(bound) for bound in bounds])
