@@ -120,7 +120,7 @@ async def _serve(
             has_failed = ends[1].done()
             for end in ends:
                 end.cancel()
-        if not has_failed:
+        if drain_s and not has_failed:
             await server.drain(drain_s)
     finally:
         await server.aclose()

@@ -7,6 +7,7 @@ A whole answer to a POST, read by httptools (llhttp). Streams and control calls 
 import asyncio
 import ssl
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -104,8 +105,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # another event loop's may be of another class
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self._waiter is None or self._waiter.done():

@@ -33,6 +33,7 @@ from model import SHAPES, build_model
 from servers import NEW_TOKENS, OURS, Server, random_ids, start_ours, start_sglang, start_vllm, wait_ready
 
 OFFLINE = ("generate", "continuous", "floor")
+OFFLINE_S = 1800.0
 
 Start = Callable[[Path, str, Path], Server]
 
@@ -99,12 +100,17 @@ def measure_throughput(plan: Plan, folder: Path) -> None:
 def offline_rate(side: str, folder: Path, num_requests: int, rounds: int) -> float:
     """0 when it failed."""
     script = str(Path(__file__).parent / "offline.py")
-    done = subprocess.run(
-        [sys.executable, script, side, str(folder), str(num_requests), str(rounds)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, script, side, str(folder), str(num_requests), str(rounds)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=OFFLINE_S,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{side} gave nothing within {OFFLINE_S:.0f} s", flush=True)
+        return 0.0
     rates = [float(line) for line in done.stdout.split("\n") if line.replace(".", "", 1).isdigit()]
     if not rates:
         print(f"{side} failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)

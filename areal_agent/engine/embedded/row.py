@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_agent.engine.embedded.grammar import Matcher
 from areal_agent.types import (
     FinishReason,
     GenerateRequest,
@@ -31,6 +32,7 @@ class Row:
     seed: int
     answer: Future[GenerateResult]
     on_token: TokenSink | None = None
+    matcher: Matcher | None = None  # of the grammar that holds its answer
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])  # empty when none are asked for
@@ -41,7 +43,7 @@ class Row:
     has_waited_for_sibling: bool = False
 
     @classmethod
-    def of(cls, request: GenerateRequest, on_token: TokenSink | None = None) -> "Row":
+    def of(cls, request: GenerateRequest, on_token: TokenSink | None = None, matcher: Matcher | None = None) -> "Row":
         """A row with nothing sampled; a request without a seed gets one here."""
         answer: Future[GenerateResult] = Future()
         answer.set_running_or_notify_cancel()  # nobody but the model thread ends it
@@ -52,6 +54,7 @@ class Row:
             seed=secrets.randbits(63) if seed is None else seed,
             answer=answer,
             on_token=on_token,
+            matcher=matcher,
         )
 
     @property

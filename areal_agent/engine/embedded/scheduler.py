@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from areal_agent.engine.embedded.grammar import Matcher
 from areal_agent.engine.embedded.metrics import Metrics
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.row import Row, TokenSink
@@ -74,12 +75,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------ from any thread
 
-    def submit(self, request: GenerateRequest, on_token: TokenSink | None = None) -> Future[GenerateResult]:
+    def submit(
+        self, request: GenerateRequest, on_token: TokenSink | None = None, matcher: Matcher | None = None
+    ) -> Future[GenerateResult]:
         """Queue one request. The future fails with EngineRejected when its id is in flight already.
 
         `on_token` gets every token in the model thread, the last one before the future is done; it must not block.
         """
-        row = Row.of(request, on_token)
+        row = Row.of(request, on_token, matcher)
         added = self._command(lambda: self._work.add(row))
         added.add_done_callback(lambda done: _pass_on_failure(done, row.answer))
         return row.answer

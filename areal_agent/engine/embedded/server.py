@@ -10,12 +10,14 @@ import logging
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import orjson
 from aiohttp import web
 
 from areal_agent.engine import wire
+from areal_agent.engine.embedded.grammar import Grammars, Matcher
 from areal_agent.engine.embedded.metrics import CONTENT_TYPE
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
@@ -41,6 +43,9 @@ class EngineServer:
 
     def __init__(self, runner: ModelRunner, *, version: WeightVersion) -> None:
         self._runner = runner
+        self._grammars = Grammars.of(
+            Path(runner.model_path), vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
+        )
         self._failed = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(
@@ -116,18 +121,27 @@ class EngineServer:
         check_request(call.request, self._info())
         # Thousands may wait: a packed prompt is a ninth of one that is Python's integers.
         request = replace(call.request, input_ids=array("i", call.request.input_ids))
+        matcher = await self._matcher(request.sampling.json_schema)
         try:
             if call.is_streamed:
-                return await self._generate_in_events(http, request)
-            result = await asyncio.wrap_future(self._scheduler.submit(request))
+                return await self._generate_in_events(http, request, matcher)
+            result = await asyncio.wrap_future(self._scheduler.submit(request, matcher=matcher))
         except (asyncio.CancelledError, ConnectionError):
             self._abort_disconnected(request.request_id)
             raise
         return _answer(wire.encode_result(request, result))
 
-    async def _generate_in_events(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
+    async def _matcher(self, json_schema: str | None) -> Matcher | None:
+        """Beside the loop: a large schema takes a while."""
+        if self._grammars is None or json_schema is None:
+            return None
+        return await asyncio.to_thread(self._grammars.json_schema, json_schema)
+
+    async def _generate_in_events(
+        self, http: web.Request, request: GenerateRequest, matcher: Matcher | None
+    ) -> web.StreamResponse:
         tokens = TokenStream()
-        answer = asyncio.wrap_future(self._scheduler.submit(request, tokens.put))
+        answer = asyncio.wrap_future(self._scheduler.submit(request, tokens.put, matcher))
         answer.add_done_callback(lambda _: tokens.end())
         return await stream_answer(http, request, tokens, answer)
 
@@ -180,6 +194,7 @@ class EngineServer:
             weight_version=self._scheduler.stats().weight_version,
             vocab_size=self._runner.vocab_size,
             max_context_tokens=self._runner.max_context_tokens,
+            has_grammar=self._grammars is not None,
         )
 
 

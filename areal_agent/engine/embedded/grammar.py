@@ -1,0 +1,75 @@
+"""Answers that follow a grammar: which tokens may come next, by llguidance (the extra `grammar`).
+
+A matcher belongs to one answer and follows it token by token. Without llguidance, or for a model whose folder has no
+fast tokenizer, there is no grammar, and requests that ask for one are refused. It knows no batch and no logits.
+"""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Sequence, Set
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_agent.errors import EngineRejected
+
+logger = logging.getLogger(__name__)
+
+
+class Matcher:
+    """The state of one answer in its grammar."""
+
+    def __init__(self, matcher: Any, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """The tokens that may come next, `[V]`: never none, for where nothing can follow the answer ends."""
+        allowed = np.zeros(self._vocab_size, dtype=np.bool_)
+        if not self._matcher.is_stopped():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            told = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+            allowed[: len(told)] = told
+        if not allowed.any():
+            allowed[self._eos_token_ids] = True
+        return allowed
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """These tokens have been sampled."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_tokens(list(token_ids))
+
+
+class Grammars:
+    """Makes matchers for the tokenizer of one model."""
+
+    def __init__(self, guidance: Any, tokenizer: Any, *, vocab_size: int) -> None:
+        self._guidance = guidance
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    @classmethod
+    def of(cls, folder: Path, *, vocab_size: int, eos_token_ids: Set[int]) -> Self | None:
+        """None where answers cannot be held to a grammar; the log says why."""
+        tokenizer = folder / "tokenizer.json"
+        if importlib.util.find_spec("llguidance") is None:
+            logger.info("no grammars: install the extra, areal-agent[grammar]")
+        elif not tokenizer.exists() or not eos_token_ids:
+            logger.info("no grammars: %s has no tokenizer.json, or the model no end token", folder)
+        else:
+            guidance = importlib.import_module("llguidance")
+            built = guidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            return cls(guidance, built, vocab_size=vocab_size)
+        return None
+
+    def json_schema(self, schema: str) -> Matcher:
+        """For answers that are JSON of this schema. Raises EngineRejected where it cannot be followed."""
+        make = self._guidance.LLMatcher
+        matcher = make(self._tokenizer, make.grammar_from_json_schema(schema), log_level=0)
+        if matcher.is_error():
+            raise EngineRejected(f"json_schema cannot be followed: {matcher.get_error()[:300]}; correct or simplify it")
+        return Matcher(matcher, vocab_size=self._vocab_size, eos_token_ids=self._tokenizer.eos_tokens)

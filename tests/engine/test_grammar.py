@@ -1,0 +1,93 @@
+"""Answers held to a JSON schema, with llguidance installed:
+
+- every answer that ends is JSON of the schema, whoever else is in the batch, and over a retraction; others are free
+- the recorded probability is the one that was sampled from; a seed gives the same answer
+- a schema that cannot be followed is refused, and the engine goes on
+"""
+
+import asyncio
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from areal_agent.engine.embedded.grammar import Grammars
+from areal_agent.errors import EngineRejected
+from areal_agent.types import FinishReason, PauseMode
+
+pytest.importorskip("llguidance")
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"kind": {"enum": ["sum", "product"]}, "is_done": {"type": "boolean"}},
+        "required": ["kind", "is_done"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+)
+END = 256
+
+
+@pytest.fixture(scope="module")
+def spelling(make_model):
+    """A model whose tokens are bytes, and one end token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    folder = make_model(seed=5, vocab_size=264, eos_token_id=END)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder, tokenizer
+
+
+async def test_answers_are_json_of_the_schema(spelling, serve, ask):
+    folder, tokenizer = spelling
+    async with serve(folder) as served:
+        assert (await served.engine.info()).has_grammar
+        held = [ask(number, json_schema=SCHEMA, max_tokens=80) for number in range(4)]
+        free = ask(9, max_tokens=30)
+        alone = await served.engine.generate(free)
+        *answers, beside = await asyncio.gather(*(served.engine.generate(one) for one in [*held, free]))
+    for answer in answers:
+        assert answer.finish_reason is FinishReason.STOP and answer.token_ids[-1] == END
+        said = json.loads(tokenizer.decode(list(answer.token_ids[:-1])))
+        assert said["kind"] in ("sum", "product") and isinstance(said["is_done"], bool)
+        forced = sum(logprob == 0.0 for logprob in answer.logprobs)
+        assert forced > 20, "where one token is allowed, its probability is 1"
+    assert beside.token_ids == alone.token_ids
+
+
+async def test_a_retraction_goes_on_in_the_grammar(spelling, serve, ask):
+    folder, _ = spelling
+    request = ask(1, json_schema=SCHEMA, max_tokens=80)
+    async with serve(folder) as served:
+        undisturbed = await served.engine.generate(request)
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
+        served.gate.open()
+        await served.engine.resume()
+        assert (await answer).token_ids == undisturbed.token_ids
+
+
+async def test_a_schema_that_cannot_be_followed_is_refused(spelling, serve, ask):
+    async with serve(spelling[0]) as served:
+        for wrong in ('{"type": 5}', "nonsense", '{"$ref": "#/nope"}'):
+            with pytest.raises(EngineRejected, match="json_schema cannot be followed"):
+                await served.engine.generate(ask(1, json_schema=wrong))
+        assert (await served.engine.generate(ask(2, max_tokens=3))).token_ids
+
+
+def test_without_a_tokenizer_there_is_no_grammar(tmp_path):
+    assert Grammars.of(tmp_path, vocab_size=10, eos_token_ids={1}) is None
+
+
+def test_where_nothing_can_follow_the_answer_ends(spelling):
+    grammars = Grammars.of(spelling[0], vocab_size=264, eos_token_ids={END})
+    assert grammars is not None
+    matcher = grammars.json_schema('{"const": 7}')
+    matcher.follow([sorted(pre_tokenizers.ByteLevel.alphabet()).index("x")])
+    assert matcher.allowed().nonzero()[0].tolist() == [END]
