@@ -6,6 +6,7 @@ output than was asked for is the end; 6. what is packed is unpacked, and nothing
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,14 +43,20 @@ async def engine_that(
 ) -> AsyncIterator[str]:
     """The path of its socket."""
 
+    served: list[asyncio.Task[None]] = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
         await reader.readuntil(b"{}")
-        await act(reader, writer)
-        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await act(reader, writer)
+            writer.close()
+            await writer.wait_closed()
 
     server = await asyncio.start_unix_server(serve, folder / "engine.sock")
     yield str(folder / "engine.sock")
     server.close()
+    await asyncio.gather(*served)
 
 
 def answering(*pieces: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
