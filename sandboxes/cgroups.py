@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from sandboxes.owner import GROUP_PREFIX, is_abandoned, own_tag
 DEFAULT_PIDS = 64
 CPU_PERIOD_US = 100_000
 NEEDED = ("memory", "pids")
+RETRIES_A_GROUP = 3
+"""How many of the groups that were still dying are tried again when one is made: all would block the loop."""
 KEEPER = """
 read -r _
 for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
@@ -84,7 +87,7 @@ class GroupTree:
         self._folders = folders
         self._keeper = keeper
         self._num_made = 0
-        self._leftover: list[ControlGroup] = []
+        self._leftover: deque[ControlGroup] = deque()
 
     @classmethod
     async def open(cls) -> Self:
@@ -114,7 +117,8 @@ class GroupTree:
 
     def new(self, limits: Limits) -> "ControlGroup":
         """A group for one program."""
-        self._leftover = [group for group in self._leftover if not group.end()]
+        for _ in range(min(len(self._leftover), RETRIES_A_GROUP)):
+            self.release(self._leftover.popleft())
         self._num_made += 1
         group = ControlGroup(
             [

@@ -30,8 +30,15 @@ class PythonSession:
     As in `async with box.python() as python: await python.run("x = 1"); await python.run("print(x)")`.
     """
 
-    def __init__(self, start: Callable[[Limits], Awaitable[Process]], limits: Limits, slots: asyncio.Semaphore) -> None:
+    def __init__(
+        self,
+        start: Callable[[Limits], Awaitable[Process]],
+        check_open: Callable[[], None],
+        limits: Limits,
+        slots: asyncio.Semaphore,
+    ) -> None:
         self._start = start
+        self._check_open = check_open
         self._limits = limits
         self._slots = slots
         self._turn = asyncio.Lock()
@@ -63,6 +70,7 @@ class PythonSession:
                 raise
             if result.is_state_lost:
                 await self.close()
+                self._check_open()  # with its sandbox closed, its death says nothing of the program
             return result
 
     async def close(self) -> None:

@@ -106,7 +106,7 @@ class Sandbox:
 
     def python(self, *, limits: Limits | None = None) -> PythonSession:
         """Python programs that share one interpreter; see `python_session.py`."""
-        return PythonSession(self._start_interpreter, limits or self.limits, self._slots)
+        return PythonSession(self._start_interpreter, self._check_open, limits or self.limits, self._slots)
 
     async def read(self, path: str) -> bytes:
         """The bytes of a regular file in the working directory, of at most `Limits.file_bytes`."""
@@ -163,8 +163,11 @@ class Sandbox:
 
     async def _live_cell(self) -> Cell:
         async with self._taking:
-            if self._is_closed:
-                raise SandboxError("the sandbox is closed; acquire another")
+            self._check_open()
             if self._cell is None:
                 self._cell = await self._take_cell(self._cell_spec)
             return self._cell
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed; acquire another")

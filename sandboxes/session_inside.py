@@ -43,7 +43,7 @@ def work(sources: int, done: int) -> None:
     """Run what comes until nothing comes."""
     program = types.ModuleType("__main__")
     sys.modules["__main__"] = program
-    number = 0
+    number, pid = 0, os.getpid()
     while header := read_whole(sources, TO_WORKER.size):
         ticket, length = TO_WORKER.unpack(header)
         source = read_whole(sources, length).decode("utf-8", "surrogateescape")
@@ -54,6 +54,8 @@ def work(sources: int, done: int) -> None:
             code = run(source, name, program.__dict__)
         except KeyboardInterrupt:  # it came when the run was over
             code = 1
+        if os.getpid() != pid:  # a child that the program forked: the session is its parent's
+            os._exit(code)
         os.write(done, ticket + bytes([code]))
 
 

@@ -8,7 +8,8 @@ or a syntax error loses nothing; 10. a run that is killed leaves the state of th
 Python: 11. names are kept, an exception is its own traceback and loses nothing; 12. an interrupted run loses nothing;
 13. one that takes no interruption loses the state, and says so; 14. so does one that dies, whose status is the
 kernel's; 15. output is bounded; 16. limits of the session are not taken for a run; 17. cancelling a run ends it;
-18. what runs print and write to descriptors is data.
+18. what runs print and write to descriptors is data; 19. a child that a run forks does not take part in the next;
+20. with its sandbox a session is closed.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, Sandbox, Status, open_pool
 
 SET_UP = """
@@ -181,3 +183,20 @@ async def test_what_python_prints_is_data(box: Sandbox) -> None:
         for _ in range(2):
             result = await python.run(source)
             assert (result.exit_code, result.stdout, result.stderr) == (5, forged, forged)
+
+
+async def test_forked_child_is_not_the_session(box: Sandbox) -> None:
+    async with box.python() as python:
+        await python.run("import os\nx = os.fork()")
+        for number in range(3):
+            assert (await python.run(f"print({number}, x > 0)")).stdout == b"%d True\n" % number
+
+
+async def test_session_is_closed_with_its_sandbox(pool: Pool) -> None:
+    async with pool.acquire() as box:
+        python, shell = box.python(), box.shell()
+        await python.run("x = 1")
+    with pytest.raises(SandboxError, match="the sandbox is closed"):
+        await python.run("print(x)")
+    with pytest.raises(SandboxError, match="the sandbox is closed"):
+        await shell.run("echo")
