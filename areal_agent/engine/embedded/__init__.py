@@ -10,7 +10,8 @@
        ├─▶ model_runner.py   token ids to logits      decoder.py: the forward pass     attention.py, kv_cache.py: where
        │                     keys and values lie      kv_room.py: how many of them
        ├─▶ batch.py          how its rows sample
-       │      grammar.py  what may come next      adjustments.py  penalties and biases of logits     sampler.py  logits to tokens and log-probabilities
+       │      adjustments.py  penalties and biases of logits     grammar.py  which tokens may come next
+       │      sampler.py  logits to tokens and log-probabilities
        └─▶ weights.py        reads and proves a new set of weights, then copies it in place
 
 One thread owns the model, the KV cache and all rows; everything else talks to it through its queue.
