@@ -49,7 +49,9 @@ async def test_each_case_counts_for_its_part(pool: Pool, code: str, cases: list)
     assert verdict.partial_reward == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize("language", BY_LANGUAGE)
+@pytest.mark.parametrize(
+    "language", [pytest.param(name, marks=pytest.mark.slow if name == "cpp" else ()) for name in BY_LANGUAGE]
+)
 async def test_languages(require, language: str) -> None:
     await require("bubblewrap")
     if shutil.which(PROGRAM_OF[language], path="/usr/bin:/bin") is None and language != "python":
