@@ -33,7 +33,7 @@ MODES = {
     "asynchronous": ("max_staleness=4", "engine.on_push=interrupt"),
     "asynchronous, no interruption": ("max_staleness=4", "engine.on_push=turn_boundary"),
 }
-BASE = ("eval.num_tasks=0", "rollout.max_concurrent=256", "engine.max_running_requests=64")
+BASE = ("eval.num_tasks=0", "rollout.max_concurrent=128", "engine.max_running_requests=64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
