@@ -6,7 +6,6 @@ All of them take turns within one run, so that what else the machine does falls 
 
 import argparse
 import asyncio
-import os
 import resource
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ import docker
 from areal_agent.errors import SandboxError
 from sandboxes import Pool, Sandbox, open_pool
 from sandboxes.containers.base_image import DEFAULT_IMAGE
+from sandboxes.launched import PROGRAM_PATH
 
 TRUE = ["true"]
 PYTHON = ["python3", "-I", "-S", "-c", "pass"]
@@ -32,7 +32,7 @@ Call = Callable[[list[str]], Awaitable[object]]
 
 
 async def fork_and_exec(argv: list[str]) -> None:
-    process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL, env={"PATH": os.defpath})
+    process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL, env={"PATH": PROGRAM_PATH})
     await process.wait()
 
 
