@@ -32,10 +32,18 @@ class Zygote:
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},  # it forks
         )
 
-    def live(self, folder: Path, *, fatal: str = NEVER, number: int = 1, kill_after: int | None = None) -> list[str]:
+    def live(
+        self,
+        folder: Path,
+        *,
+        num_steps: int = 6,
+        fatal: str = NEVER,
+        number: int = 1,
+        kill_after: int | None = None,
+    ) -> list[str]:
         """What a life told, from its birth to its death; `kill_after` so many events, somebody else kills it."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{folder} {fatal} {number}\n")
+        self._process.stdin.write(f"{folder} {num_steps} {fatal} {number}\n")
         self._process.stdin.flush()
         events: list[str] = []
         pid = int(self._next().removeprefix("pid "))

@@ -33,7 +33,6 @@ from areal_agent.types import (
 )
 from areal_agent.weights.push import push
 
-NUM_STEPS = 6
 CHECKPOINT_EVERY = 2
 WEIGHTS = "weights.json"
 
@@ -48,7 +47,7 @@ async def solve(task: Any, rollout: Any) -> float:
     return float(rollout.seed % 3)
 
 
-def make_config(folder: Path) -> Config:
+def make_config(folder: Path, num_steps: int) -> Config:
     tasks = folder / "tasks.jsonl"
     lines = ({"id": str(n), "messages": [{"role": "user", "content": f"What is {n}?"}]} for n in range(20))
     tasks.write_bytes(b"\n".join(map(orjson.dumps, lines)))
@@ -57,7 +56,7 @@ def make_config(folder: Path) -> Config:
             "model": "tiny",  # of which nothing but the tokenizer is used
             "tasks": str(tasks),
             "run_dir": str(folder / "run"),
-            "steps": NUM_STEPS,
+            "steps": num_steps,
             "batch_size": 2,
             "group_size": 2,
             "max_staleness": 2,
@@ -136,9 +135,9 @@ def answer(request: GenerateRequest) -> list[int]:
     return [start, start + 1, start + 2]
 
 
-async def live(folder: Path, model: Path, passing: Passing = pass_by, script: Script = answer) -> None:
-    """One process of the run: from where the last one died to NUM_STEPS, and then what is left over, to the end."""
-    config = make_config(folder)
+async def live(folder: Path, model: Path, num_steps: int, passing: Passing = pass_by, script: Script = answer) -> None:
+    """One process of the run: from where the last one died to `num_steps`, and then what is left over, to the end."""
+    config = make_config(folder, num_steps)
     preflight = Preflight.check(config, workflow=solve)
     ledger = await Ledger.open(folder / "ledger.sqlite", create=True)
     beginning = await begin(ledger, folder / "checkpoints", passing)
@@ -174,7 +173,7 @@ async def live(folder: Path, model: Path, passing: Passing = pass_by, script: Sc
 
 
 async def _train(run: ScriptedRun) -> None:
-    while run.version.step < NUM_STEPS:
+    while run.version.step < run.config.steps:
         await run.step(run.config.batch_size)
         if run.version.step % CHECKPOINT_EVERY == 0:
             await run.save()

@@ -24,7 +24,7 @@ storms = pytest.mark.parametrize(
 def test_killed_at_random_moments(zygote: Zygote, tmp_path: Path, num_kills: int) -> None:
     moments = random.Random(num_kills)
     for _ in range(num_kills):
-        zygote.live(tmp_path, kill_after=moments.randint(1, MAX_EVENTS_A_LIFE))
+        zygote.live(tmp_path, num_steps=num_kills, kill_after=moments.randint(1, MAX_EVENTS_A_LIFE))
         check_life(tmp_path)
-    assert zygote.live(tmp_path)[-1] == "dead 0"
+    assert zygote.live(tmp_path, num_steps=num_kills)[-1] == "dead 0"
     check_end(tmp_path)

@@ -1,8 +1,8 @@
 """Scripted runs that are born at once and die when they are told to: a process that has imported all, and forks them.
 
-Reads lines `FOLDER POINT NUMBER`: a child lives on the run in FOLDER and kills itself, by a real SIGKILL, when it has
-passed that commit point so many times (`never`: it does not). Writes `pid N`, a line for every commit point and every
-answer of the engine, then `dead STATUS`. Ends at the end of its input. Started by test_kill_storm.py.
+Reads lines `FOLDER STEPS POINT NUMBER`: a child lives on the run in FOLDER and kills itself, by a real SIGKILL, when it
+has passed that commit point so many times (`never`: it does not). Writes `pid N`, a line for every commit point and
+every answer of the engine, then `dead STATUS`. Ends at the end of its input. Started by the tests of this folder.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ def tell(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
-def run(folder: Path, tokenizer: Path, fatal: str, number: int) -> None:
+def run(folder: Path, tokenizer: Path, num_steps: int, fatal: str, number: int) -> None:
     passed: Counter[str] = Counter()
 
     def passing(point: CommitPoint) -> None:
@@ -38,16 +38,16 @@ def run(folder: Path, tokenizer: Path, fatal: str, number: int) -> None:
         tell("answer")
         return answer(request)
 
-    asyncio.run(live(folder, tokenizer, passing, told))
+    asyncio.run(live(folder, tokenizer, num_steps, passing, told))
 
 
-def fork(folder: Path, tokenizer: Path, fatal: str, number: int) -> int:
+def fork(folder: Path, tokenizer: Path, num_steps: int, fatal: str, number: int) -> int:
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
-        run(folder, tokenizer, fatal, number)
+        run(folder, tokenizer, num_steps, fatal, number)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -59,8 +59,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     tokenizer = Path(sys.argv[1])
     for line in sys.stdin:
-        folder, fatal, number = line.split()
-        pid = fork(Path(folder), tokenizer, fatal, int(number))
+        folder, num_steps, fatal, number = line.split()
+        pid = fork(Path(folder), tokenizer, int(num_steps), fatal, int(number))
         tell(f"pid {pid}")
         _, status = os.waitpid(pid, 0)
         tell(f"dead {os.waitstatus_to_exitcode(status)}")
