@@ -104,7 +104,7 @@ def _sglang_body(number: int, ids: list[int], num_new: int) -> dict[str, Any]:
     return body
 
 
-def _vllm_body(number: int, ids: list[int], num_new: int) -> dict[str, Any]:
+def _vllm_body(_: int, ids: list[int], num_new: int) -> dict[str, Any]:
     return {
         "model": "model",
         "prompt": ids,
@@ -112,7 +112,6 @@ def _vllm_body(number: int, ids: list[int], num_new: int) -> dict[str, Any]:
         "temperature": 1.0,
         "logprobs": 0,
         "ignore_eos": True,
-        "seed": number,
     }
 
 
