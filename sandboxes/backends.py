@@ -1,6 +1,7 @@
 """Which backend: by its name, or the strongest that works on this machine."""
 
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 from areal_agent.errors import SandboxError
@@ -13,15 +14,20 @@ from sandboxes.subprocess import SubprocessProvider
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "docker", "bubblewrap", "namespaces", "subprocess"]
-"""`bubblewrap` takes namespaces by system calls where bubblewrap is missing; `namespaces` takes nothing else."""
+Backend = Literal["auto", "embedded", "docker", "bubblewrap", "namespaces", "subprocess"]
+"""`auto` takes the strongest that works, `embedded` the strongest that needs no engine beside it. `bubblewrap` takes
+namespaces by system calls where bubblewrap is missing; `namespaces` takes nothing else."""
 ISOLATION_OF: dict[str, Isolation] = {
     "docker": Isolation.CONTAINER,
     "bubblewrap": Isolation.NAMESPACES,
     "namespaces": Isolation.NAMESPACES,
     "subprocess": Isolation.PROCESS,
 }
-BACKENDS = ("auto", *ISOLATION_OF)
+BACKENDS = ("auto", "embedded", *ISOLATION_OF)
+
+_Start = Callable[[], Awaitable[Provider]]
+_CONTAINERS: tuple[Isolation, _Start] = (Isolation.CONTAINER, DockerProvider.start_with_default_image)
+_JAILS: tuple[Isolation, _Start] = (Isolation.NAMESPACES, BubblewrapProvider.start)
 
 
 async def start_provider(backend: Backend, min_isolation: Isolation) -> Provider:
@@ -29,7 +35,9 @@ async def start_provider(backend: Backend, min_isolation: Isolation) -> Provider
     if backend not in BACKENDS:
         raise ValueError(f"sandbox backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
     if backend == "auto":
-        return await start_strongest(min_isolation)
+        return await start_strongest((_CONTAINERS, _JAILS), min_isolation)
+    if backend == "embedded":
+        return await start_strongest((_JAILS,), min_isolation)
     refuse_less(backend, ISOLATION_OF[backend], min_isolation)
     if backend == "docker":
         return await DockerProvider.start()
@@ -38,14 +46,11 @@ async def start_provider(backend: Backend, min_isolation: Isolation) -> Provider
     return await BubblewrapProvider.start((Walls.NAMESPACES,) if backend == "namespaces" else tuple(Walls))
 
 
-async def start_strongest(min_isolation: Isolation) -> Provider:
-    """Containers, else bubblewrap or its like, else plain processes, as far as `min_isolation` lets."""
-    refuse_less("strongest", Isolation.CONTAINER, min_isolation)
+async def start_strongest(isolating: Sequence[tuple[Isolation, _Start]], min_isolation: Isolation) -> Provider:
+    """The first of these, strongest first, that works; else plain processes, as far as `min_isolation` lets."""
+    refuse_less("strongest", isolating[0][0], min_isolation)
     reasons: list[str] = []
-    for isolation, start in (
-        (Isolation.CONTAINER, DockerProvider.start_with_default_image),
-        (Isolation.NAMESPACES, BubblewrapProvider.start),
-    ):
+    for isolation, start in isolating:
         refuse_less(f"strongest that works here ({'; '.join(reasons)})", isolation, min_isolation)
         try:
             return await start()

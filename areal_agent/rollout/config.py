@@ -83,9 +83,10 @@ class RolloutConfig(Section):
 class SandboxConfig(Section):
     """The settings that a workflow finds in `rollout.sandbox`, for `sandboxes.open_pool(**rollout.sandbox)`."""
 
-    backend: Literal["auto", "docker", "bubblewrap", "namespaces", "subprocess"] = "subprocess"
-    """`subprocess` limits time, memory and output; it does not isolate. `docker` runs containers, the others are jails
-    (see sandboxes/README.md); `auto` takes the strongest that works on this machine."""
+    backend: Literal["auto", "embedded", "docker", "bubblewrap", "namespaces", "subprocess"] = "embedded"
+    """`docker` runs containers, `bubblewrap` and `namespaces` are jails, `subprocess` limits time, memory and output
+    and does not isolate (see sandboxes/README.md). `auto` takes the strongest that works on this machine, `embedded`
+    a jail, or a warning and `subprocess` where none works."""
     min_isolation: Literal["none", "process", "namespaces", "container", "vm"] = "none"
     """A run whose sandboxes would isolate less is an error."""
     wall_s: Annotated[float, Field(gt=0)] = 5.0

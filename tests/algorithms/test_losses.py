@@ -4,7 +4,7 @@
   the decoupled objective the numbers are those of the formula written out in one line.
 - The gradient flows through the current log-probabilities alone, not through clipped tokens; with cispo through all.
 - gspo has one ratio a sequence; with one advantage a sequence it has value and gradient of the sequence form.
-- The importance weight is of a token, of a sequence, or 1. Divergence and entropy enter the loss with their coefficients.
+- The importance weight is of a token, of a sequence, or 1. Divergence and entropy enter the loss with coefficients.
 - Parts add up to the whole, of loss, gradient and statistics; nothing at all still back-propagates; absurd ratios stay
   finite.
 - A user's own objective takes the place of ours; one of a wrong shape, or that cannot be imported, is refused.

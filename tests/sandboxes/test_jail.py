@@ -6,7 +6,7 @@ kills its program; 6. programs of one sandbox share files, of two nothing; 7. wh
 programs; 8. a jail that cannot be built is an error with its reason; 9. limits of a whole sandbox are not taken for one
 program; 10. the disk is as large as asked; 11. more isolation than there is is refused, also by `auto`, which takes a
 jail where there is one; 12. a share of the CPUs slows a program down; 13. C compiles and runs; 14. 1,000
-programs at once need no thread each.
+programs at once need no thread each; 15. processes that make sessions and more processes are dead by the deadline.
 """
 
 import asyncio
@@ -196,6 +196,14 @@ async def test_auto_takes_a_jail_or_better_where_there_is_one(backend: str) -> N
         assert pool.capabilities().isolation.covers(Isolation.NAMESPACES)
 
 
+async def test_embedded_takes_a_jail_where_there_is_one_and_no_container(backend: str) -> None:
+    async with open_pool(backend="embedded") as pool:
+        assert pool.capabilities().isolation is Isolation.NAMESPACES
+    with pytest.raises(SandboxError, match="min_isolation is 'container', the strongest backend gives only"):
+        async with open_pool(backend="embedded", min_isolation=Isolation.CONTAINER):
+            pass
+
+
 async def test_a_share_of_the_cpus(pool: Pool) -> None:
     if "memory of many processes together" in pool.capabilities().cannot_stop:
         pytest.skip("no control groups here")
@@ -212,3 +220,23 @@ async def test_c_compiles_and_runs(pool: Pool) -> None:
         compiled = await box.exec(["gcc", "main.c", "-o", "main"])
         assert compiled.is_ok, compiled.stderr
         assert (await box.exec(["./main"])).stdout == b"hi\n"
+
+
+STORM = """
+import os, threading
+def storm():
+    while True:
+        try:
+            if os.fork() == 0:
+                os.setsid()
+                storm()
+        except OSError: pass
+for _ in range(4): threading.Thread(target=storm).start()
+"""
+
+
+async def test_a_storm_of_sessions_is_dead_by_the_deadline(pool: Pool) -> None:
+    async with pool.acquire() as box:
+        result = await box.exec_python(STORM, limits=Limits(wall_s=1.0))
+        assert result.status in (Status.PIDS, Status.TIMEOUT)
+        assert await processes_left(box) == ""
