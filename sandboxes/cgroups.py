@@ -171,9 +171,13 @@ class ControlGroup:
         while self.descriptors:
             os.close(self.descriptors.pop())
 
-    def forbid_forks(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # it is gone: nothing forks
+    def kill(self) -> None:
+        """All that are in it, and from here on nothing in it can fork."""
+        with contextlib.suppress(FileNotFoundError):  # it is gone, and they with it
             self._write("pids", "pids.max", "0")
+        for pid in self._members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def num_oom_kills(self) -> int:
         is_first = self._by_controller["memory"].version == 1
@@ -186,7 +190,8 @@ class ControlGroup:
         """Kill what is left in it and remove it. False while something is still dying."""
         self.close_descriptors()
         try:
-            self._kill_members()
+            if self._members():
+                self.kill()
             for folder in self._folders:
                 with contextlib.suppress(FileNotFoundError):
                     folder.path.rmdir()
@@ -194,17 +199,11 @@ class ControlGroup:
             return False
         return True
 
-    def _kill_members(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # removed already
-            if not self._members():
-                return
-            self.forbid_forks()
-            for pid in self._members():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
     def _members(self) -> list[int]:
-        return [int(pid) for pid in (self._by_controller["pids"].path / "cgroup.procs").read_text().split()]
+        try:
+            return [int(pid) for pid in (self._by_controller["pids"].path / "cgroup.procs").read_text().split()]
+        except FileNotFoundError:  # removed already
+            return []
 
     def _limit_in(self, folder: Hierarchy, limits: Limits) -> None:
         is_first = folder.version == 1

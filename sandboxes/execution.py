@@ -34,8 +34,8 @@ class Group(Protocol):
 
     def close_descriptors(self) -> None: ...
 
-    def forbid_forks(self) -> None:
-        """From here on the program can only end."""
+    def kill(self) -> None:
+        """All of them, at once: a launcher among many that are busy may not get its turn to."""
         ...
 
     def num_oom_kills(self) -> int: ...
@@ -126,7 +126,7 @@ class Execution:
     def _send_kill(self) -> None:
         if self._run is not None and self.is_running:
             if self._group is not None:
-                self._group.forbid_forks()
+                self._group.kill()
             self._link.kill(self._run)
 
 

@@ -25,8 +25,8 @@ import ctypes, os, signal
 libc = ctypes.CDLL(None, use_errno=True)
 for request in (16, 0x4206):
     if libc.ptrace(request, os.getppid(), 0, 0) == 0: print('traced')
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):
+os.chmod('.', 0)
+for number in signal.valid_signals():
     try: os.kill(1, number)
     except PermissionError: pass
 try: os.kill(-1, signal.SIGKILL)
@@ -171,7 +171,7 @@ ROWS = (
         run=prints(HOST_BY_PROC, b""),
     ),
     Row(
-        number=15, harm="kill(-1), ptrace on the launcher", required="it lives", needs=JAILED,
+        number=15, harm="signals, ptrace, a locked folder", required="the launcher lives", needs=JAILED,
         run=in_box(against_the_launcher),
     ),
     Row(number=16, harm="the network", required="unreachable", needs=JAILED, run=in_box(reaching_out)),

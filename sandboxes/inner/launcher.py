@@ -75,6 +75,7 @@ class Launcher:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         signal.signal(signal.SIGCHLD, ignore_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's own handler would let a program of this jail end us
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._greet()
         while True:
@@ -132,6 +133,7 @@ class Launcher:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(
                 signal.SIGXFSZ, signal.SIG_DFL
             )  # Python ignores it: here it tells the host that files were too long
@@ -141,7 +143,7 @@ class Launcher:
                 os.write(group, b"0")  # this process, and with it all that come of it
             for target, descriptor in enumerate(standard):
                 os.dup2(descriptor, target)
-            os.chdir(request["folder"])
+            enter(request["folder"])
             self._confine(request)
         except BaseException as error:  # the boundary: nothing of the program has run, so the host is told
             self._report(ReportKind.FAILED, run_id, (error.errno if isinstance(error, OSError) else None) or 0)
@@ -216,6 +218,15 @@ class Launcher:
     def _report(self, kind: ReportKind, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
         with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
             self._control.sendall(REPORT.pack(kind, run_id, value, cpu_us, peak_bytes))
+
+
+def enter(folder: str) -> None:
+    """The working directory, which a program before may have locked, as its owner may: that must not stop the next."""
+    try:
+        os.chdir(folder)
+    except PermissionError:
+        os.chmod(folder, 0o700)
+        os.chdir(folder)
 
 
 def ignore_signal(_number: int, _frame: types.FrameType | None) -> None:

@@ -35,7 +35,7 @@ def become_program(request: bytes, standard: list[int]) -> NoReturn:
         unpack(request[REQUEST.size :]),
     )
     _confine(uid, gid, limits)
-    os.chdir(cwd)
+    _enter(cwd)
     for target, descriptor in enumerate(standard):
         os.dup2(descriptor, target)
     os.closerange(3, MAX_DESCRIPTORS)
@@ -80,6 +80,15 @@ def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:
     except OSError as error:
         os._exit(error.errno or 255)
     os._exit(0)
+
+
+def _enter(cwd: bytes) -> None:
+    """In the working directory, which a program before may have locked, as its owner may: that must not stop us."""
+    try:
+        os.chdir(cwd)
+    except PermissionError:
+        os.chmod(os.getcwdb(), 0o700)
+        os.chdir(cwd)
 
 
 def _confine(uid: int, gid: int, limits: list[int]) -> None:
