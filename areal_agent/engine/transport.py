@@ -46,7 +46,10 @@ class Transport:
         return await self._read("POST", path, body, refusal, timeout_s)
 
     async def ask(self, path: str, body: dict[str, Any]) -> object:
-        """As `post`, for the call that is made a thousand times as often as any other; without a time limit."""
+        """As `post`, for the call that is made a thousand times as often as any other; without a time limit.
+
+        The server may receive it twice, of which the first has no reader any more: so it is for sampling alone.
+        """
         where = f"POST {self.base_url}{path}"
         try:
             answer = await self._connections.post(path, _encode(body))
