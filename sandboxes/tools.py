@@ -81,7 +81,8 @@ class Toolbox:
 
 async def run_bash(toolbox: Toolbox, values: Mapping[str, str]) -> str:
     box = await toolbox.box()
-    return said(await box.exec(["bash", "-c", values["command"].replace("\0", "")]))
+    command = values["command"].replace("\0", "").encode(errors="replace").decode()  # as an argument can be
+    return said(await box.exec(["bash", "-c", command]))
 
 
 async def run_python(toolbox: Toolbox, values: Mapping[str, str]) -> str:

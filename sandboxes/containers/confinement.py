@@ -92,6 +92,19 @@ def check(spec: CellSpec, runtimes: frozenset[str]) -> None:
         )
 
 
+def refuse_volumes(spec: CellSpec, volumes: Sequence[str]) -> None:
+    """SandboxError for volumes that the image declares: each would be a place on the host's disk without bounds.
+
+    Where a disk of ours is mounted instead, there is none.
+    """
+    left = {posixpath.normpath(place) for place in volumes} - set(disks(spec, user_of(spec)))
+    if left:
+        raise SandboxError(
+            f"the image {spec.image!r} declares volumes, {', '.join(sorted(left))}: nothing bounds what is written "
+            "there on this machine's disk; make it anew without VOLUME, or by `docker export` and `docker import`"
+        )
+
+
 def has_tunnel(spec: CellSpec) -> bool:
     """Whether there is a way to the network: never an interface of it, see `agent/tunnel.py`."""
     return spec.network is not None and spec.network.access is not Access.NONE

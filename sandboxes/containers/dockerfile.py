@@ -52,16 +52,27 @@ def instructions_of(text: str) -> list[tuple[str, str]]:
             if not found and not going_on and re.match(r"\s*#\s*\w+\s*=", line):
                 raise refusal(line, "directives choose another reader")
             continue
-        going_on += line.rstrip().removesuffix("\\") + " "
+        going_on += line.rstrip().removesuffix("\\")
         if line.rstrip().endswith("\\"):
             continue
         if going_on.strip():
             name, _, rest = going_on.strip().partition(" ")
+            if rest.rstrip().endswith("\\"):
+                raise refusal(going_on, "it ends in a backslash, and whether it goes on depends on the reader")
             found.append((name.upper(), rest.strip()))
         going_on = ""
     if going_on.strip():
         raise refusal(going_on, "its last line goes on, and nothing comes")
     return found
+
+
+def as_read(text: str) -> str:
+    """The same Dockerfile with an instruction a line: what was checked is what is built, however an engine reads lines.
+
+    >>> as_read("FROM a\\nRUN true \\\\\\n  # and then\\n  && false")
+    'FROM a\\nRUN true   && false\\n'
+    """
+    return "".join(f"{name} {rest}\n" for name, rest in instructions_of(text))
 
 
 def leading_flags(words: list[str]) -> list[str]:

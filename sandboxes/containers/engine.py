@@ -50,6 +50,7 @@ class Image:
 
     id: str
     env: Mapping[str, str]
+    volumes: tuple[str, ...] = ()  # places that it declares as volumes
 
 
 class Engine:
@@ -84,8 +85,13 @@ class Engine:
                 f"there is no image {name!r} on this machine, and none is fetched; build it "
                 "(`python -m sandboxes image` makes the default one) or `docker pull` it"
             ) from None
-        pairs = (text.partition("=") for text in (found.get("Config") or {}).get("Env") or ())
-        return Image(id=found["Id"], env={name: value for name, _, value in pairs})
+        config = found.get("Config") or {}
+        pairs = (text.partition("=") for text in config.get("Env") or ())
+        return Image(
+            id=found["Id"],
+            env={name: value for name, _, value in pairs},
+            volumes=tuple(config.get("Volumes") or ()),
+        )
 
     async def has_image(self, name: str) -> bool:
         return bool(await self._call(lambda: self._client.images(name)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_agent.errors import SandboxError
 from sandboxes import archive
 from sandboxes.containers.base_image import DEFAULT_IMAGE
-from sandboxes.containers.dockerfile import images_of
+from sandboxes.containers.dockerfile import as_read, images_of
 from sandboxes.containers.engine import Engine
 
 NAME = "areal-agent-sandbox-of"
@@ -38,7 +38,8 @@ async def build_image_with(engine: Engine, folder: Path | None, dockerfile: str 
     files = entries_of(folder)
     text = dockerfile or dockerfile_of(files)
     bases = [(await engine.image(name)).id for name in images_of(text)]
-    content = archive.pack([*files, archive.Entry(path=DOCKERFILE_INSIDE, data=text.encode())])
+    built = as_read(text)
+    content = archive.pack([*files, archive.Entry(path=DOCKERFILE_INSIDE, data=built.encode())])
     name = f"{NAME}:{hashlib.sha256(repr(bases).encode() + content).hexdigest()[:32]}"
     if not await engine.has_image(name):
         await engine.build(content, DOCKERFILE_INSIDE, name)

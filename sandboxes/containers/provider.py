@@ -25,6 +25,7 @@ from sandboxes.containers.confinement import (
     check,
     container_config,
     has_tunnel,
+    refuse_volumes,
     tunnel_user,
     user_of,
     workdir_of,
@@ -121,6 +122,7 @@ class DockerProvider:
 
     async def _create(self, spec: CellSpec) -> ContainerCell:
         image = await self._engine.image(spec.image or DEFAULT_IMAGE)
+        refuse_volumes(spec, image.volumes)
         if image.id not in self._without_python:
             try:
                 return await self._create_of(image, spec, has_agent=True)

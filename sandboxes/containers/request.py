@@ -15,10 +15,13 @@ UNBOUNDED = 2**63 - 1
 def program_request(program: Program, env: Mapping[str, str], user: User, limits: Limits, *, is_timed: bool) -> bytes:
     """`env` is all of its environment."""
     operation = Operation.EXECUTABLE if program.source is None else Operation.SOURCE
-    arguments = program.argv if program.source is None else (program.source,)
+    if program.source is None:
+        arguments = [encoded(argument) for argument in program.argv]
+    else:  # as it is: what is no Python in it, half a character too, its own interpreter says
+        arguments = [program.source.encode(errors="surrogatepass")]
     cpu_s = limits.max_cpu_s if is_timed else 0
     numbers = (operation, user.uid, user.gid, cpu_s, -1, limits.file_bytes, limits.open_files)
-    return _packed(numbers, folder_of(program.cwd), env, [encoded(argument) for argument in arguments])
+    return _packed(numbers, folder_of(program.cwd), env, arguments)
 
 
 def file_request(operation: Operation, user: User, *arguments: bytes, open_files: int = 128) -> bytes:

@@ -23,6 +23,8 @@ REPORT = struct.Struct("=BQiQQ")
 NUM_DESCRIPTORS = 4
 START, KILL = 1, 2
 ENDED, FAILED = 1, 2
+MANY_SWEEPS = 4
+"""What is not dead by then forks faster than it can be killed one by one."""
 MAX_SWEEPS = 1000
 
 
@@ -104,20 +106,23 @@ class Forker:
             self._report(ENDED, *report)
 
     def _kill_user(self, uid: int, but_for: int | None = None) -> None:
-        """All processes of a user at once, too fast for any fork, unless another program is this user's as well."""
+        """All that a user has, unless another program is this user's as well."""
         if any(other == uid for pid, (_, other) in self._runs.items() if pid != but_for):
             return
-        os.setresuid(uid, uid, 0)  # one who may signal these processes and no others
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        os.setresuid(0, 0, 0)
+        kill_all_of(uid)
 
     def _kill_strays(self) -> None:
-        """Kill the orphans of dead programs and the daemons of living ones, and what these leave in turn."""
-        for _ in range(MAX_SWEEPS):
+        """Kill the orphans of dead programs and the daemons of living ones, and what these leave in turn.
+
+        Where there is no end to them all programs of their user die: else the whole container would have to.
+        """
+        for sweep in range(MAX_SWEEPS):
             strays = [pid for pid in children() if self._is_stray(pid)]
             if not strays:
                 return
+            if sweep >= MANY_SWEEPS:
+                for uid in {uid for _, uid in self._runs.values()}:
+                    kill_all_of(uid)
             for pid in strays:
                 kill_group(pid)
             for pid in strays:
@@ -158,6 +163,14 @@ def wait_for_one() -> tuple[int, int, int, int]:
     after = os.times()
     cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
     return pid, status, int(cpu_s * 1e6), 0
+
+
+def kill_all_of(uid: int) -> None:
+    """All processes of a user at once, too fast for any fork."""
+    os.setresuid(uid, uid, 0)  # one who may signal these processes and no others
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    os.setresuid(0, 0, 0)
 
 
 def kill_group(pid: int) -> None:

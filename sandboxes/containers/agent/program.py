@@ -64,7 +64,7 @@ def run_python(source: bytes, env: list[str]) -> NoReturn:
             [os.fsencode(argument) for argument in argv], {os.fsencode(k): os.fsencode(v) for k, v in variables.items()}
         )
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # a change of user took it, and with it /dev/stdin
-    program.run_source(source.decode(errors="surrogateescape"), variables)
+    program.run_source(source.decode(errors="surrogatepass"), variables)
 
 
 def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:

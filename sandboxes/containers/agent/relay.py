@@ -5,8 +5,10 @@ control group counted meanwhile. When the stream ends, so does it, and with it t
 """
 
 import contextlib
+import errno
 import os
 import select
+import signal
 import socket
 import time
 
@@ -217,15 +219,17 @@ class Relay:
         run = self._runs.pop(number, None)
         if run is None:
             return  # it has failed already: its child told us before the forker saw it end
+        counted = [now - before for now, before in zip(self._counters.read(), run.counted, strict=True)]
         if kind != FORKER_ENDED:
-            self._close(run)
-            self._tell(Tell.FAILED, number, bytes([value & 0xFF]))
-            return
+            if value != errno.EAGAIN or not counted[1]:
+                self._close(run)
+                self._tell(Tell.FAILED, number, bytes([value & 0xFF]))
+                return
+            value = signal.SIGKILL  # programs beside it had taken all processes: no fault of the container's
         for descriptor in list(run.outputs):  # what lies in the pipes; nobody is waited for
             while not run.is_cut and self._pass_on(run, descriptor):
                 pass
         self._close(run)
-        counted = [now - before for now, before in zip(self._counters.read(), run.counted, strict=True)]
         self._tell(Tell.ENDED, number, ENDED.pack(value, cpu_us, peak_bytes, *counted, run.end, run.is_cut))
 
     # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,7 +1,8 @@
 """What a Dockerfile may ask for.
 
 1. the images that it builds upon, stages left out; 2. instructions, flags, directives and labels that are refused,
-however they are written; 3. whatever is let through has known instructions alone.
+however they are written; 3. whatever is let through has known instructions alone; 4. what is built says on single lines
+what was checked, also where readers differ about the end of a line.
 """
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
-from sandboxes.containers.dockerfile import ALLOWED, images_of, instructions_of
+from sandboxes.containers.dockerfile import ALLOWED, as_read, images_of, instructions_of
 
 STAGES = """
 # a comment
@@ -52,6 +53,7 @@ def test_images_that_it_builds_upon() -> None:
         "LABEL areal-agent.sandboxes.owner=me",
         "LABEL a=b \\\n areal-agent.sandboxes.lease=0",
         "RUN true \\",
+        "RUN true \\\\\n\nVOLUME /x",
         "<<EOF",
     ],
 )
@@ -82,3 +84,11 @@ def test_what_is_let_through_has_known_instructions(text: str) -> None:
     except SandboxError:
         return
     assert {name for name, _ in instructions_of(text)} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("space", ["", " ", "\t", "\u00a0", "\u3000", "\x1f"])
+def test_what_is_built_is_what_was_checked(space: str) -> None:
+    """An engine ends the line at a backslash with such a space behind it, and would see an ADD."""
+    text = f"FROM debian\nRUN true \\{space}\nADD http://host/file /x"
+    assert images_of(text) == ["debian"]
+    assert as_read(text) == "FROM debian\nRUN true ADD http://host/file /x\n"

@@ -2,11 +2,15 @@
 
 1. a Dockerfile's image runs, with its environment and its folder's files; 2. the same content is built once, other
 content anew; 3. a folder without a Dockerfile; 4. a build has no network; 5. a build that fails says why; 6. an image
-that is not here is not fetched, neither to run nor to build upon.
+that is not here is not fetched, neither to run nor to build upon; 7. an image that declares a volume is refused, unless
+a disk of ours is in its place.
 """
 
+import io
+from contextlib import nullcontext
 from pathlib import Path
 
+import docker
 import pytest
 
 from areal_agent.errors import SandboxError
@@ -64,3 +68,17 @@ async def test_image_that_is_not_here(engine: Engine, provider: DockerProvider) 
         await provider.create(CellSpec(limits=PATIENT, image="no-such-image"))
     with pytest.raises(SandboxError, match="none is fetched"):
         await build_image_with(engine, None, "FROM no-such-image\n")
+
+
+@pytest.mark.parametrize(("place", "is_refused"), [("/data", True), ("/work/../tmp", False)])
+async def test_volumes(engine: Engine, provider: DockerProvider, place: str, is_refused: bool) -> None:
+    name = "areal-agent-sandbox-test:volume"
+    client = docker.from_env()
+    try:
+        client.images.build(fileobj=io.BytesIO(f"FROM {DEFAULT_IMAGE}\nVOLUME {place}\n".encode()), tag=name)
+        refusal = pytest.raises(SandboxError, match="declares volumes, /data") if is_refused else nullcontext()
+        with refusal:
+            assert await printed(provider, name, "echo", "runs") == b"runs\n"
+    finally:
+        client.images.remove(name, force=True)
+        client.close()

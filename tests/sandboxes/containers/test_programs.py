@@ -6,7 +6,8 @@ Limits: 8. wall-clock time, and that of a deaf program; 9. CPU time; 10. output,
 bytes are kept; 11. memory and processes as the call asks; others within other bounds refuse it, and so do limits of a
 whole sandbox; 12. a cancelled call's program is killed. Streaming: 13. talking to a program; 14. output that nobody
 reads stays there; 15. kill, and a deadline; 16. stdin that nobody reads; 17. its end is told any number of times.
-What is left: 18. daemons die with their program, also while others run.
+What is left: 18. daemons die with their program, also while others run; 19. storms of sessions at once are dead by the
+deadline, and the container lives. Source: 20. a NUL byte or half a character in it is the program's failure.
 """
 
 import asyncio
@@ -212,3 +213,28 @@ async def test_daemons_die_while_others_run(cell: AgentCell) -> None:
     assert (await run(cell, "sh", "-c", "setsid sleep 1000 & exit 0")).is_ok
     assert len(await processes(cell)) == 1
     await other.kill()
+
+
+STORM = """
+import os, threading
+def storm():
+    while True:
+        try:
+            if os.fork() == 0:
+                os.setsid()
+                storm()
+        except OSError: pass
+for _ in range(4): threading.Thread(target=storm).start()
+"""
+
+
+async def test_storms_of_sessions_are_dead_by_the_deadline(cell: AgentCell) -> None:
+    results = await asyncio.gather(*(run_python(cell, STORM, limits=Limits(wall_s=1.0)) for _ in range(2)))
+    assert {result.status for result in results} <= {Status.PIDS, Status.TIMEOUT}
+    assert await processes(cell) == []
+
+
+@pytest.mark.parametrize("source", ["print(1)\0", "print(1)  # \ud800"])
+async def test_source_that_no_file_could_hold(cell: AgentCell, source: str) -> None:
+    result = await run_python(cell, source)
+    assert (result.status, result.stdout) == (Status.NONZERO, b"")
