@@ -22,6 +22,7 @@ from areal_agent.gateway.endpoints.chat import ChatRequest
 from areal_agent.gateway.endpoints.chat_body import ChatBody
 from areal_agent.gateway.endpoints.completions import CompletionsRequest
 from areal_agent.gateway.endpoints.completions_body import CompletionsBody
+from areal_agent.gateway.endpoints.known_tools import KnownTools
 from areal_agent.gateway.limits import Limits
 from areal_agent.gateway.metrics import Metrics
 from areal_agent.gateway.online.consumer import Consumer
@@ -93,6 +94,7 @@ class Gateway:
         self._limits = limits or Limits()
         self._allowed_hosts = tuple(allowed_hosts)
         self._bodies = BodyReader(self._limits)
+        self._known_tools = KnownTools()
         self._sessions = Sessions()
         self._traffic = Traffic(self._limits)
         self._closing = Closing(self._traffic, self._sessions.with_id, self._counters)
@@ -163,7 +165,7 @@ class Gateway:
     # -------------------------------------------------------------------------------------------- agents
 
     async def _chat_completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
-        request = ChatRequest.read(body)
+        request = ChatRequest.read(body, self._known_tools.read)
         self._require_model(request.model)
         with session.deliveries.one():
             exchange = await session.place(request, num_bytes=len(await http.read()))

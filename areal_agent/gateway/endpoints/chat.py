@@ -4,15 +4,16 @@ Every parameter of OpenAI's is honoured, or refused by name when its value asks 
 `max_tokens` beyond the room in the context is cut to it, where OpenAI refuses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.endpoints.conversation import read_message, read_tools
+from areal_agent.gateway.endpoints.conversation import read_message
+from areal_agent.gateway.endpoints.known_tools import Tools
 from areal_agent.gateway.endpoints.response_format import read_response_format
-from areal_agent.gateway.endpoints.strict_tools import Accepts, strict_tools
+from areal_agent.gateway.endpoints.strict_tools import Accepts
 from areal_agent.gateway.endpoints.tool_choice import ToolChoice, ToolUse
 from areal_agent.gateway.fields import as_flag, as_integer, as_list, as_text, refuse
 from areal_agent.gateway.turns.order import HARMLESS_FIELDS, MAX_TOP_LOGPROBS, ORDER_FIELDS, Order, refuse_unsupported
@@ -32,6 +33,7 @@ _HONOURED = ORDER_FIELDS | {
     "top_logprobs",
 }
 _KNOWN = _HONOURED | HARMLESS_FIELDS
+_NO_TOOLS = Tools(definitions=(), accepts=None)
 
 _UNSUPPORTED: Mapping[str, Sequence[object]] = {
     "audio": (),
@@ -65,13 +67,13 @@ class ChatRequest:
     prompt_param = "messages"
 
     @classmethod
-    def read(cls, body: JsonObject) -> Self:
+    def read(cls, body: JsonObject, read_tools: Callable[[object], Tools] = Tools.read) -> Self:
         """Check a decoded body; raises RequestError naming the parameter that cannot be honoured."""
         refuse_unsupported(body, _KNOWN, _UNSUPPORTED)
-        tools = () if body.get("tools") is None else read_tools(body["tools"])
-        tool_choice = ToolChoice.read(body, tools)
+        tools = _NO_TOOLS if body.get("tools") is None else read_tools(body["tools"])
+        tool_choice = ToolChoice.read(body, tools.definitions)
         json_schema = read_response_format(body.get("response_format"))
-        if json_schema is not None and tools and tool_choice.may_call:
+        if json_schema is not None and tools.definitions and tool_choice.may_call:
             raise RequestError(
                 "response_format holds the whole answer to JSON, so it could call no tool; send it without tools, or "
                 "with tool_choice 'none'",
@@ -81,9 +83,9 @@ class ChatRequest:
         return cls(
             model=as_text(body.get("model"), "model"),
             messages=_read_messages(body.get("messages")),
-            tools=tools,
+            tools=tools.definitions,
             tool_choice=tool_choice,
-            accepts=strict_tools(tools),
+            accepts=tools.accepts,
             json_schema=json_schema,
             order=Order.read(body, num_top_logprobs=_read_logprobs(body)),
         )
