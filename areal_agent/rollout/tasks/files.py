@@ -1,5 +1,7 @@
 """Rows of files: JSONL and Parquet, each with its file and line. It knows no other source."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ import orjson
 from areal_agent.errors import ConfigError
 
 PARQUET_BATCH_ROWS = 4096
+LONG_NUMBER = re.compile(rb"\d{19}")
+"""Digits that may be of an integer beyond 64 bits."""
 
 
 def jsonl_rows(path: Path, what: str) -> Iterator[tuple[str, object]]:
@@ -18,10 +22,10 @@ def jsonl_rows(path: Path, what: str) -> Iterator[tuple[str, object]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{path}:{number}", orjson.loads(line)
+                    yield f"{path}:{number}", _value(line)
     except OSError as error:
         raise _unreadable(path, what, error.strerror or str(error)) from error
-    except orjson.JSONDecodeError as error:
+    except ValueError as error:  # of either parser; an integer of thousands of digits is one of Python's own
         raise ConfigError(f"{what}: {path}:{number} is not JSON: {error}") from error
 
 
@@ -47,6 +51,12 @@ def parquet_rows(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise _unreadable(path, what, error.strerror or str(error)) from error
     except pa.ArrowException as error:
         raise ConfigError(f"{what}: {str(path)!r} is no Parquet file: {' '.join(str(error).split())}") from error
+
+
+def _value(line: bytes) -> object:
+    """Integers keep all their digits: orjson is strict and quick, but makes long ones floats."""
+    value: object = orjson.loads(line)
+    return json.loads(line) if LONG_NUMBER.search(line) else value
 
 
 def _unreadable(path: Path, what: str, reason: str) -> ConfigError:

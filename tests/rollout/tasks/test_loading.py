@@ -55,6 +55,11 @@ def test_jsonl_passes_over_blank_lines_and_numbers_what_has_no_id(tmp_path: Path
     assert [id for id, _ in load(source=str(path))] == ["a", "1", "2"]
 
 
+def test_integers_in_jsonl_keep_all_their_digits(tmp_path: Path) -> None:
+    rows = [{"id": "a", "answer": 2**64 + 1, "of": [-(10**30)]}, {"id": "b", "answer": 9999999999999999999}]
+    assert [data for _, data in load(source=jsonl(tmp_path / "tasks.jsonl", rows))] == rows
+
+
 def test_parquet(tmp_path: Path) -> None:
     assert load(source=parquet(tmp_path / "tasks.parquet", ROWS)) == [(row["id"], row) for row in ROWS]
 
@@ -101,6 +106,7 @@ def test_mixed_sources_bear_their_names(tmp_path: Path, module: str) -> None:
     [
         ("{}\n{oops\n", r"tasks\.jsonl:2 is not JSON"),
         ("{}\n\n[1]\n", r"tasks\.jsonl:3 is a list, expected an object"),
+        ('{"n": ' + "9" * 5000 + "}", r"tasks\.jsonl:1 is not JSON"),
         ("", "has no task for split 'train': it is empty"),
         ('{"id": 7}\n{"id": "7"}\n', r"the id '7' is given twice: \S*tasks\.jsonl:1, and \S*tasks\.jsonl:2"),
     ],
