@@ -103,7 +103,10 @@ class Stepper:
         samples = self._scored(given, samples)
         minibatches = self._minibatches(samples)
         laps.end("advantages")
-        updates = [self._update(chosen, start_version=given.step - 1) for chosen in minibatches]
+        updates = [
+            self._update(chosen, start_version=given.step - 1, is_first=number == 0)
+            for number, chosen in enumerate(minibatches)
+        ]
         laps.end("update")
         return {
             **update_metrics(updates),
@@ -205,14 +208,14 @@ class Stepper:
 
     # ------------------------------------------------------------------ the updates
 
-    def _update(self, samples: Sequence[Sample], *, start_version: int) -> Update:
-        """Accumulate the gradient of all samples exactly, and update once."""
+    def _update(self, samples: Sequence[Sample], *, start_version: int, is_first: bool) -> Update:
+        """Accumulate the gradient of all samples exactly, and update once; the first starts from the step's weights."""
         tally = Tally()
         self._optimizer.clear_gradients()  # a step that failed midway may have left some
         if self._critic is not None:
             self._critic.clear_gradients()
         for _, batch in self._micro_batches.share(samples):
-            tally = tally.merge(self._backward(batch, start_version))
+            tally = tally.merge(self._backward(batch, start_version, is_first=is_first))
         learning_rate = self._optimizer.learning_rate
         norm = self._optimizer.update()
         return Update(
@@ -223,7 +226,7 @@ class Stepper:
             critic_gradient_norm=self._critic.update() if self._critic is not None else None,
         )
 
-    def _backward(self, batch: MicroBatch, start_version: int) -> Tally:
+    def _backward(self, batch: MicroBatch, start_version: int, *, is_first: bool) -> Tally:
         logprobs, entropy = self._policy.logprobs_and_entropy(batch)
         start = logprobs.detach() if batch.proximal is None else batch.proximal
         assert batch.advantages is not None, "scored samples have advantages"
@@ -243,6 +246,7 @@ class Stepper:
             loss, stats = logprobs.sum(), LossStats()
         loss.backward()
         value_loss, num_clipped = (0.0, 0) if self._critic is None else self._critic.backward(batch)
+        is_of_the_start = is_first or batch.proximal is not None  # else the updates before would be told as mismatch
         return Tally(
             loss=float(loss.detach()),
             entropy_sum=float(entropy.detach().sum()),
@@ -252,7 +256,9 @@ class Stepper:
             value_loss=value_loss,
             num_clipped_values=num_clipped,
             losses=stats,
-            mismatch=Mismatch.of(start, batch.behavior, batch.versions == start_version),
+            mismatch=Mismatch.of(start, batch.behavior, batch.versions == start_version)
+            if is_of_the_start
+            else Mismatch(),
         )
 
     def _proximal(self, batch: MicroBatch, start: Tensor, logprobs: Tensor, start_version: int) -> Tensor:

@@ -4,7 +4,7 @@
 - A critic learns returns: its loss falls, and it explains more of them.
 - A reference that is the policy changes nothing; another one pulls the policy to it, by the loss or by the rewards.
 - The entropy bonus raises entropy. Named parts of the reward count with their weights.
-- Mismatch with the engine is told whatever the ratio is taken to; approximate and recomputed ratios start alike.
+- Mismatch with the engine is told whatever the ratio is taken to, and without what the step's own updates change.
 - A user's own loss and advantage train; a checkpoint of critic and reference goes on exactly, and is refused without.
 """
 
@@ -137,6 +137,20 @@ def test_mismatch_is_told_whatever_the_ratio_is_taken_to(model_folder, make_batc
     assert told["logp_diff_mean"] > 0.5
     assert plain["logp_diff_mean"] > 0.5
     assert told["behavior_weight_max"] == pytest.approx(1.0)  # fresh tokens: the approximation is the behaviour policy
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "behavior", "approximate"])
+def test_what_an_update_changed_is_no_mismatch(model_folder, make_batch, as_input, proximal):
+    config = TrainerConfig(learning_rate=1e-2)
+    lab = Lab(model_folder, config, AlgorithmConfig(minibatches=3, proximal=proximal))
+    batch = make_batch(1)
+    exact = [
+        replace(one, behavior_logprobs=np.append(0.0, lab.logprobs(one).detach().numpy()).astype(np.float32))
+        for one in batch.records
+    ]
+    metrics = lab.stepper.train(as_input(batch, exact))
+    assert metrics["num_fresh_tokens"] > 0
+    assert metrics["logp_diff_fresh_max"] < 1e-5
 
 
 def reinforce(tokens: LossTokens, config: AlgorithmConfig) -> torch.Tensor:
