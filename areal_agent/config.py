@@ -87,6 +87,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_enough_for_its_minibatches(self) -> Self:
+        if self.algorithm.minibatches > self.batch_answers:
+            raise ValueError(
+                f"algorithm.minibatches is {self.algorithm.minibatches}, and a step has {self.batch_answers} rollouts "
+                "(batch_size times group_size), of which each minibatch needs one; set it to less"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _is_corrected(self) -> Self:
         if self.algorithm.behavior_weight_level == "none" and self.max_staleness > 0:
             raise ValueError(

@@ -35,6 +35,7 @@ def write(tmp_path: Path, **values: object) -> Path:
         ("steps=2.5", r"steps is 2.5"),
         ("algorithm.behavior_weight_level=none", r"'none' and max_staleness 4: tokens of older weights need"),
         ("group_size=1", r"group_size is 1, and advantage 'grpo' compares the rollouts of one group"),
+        ("algorithm.minibatches=257", r"algorithm.minibatches is 257, and a step has 256 rollouts"),
         ("steps=true", r"steps is True; give a number"),
         ("rollout.workers=65", r"rollout: workers is 65 and max_concurrent 64; each needs a rollout to run"),
         ("rollout={gateway_port: 65535, workers: 2}", r"gateway_port is 65535; with 2 workers it leaves too few ports"),
