@@ -83,7 +83,7 @@ class EngineCalls:
                 await asyncio.gather(*map(self._abort, request_ids))
                 await asyncio.wait([one.ended for one in running])
         for one in running:
-            if not one.ended.done():
+            if not one.ended.done() and not one.is_given_up:  # twice cancelled, it could not be told from its caller
                 one.is_given_up = True
                 one.task.cancel()
         await asyncio.wait([one.ended for one in running])
@@ -92,16 +92,19 @@ class EngineCalls:
         """Sample in the task of the caller, which is not cancelled when the request is given up."""
         task = asyncio.current_task()
         assert task is not None
+        num_cancelled = task.cancelling()
         running = self._running[request.request_id] = _Running(
             task=task, ended=asyncio.get_running_loop().create_future()
         )
         try:
             return await self._generate(request, index, watch)
         except asyncio.CancelledError:
-            if running.is_given_up and task.uncancel() == 0:
+            if running.is_given_up and task.cancelling() == num_cancelled + 1:
                 return NOTHING
             raise
         finally:
+            if running.is_given_up:
+                task.uncancel()
             del self._running[request.request_id]
             running.ended.set_result(None)
 
