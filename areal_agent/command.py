@@ -29,14 +29,20 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: list[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        known, unknown = self.parse_known_intermixed_args(args, namespace)
-        if unknown:
-            option = unknown[0].split("=")[0]
-            valid = [name for action in self._actions for name in action.option_strings]
+        given = sys.argv[1:] if args is None else args
+        self._refuse_unknown(word for word in given if word.startswith("--"))  # before one is found to be missing
+        known, unknown = self.parse_known_intermixed_args(given, namespace)
+        self._refuse_unknown(unknown)
+        return known
+
+    def _refuse_unknown(self, options: Iterable[str]) -> None:
+        valid = [name for action in self._actions for name in action.option_strings]
+        for option in (word.split("=")[0] for word in options):
+            if option in ("--", *valid):
+                continue
             takes_keys = any(action.dest == "overrides" for action in self._actions)
             hint = f" (a key of the config takes no dashes: {option.lstrip('-')}=VALUE)" if takes_keys else ""
             self.error(f"unknown option {option!r}; {nearest(option, valid)}{hint}")
-        return known
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}\ntry: {self.prog} --help", file=sys.stderr)

@@ -96,9 +96,12 @@ class Preflight:
         batches = f"tasks: {len(self.tasks)} to train on, {len(self.eval_tasks)} held out"
         if config.is_online:
             batches = f"batches from {config.rollout.gateway_url}, weights to {config.engine.url}"
+        is_here = demonstrations_of(config.model) is not None or Path(config.model).exists()
+        hub = f"\nno folder {config.model} is here: it is taken for a name on the hub, where nothing was looked for"
         return (
             f"{action} {config.model} for {config.steps} steps of {answers} in {self.folder.path}\n{batches}; "
             f"max_staleness {config.max_staleness}, straggler {config.straggler}, preset {config.algorithm.preset}"
+            + ("" if is_here else hub)
         )
 
 

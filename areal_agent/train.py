@@ -51,7 +51,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--resume", metavar="RUN_DIR", help="go on with an interrupted or crashed run")
     args = parser.parse_args()
     if not args.config and not args.resume:
-        parser.error("give --config FILE, or --resume RUN_DIR")
+        file = next((word for word in args.overrides if word.endswith((".yaml", ".yml"))), None)
+        parser.error("give --config FILE, or --resume RUN_DIR" + (f"; did you mean --config {file}?" if file else ""))
     return args
 
 

@@ -28,7 +28,8 @@ async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) ->
     try:
         return Path(await asyncio.to_thread(snapshot_download, model, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
-        raise ConfigError(f"model {model!r} cannot be had from the hub: {str(error).splitlines()[0]}") from None
+        cause = str(error).splitlines()[0]
+        raise ConfigError(f"model {model!r}: no such folder here, and not to be had from the hub: {cause}") from None
 
 
 async def _tiny(seed: int, demonstrations: str, logs: Path, progress: Progress) -> Path:

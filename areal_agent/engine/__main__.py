@@ -24,6 +24,8 @@ from areal_agent.errors import ConfigError, EngineError
 from areal_agent.process import allow_many_connections, exit_with_parent
 from areal_agent.types import WeightVersion
 
+logger = logging.getLogger(__name__)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, load, serve; the exit code."""
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(config.threads)
     torch.set_num_interop_threads(1)
     disable_progress_bar()  # the output is a log
+    if not Path(options.model).is_dir():
+        logger.info("there is no folder %r here: asking the hub for it", options.model)  # offline, that takes a minute
     runner = ModelRunner.load(
         options.model,
         device=config.device,
