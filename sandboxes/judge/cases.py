@@ -1,5 +1,6 @@
 """What a program is judged by: texts in and out, calls with JSON in and out, or files of unit tests. Data."""
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ class UnitTests:
 
     It cannot be passed by an object that calls itself equal: objects of the program equal themselves alone. A test that
     hands the program a function, a class or an object of its own cannot be judged; `grade` refuses it by ValueError.
+    `from solution import *` is refused: the program would say what `abs` is, by which its results are judged.
 
     >>> UnitTests(files={"test_it.py": "from solution import add\\ndef test_add(): assert add(1, 2) == 3"}).module
     'solution'
@@ -71,6 +73,9 @@ class UnitTests:
             raise ValueError(f"UnitTests.module is {self.module!r}; give the name of a module")
         if not self.test_files:
             raise ValueError(f"UnitTests.files are {sorted(self.files)}; none is named test*.py or *_test.py")
+        for path, source in self.files.items():
+            if path.endswith(".py") and takes_all_names(source, self.module):
+                raise ValueError(f"UnitTests.files[{path!r}] takes all names of the program; import them one by one")
 
     @property
     def test_files(self) -> list[str]:
@@ -81,6 +86,20 @@ class UnitTests:
             for path, name in names.items()
             if name.endswith("_test.py") or (name.startswith("test") and name.endswith(".py"))
         ]
+
+
+def takes_all_names(source: str, module: str) -> bool:
+    """Whether it holds `from module import *`.
+
+    >>> takes_all_names("from solution import *", "solution"), takes_all_names("from math import *", "solution")
+    (True, False)
+    """
+    try:
+        nodes = ast.walk(ast.parse(source))
+    except (SyntaxError, ValueError):  # found when the tests are loaded
+        return False
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == module]
+    return any(alias.name == "*" for node in imports for alias in node.names)
 
 
 Cases = Sequence[StdinCase] | Sequence[CallCase] | UnitTests

@@ -4,6 +4,7 @@ It knows no tests. What it answers is data from a hostile process: `run_tests.py
 """
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -15,6 +16,9 @@ from sandboxes.result import ExecResult, Status
 from sandboxes.sandbox import Sandbox
 
 SERVE = bundle("plain", "serve_program")
+
+MAX_NAMES_CHARACTERS = 256 * 1024
+"""Of all names of a program together, as JSON: without a bound they could fill the memory of its tests' sandbox."""
 
 Names = dict[str, tuple[str, list[str]]]
 """Each name of a program, what it is, and the built-in exceptions that it comes of."""
@@ -81,7 +85,7 @@ class RemoteProgram:
 def names_of(hello: Mapping[str, Any]) -> Names | None:
     """What a program says of its names, if it is what it should be."""
     names = hello.get("names")
-    if not isinstance(names, dict):
+    if not isinstance(names, dict) or len(json.dumps(names)) > MAX_NAMES_CHARACTERS:
         return None
     for kind in cast(dict[str, Any], names).values():
         match kind:

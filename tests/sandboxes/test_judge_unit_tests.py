@@ -6,7 +6,9 @@ serve tests; 4. each test fails alone: by a wrong value, an exception, a death, 
 program anew, without the objects that it had made; 5. a program that cannot be loaded, or lacks a name, fails; 6. tests
 that are at fault themselves, hold nothing, or ask for what cannot be judged are refused by ValueError; 7. skipping is
 no pass, and an expected failure is refused; 8. set-up of classes is run, and its failure fails the class; 9.
-`stop_early`; 10. files beside the tests can be imported by them, and not by the program.
+`stop_early`; 10. files beside the tests can be imported by them, and not by the program; 11. a program
+cannot have its tests refused or their process fail: by what it defines a name as, or by very many names; 12. tests that
+take all names of the program are refused.
 """
 
 import pytest
@@ -133,7 +135,7 @@ def test_it():
 )
 async def test_objects_of_the_program_serve(pool: Pool, check: str) -> None:
     verdict = await judged(
-        pool, STACK, f"from solution import *\nfrom solution import Empty\ndef test_it():\n    {check}"
+        pool, STACK, f"from solution import Empty, Stack, count, merged\ndef test_it():\n    {check}"
     )
     assert verdict.is_passed, verdict
 
@@ -286,3 +288,25 @@ def test_what_is_no_unit_test_is_refused(options: dict) -> None:
 async def test_other_languages_have_none(pool: Pool) -> None:
     with pytest.raises(ValueError, match="in Python"):
         await grade("", UnitTests(files={"test.py": ""}), pool=pool, language="c")
+
+
+@pytest.mark.parametrize(
+    "definition", ["class made(Exception): pass", "class made: pass", "def made(n): return object()"]
+)
+async def test_a_program_cannot_have_its_tests_refused(pool: Pool, definition: str) -> None:
+    """By defining a name as something else than they take it for."""
+    tests = "from solution import made, used\ndef test_it(): assert used(made, made(3)) == 4"
+    verdict = await judged(pool, f"{definition}\ndef used(a, b): return 3", tests)
+    assert verdict.reward == 0.0
+
+
+async def test_a_program_of_too_many_names_fails(pool: Pool) -> None:
+    code = "for n in range(100_000): globals()[f'name{n}'] = int\ndef add(a, b): return 3"
+    verdict = await judged(pool, code, "from solution import add\ndef test_it(): assert add(1, 2) == 3")
+    assert [case.outcome for case in verdict.cases] == [Outcome.CRASHED]
+
+
+def test_taking_all_names_is_refused() -> None:
+    """`def abs(x): return 0` would be asked how far the program's results are from the right ones."""
+    with pytest.raises(ValueError, match="one by one"):
+        UnitTests(files={"test_it.py": "from solution import *\ndef test_it(): assert abs(f(2) - 3.5) < 1e-6"})

@@ -51,6 +51,13 @@ class Program:
         raise AttributeError(f"the program defines no {name!r}")
 
     def _pack(self, value: Any) -> dict[str, Any]:
+        """Whatever a program defines a name as, its tests can hand that back: else it could have them refused."""
+        if any(value is known for known in (*self.classes.values(), *self.exceptions.values())):
+            return {"object": [value.__name__]}
+        if self.exceptions.get(type(value).__name__) is type(value):  # a plain exception here: it makes its own
+            value = self.do("call", type(value).__name__, value.args, {})
+            if not isinstance(value, RemoteObject):
+                raise TypeError("the program makes no object of its own exception")
         if not isinstance(value, RemoteObject):
             self.refused = f"a test hands an object of type {type(value).__name__!r} to the program: no plain data"
             raise CannotBeJudged(self.refused)
