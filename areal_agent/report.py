@@ -95,7 +95,8 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
     lines = [f"{summary['status']} after {summary['steps']} steps in {summary['wall_s']:.0f} s"]
     before, after = summary["success_before"], summary["success_after"]
     if after is not None:
-        lines.append(f"success on {summary['num_eval_tasks']} held-out tasks: {before:.3f} -> {after:.3f}")
+        compared = f"{after:.3f}, not graded before training" if before is None else f"{before:.3f} -> {after:.3f}"
+        lines.append(f"success on {summary['num_eval_tasks']} held-out tasks: {compared}")
     lines.append(
         f"trained {summary['trained_tokens']:,} of {summary['generated_tokens']:,} generated tokens; "
         f"{summary['spanning_fraction']:.0%} of the trajectories span weight versions, "

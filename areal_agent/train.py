@@ -161,10 +161,7 @@ class Outcome:
 async def _learn(run: Run, outcome: Outcome) -> None:
     """The paper's loop. Rollouts go on in the background from the first `prepare_batch` on."""
     outcome.earlier_wall_s = await run.recall("wall_s") or 0.0
-    outcome.success_before = await run.recall("success_before")
-    if run.preflight.eval_tasks and outcome.success_before is None:
-        outcome.success_before = (await run.evaluate("before")).success
-        await run.remember("success_before", outcome.success_before)
+    outcome.success_before = await _success_before(run)
     run.progress.note(f"success before training: {_share(outcome.success_before)}")
     while run.step < run.config.steps:
         batch = await run.prepare_batch()
@@ -179,6 +176,16 @@ async def _learn(run: Run, outcome: Outcome) -> None:
     if run.preflight.eval_tasks:
         outcome.success_after = (await run.evaluate("after")).success
         run.progress.note(f"success after training: {_share(outcome.success_after)}")
+
+
+async def _success_before(run: Run) -> float | None:
+    """Over restarts. None where as many tasks were not graded before the first step: no figure compares with theirs."""
+    note = f"success_before, {len(run.preflight.eval_tasks)} tasks"
+    success: float | None = await run.recall(note)
+    if success is None and run.step == 0 and run.preflight.eval_tasks:
+        success = (await run.evaluate("before")).success
+        await run.remember(note, success)
+    return success
 
 
 def is_evaluation_due(run: Run) -> bool:

@@ -1,5 +1,6 @@
 """The lines at the end of a run: 1. blocked event loops are told when they cost time, and only then; 2. where the time
-went, and the advice, which summary.json has, too; 3. evaluations beside training are in the curve.
+went, and the advice, which summary.json has, too; 3. evaluations beside training are in the curve;
+4. success is compared only with what was graded before training.
 """
 
 from pathlib import Path
@@ -41,6 +42,14 @@ def test_where_the_time_went_is_told() -> None:
     lines = closing_lines(RunFolder(Path("runs/x")), SUMMARY).splitlines()
     assert any(line.split() == ["90%", "generating", "100%", "training"] for line in lines)
     assert "advice: neither side waited much for the other" in lines
+
+
+@pytest.mark.parametrize(
+    ("before", "told"), [(0.25, "tasks: 0.250 -> 0.750"), (None, "tasks: 0.750, not graded before training")]
+)
+def test_success_is_told(before: float | None, told: str) -> None:
+    graded = {"num_eval_tasks": 4, "success_before": before, "success_after": 0.75}
+    assert told in closing_lines(RunFolder(Path("runs/x")), SUMMARY | graded)
 
 
 def write(path: Path, *, with_evaluation: bool) -> dict[str, Any]:
