@@ -166,6 +166,9 @@ class Sandbox:
             self._check_open()
             if self._cell is None:
                 self._cell = await self._take_cell(self._cell_spec)
+            if self._is_closed:  # meanwhile, by one who was cancelled while waiting for this
+                await self._cell.close()
+            self._check_open()
             return self._cell
 
     def _check_open(self) -> None:

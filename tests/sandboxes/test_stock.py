@@ -4,7 +4,8 @@
 cell is handed out once; 3. who waits is served in the order of asking; 4. one that has died in stock is not handed out;
 5. one that nobody asks for is closed, and fewer are kept; 6. never more than the bound stand ready, over all kinds;
 7. a failure to start is told to who waits longest, the next may succeed; 8. a cell that comes for somebody who has gone
-is kept; 9. closing closes what stands ready and fails who waits; 10. `warm` has as many ready as asked.
+is kept; 9. closing closes what stands ready and fails who waits; 10. `warm` has as many ready as asked; 11. a
+cell that comes for a sandbox whose closing was cancelled meanwhile is closed.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import asyncio
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes import Limits
+from sandboxes import Limits, Sandbox, SandboxSpec
 from sandboxes.spec import CellSpec
 from sandboxes.stock import Stock
 
@@ -158,3 +159,21 @@ async def test_warm(stock: Stock, provider: StubProvider) -> None:
     provider.is_open = True
     await stock.warm(ONE, 5)
     assert stock.num_ready == 2  # the bound
+
+
+async def test_a_cell_for_a_closed_sandbox_is_closed() -> None:
+    coming: asyncio.Future[StubCell] = asyncio.get_running_loop().create_future()
+
+    async def take(_spec: CellSpec) -> StubCell:
+        return await coming
+
+    box = Sandbox(take, SandboxSpec(), Limits(), asyncio.Semaphore(1))
+    use, closing = asyncio.create_task(box.read("file")), asyncio.create_task(box.close())
+    await turns()
+    closing.cancel()
+    await turns()
+    cell = StubCell()
+    coming.set_result(cell)
+    with pytest.raises(SandboxError, match="closed"):
+        await use
+    assert cell.is_closed

@@ -75,7 +75,7 @@ async def test_volumes(engine: Engine, provider: DockerProvider, place: str, is_
     name = "areal-agent-sandbox-test:volume"
     client = docker.from_env()
     try:
-        client.images.build(fileobj=io.BytesIO(f"FROM {DEFAULT_IMAGE}\nVOLUME {place}\n".encode()), tag=name)
+        client.images.build(fileobj=io.BytesIO(f"FROM {DEFAULT_IMAGE}\nVOLUME {place}\n".encode()), tag=name, rm=True)
         refusal = pytest.raises(SandboxError, match="declares volumes, /data") if is_refused else nullcontext()
         with refusal:
             assert await printed(provider, name, "echo", "runs") == b"runs\n"
