@@ -81,6 +81,8 @@ class Renderer:
         """The template in use: the one to export with a model that is trained on these prompts."""
         self._template = ChatTemplate(self.chat_template, tokenizer.special_tokens_map)
         self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._backend.no_truncation()  # a training script leaves such things in tokenizer.json: no prompt is cut here
+        self._backend.no_padding()
         self._words = WordCache.of(self._backend)
         self.detokenizer = Detokenizer(self._backend)
         self._secret = secrets.token_hex(16)  # no message can contain it

@@ -29,7 +29,7 @@ _ASCII_OF = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
 class WordCache:
     """Tokenises ASCII text word by word. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, words: re.Pattern[str], added: re.Pattern[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, words: re.Pattern[str], added: Sequence[re.Pattern[str]]) -> None:
         self._tokenizer = tokenizer
         self._words = words
         self._added = added
@@ -43,23 +43,32 @@ class WordCache:
         added = cast("list[dict[str, Any]]", made_of["added_tokens"])
         if pattern is None or any(one["single_word"] or one["lstrip"] or one["rstrip"] for one in added):
             return None
-        return cls(tokenizer, pattern, re.compile(f"({any_of(one['content'] for one in added)})"))
+        return cls(tokenizer, pattern, _in_order_of_search(added))
 
     def ids_of(self, text: str) -> list[int] | None:
         """The ids of a text; None when the tokenizer has to be asked for the whole."""
         if not text.isascii():
             return None
         token_ids: list[int] = []
-        for index, piece in enumerate(self._added.split(text)):
-            words = [piece] if index % 2 else self._words.findall(piece)
+        for piece, is_added in self._pieces(text):
+            words = [piece] if is_added else self._words.findall(piece)
             if "".join(words) != piece:
                 return None
             for word in words:
-                known = self._ids.get(word) or self._look_up(word, is_added=index % 2 == 1)
+                known = self._ids.get(word) or self._look_up(word, is_added=is_added)
                 if known is None:
                     return None
                 token_ids += known
         return token_ids
+
+    def _pieces(self, text: str) -> list[tuple[str, bool]]:
+        """A text cut at its added tokens, and which pieces those are."""
+        pieces = [(text, False)]
+        for added in self._added:
+            pieces = [
+                part for piece, is_added in pieces for part in ([(piece, True)] if is_added else _cut(piece, added))
+            ]
+        return pieces
 
     def _look_up(self, word: str, *, is_added: bool) -> Sequence[int] | None:
         if not is_added and self._words.findall(word) != [word]:
@@ -70,6 +79,16 @@ class WordCache:
                 self._ids.clear()
             self._ids[word] = known
         return known
+
+
+def _in_order_of_search(added: Sequence[dict[str, Any]]) -> list[re.Pattern[str]]:
+    """A tokenizer looks for its added tokens twice: for those of the text as it is, then for those of what is left."""
+    searches = [[one["content"] for one in added if one["normalized"] is late] for late in (False, True)]
+    return [re.compile(f"({any_of(texts)})") for texts in searches if texts]
+
+
+def _cut(text: str, added: re.Pattern[str]) -> list[tuple[str, bool]]:
+    return [(part, index % 2 == 1) for index, part in enumerate(added.split(text))]
 
 
 def _pattern_of(made_of: dict[str, Any]) -> re.Pattern[str] | None:

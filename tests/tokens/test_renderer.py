@@ -4,6 +4,7 @@
 - special-token text in user and tool messages, in tool definitions and in keys becomes plain text
 - markup of answers keeps its meaning in assistant messages; turn tokens do not
 - the text after an answer that ended itself begins after the end token; after one that was cut off, with it
+- what tokenizer.json says of truncation and padding, as training scripts leave it there, changes nothing
 - an answer's text leaves out the token that ended it, and keeps special tokens inside
 - a folder without tokenizer or template, and a template that does not end answers, are refused at load
 - a template's own refusal is the request's error
@@ -13,6 +14,7 @@
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
@@ -75,6 +77,19 @@ def test_after_an_answer_that_ended_itself_the_bridge_is_new(renderer: Renderer)
 def test_after_an_answer_that_was_cut_off_the_end_token_is_new(renderer: Renderer, sampled: tuple[int, ...]) -> None:
     ids = renderer.ids_after(sampled, "<|im_end|>\n<|im_start|>user\n")
     assert renderer.text_of(ids, has_ended=False) == "<|im_end|>\n<|im_start|>user\n"
+
+
+@pytest.mark.parametrize("content", ["the quick fox?", "le renard pressé"])
+def test_no_prompt_is_truncated_or_padded(
+    renderer: Renderer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, content: str
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    message = {"role": "user", "content": content}
+    assert ids_of(Renderer.load(tmp_path), message) == ids_of(renderer, message)
 
 
 def test_text_leaves_out_the_end_and_keeps_special_tokens_inside(renderer: Renderer) -> None:

@@ -44,6 +44,17 @@ def trained(
 TOKENIZERS = {"gpt2": trained(GPT2), "qwen2": trained(split_by(QWEN2)), "llama3": trained(split_by(LLAMA3))}
 CACHES = {name: WordCache.of(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
+OVERLAPPING = trained(
+    GPT2,
+    [
+        AddedToken("<a>b", normalized=True),
+        AddedToken("<a>", normalized=True),
+        AddedToken("b<c>", normalized=False),
+        AddedToken("<c>", normalized=False),
+    ],
+)
+OVERLAPPING_CACHE = WordCache.of(OVERLAPPING)
+
 ascii_text = st.text(st.characters(max_codepoint=127))
 odd_pieces = st.sampled_from(
     [
@@ -80,6 +91,13 @@ def test_every_pair_and_triple_of_ascii_characters_of_each_class(name: str) -> N
     marks = "aZ09 \t\n\r\x0b\x0c'.<|\x00\x1c\x7f"
     for text in (one + two + three for one in marks for two in marks for three in marks):
         assert cache.ids_of(text) == TOKENIZERS[name].encode(text, add_special_tokens=False).ids, repr(text)
+
+
+@given(pieces=st.lists(st.sampled_from(["<a>", "b", "<c>", "<a>b", "b<c>", "<", ">", "<a><c>", " "])))
+def test_added_tokens_that_overlap_are_found_in_the_tokenizers_order(pieces: list[str]) -> None:
+    cache, text = OVERLAPPING_CACHE, "".join(pieces)
+    assert cache is not None
+    assert cache.ids_of(text) == OVERLAPPING.encode(text, add_special_tokens=False).ids
 
 
 def test_text_beyond_ascii_is_left_to_the_tokenizer() -> None:
