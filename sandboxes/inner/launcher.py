@@ -25,6 +25,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 import types
@@ -222,11 +223,9 @@ class Launcher:
 
 def enter(folder: str) -> None:
     """The working directory, which a program before may have locked, as its owner may: that must not stop the next."""
-    try:
-        os.chdir(folder)
-    except PermissionError:
+    if not os.stat(folder).st_mode & stat.S_IXUSR:
         os.chmod(folder, 0o700)
-        os.chdir(folder)
+    os.chdir(folder)
 
 
 def ignore_signal(_number: int, _frame: types.FrameType | None) -> None:

@@ -6,7 +6,8 @@ daemon of a program that runs on; 10. children left in the group; 11. closing ev
 descriptor; 13. `kill(-1)`, and signals to the launcher and the host; 14. the host's environment; 15. another process's
 environment and memory; 16. changing files outside its folder, which inside is free; 17. capabilities; 18. what other
 programs hold, searched in its own memory. Verdicts: 19. `os._exit(0)` loses its output; 20. a signal of its own;
-21. faked statuses; 22. a Python broken from inside.
+21. faked statuses; 22. a Python broken from inside; 23. a working directory
+that is locked.
 """
 
 import asyncio
@@ -268,4 +269,9 @@ threading._shutdown = atexit._run_exitfuncs = builtins.print = None
 raise ValueError
 """
     assert (await box.exec_python(source)).status is Status.NONZERO
+    assert (await box.exec_python(STILL_WORKS)).stdout == b"still works\n"
+
+
+async def test_a_locked_folder_does_not_stop_the_next_program(box: Sandbox) -> None:
+    assert (await box.exec_python("import os; os.chmod('.', 0)")).is_ok
     assert (await box.exec_python(STILL_WORKS)).stdout == b"still works\n"
