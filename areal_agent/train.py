@@ -21,6 +21,7 @@ from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.progress import Progress
 from areal_agent.report import RunFacts, RunStatus, closing_lines, write_report
 from areal_agent.run import Run
+from areal_agent.run_folder import RunFolder
 
 INTERRUPTED_CODE = 130
 
@@ -139,10 +140,18 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
     except ArealAgentError as error:
         if has_started:
             outcome.error = str(error)
-            write_report(run.folder, _facts(run, outcome, started_s))
-            error.add_note(f"go on with: python -m areal_agent.train --resume {run.folder.path}")
+            report_failure(run.folder, _facts(run, outcome, started_s), error)
         raise
     return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
+
+
+def report_failure(folder: RunFolder, facts: RunFacts, error: ArealAgentError) -> None:
+    """Write what there is to tell, and how to go on; a full disk that hinders it does not hide the error."""
+    try:
+        write_report(folder, facts)
+    except OSError as fault:
+        error.add_note(f"and the run's report could not be written: {fault}")
+    error.add_note(f"go on with: python -m areal_agent.train --resume {folder.path}")
 
 
 @dataclass(slots=True)

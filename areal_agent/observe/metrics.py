@@ -21,9 +21,21 @@ class MetricsLog:
         _remove_torn_line(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row; it is in the file when this returns. Numbers may be numpy's."""
+        """Add one row; it is in the file when this returns. Numbers may be numpy's.
+
+        Raises ArealAgentError when it cannot be written whole; the file is then as before.
+        """
         options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-        self._file.write(orjson.dumps(dict(row), option=options))
+        line = memoryview(orjson.dumps(dict(row), option=options))
+        before = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:  # a disk that is nearly full takes a part of it
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self._file.truncate(before)
+            raise ArealAgentError(
+                f"{self._file.name} could not be written: {error.strerror}; make room on its disk and resume the run"
+            ) from error
 
     def close(self) -> None:
         """Harmless when closed before."""

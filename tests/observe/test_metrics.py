@@ -2,9 +2,11 @@
 
 1. rows come back in order, and are in the file at once; 2. what is not finite is null; 3. numpy's numbers are
 numbers; 4. a torn last line is skipped by readers, 5. and removed when the log is reopened; 6. a broken line before
-the last is an error that names it; 7. reopening keeps the rows that are there.
+the last is an error that names it; 7. reopening keeps the rows that are there; 8. a row that a full disk takes only in
+part is an error, and leaves the rows before it.
 """
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -65,3 +67,18 @@ def test_a_broken_line_before_the_last_is_an_error(path: Path) -> None:
     path.write_text('{"step":1}\n{"step":\n{"step":3}\n')
     with pytest.raises(ArealAgentError, match=r"metrics\.jsonl, line 2 is no JSON"):
         read_metrics(path)
+
+
+def test_a_row_that_a_full_disk_takes_in_part_is_not_there(path: Path) -> None:
+    log = MetricsLog(path)
+    log.append({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(ArealAgentError, match=r"could not be written: .*; make room"):
+            log.append({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.append({"step": 3})
+    log.close()
+    assert [row["step"] for row in read_metrics(path)] == [1, 3]
