@@ -168,7 +168,7 @@ async def main(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, playing.cancel)
     tasks, numbers, key = load("train", 0), count(), options.key_file.read_text().strip()
     async with (
-        sandboxes.open_pool(backend="subprocess", wall_s=5.0, max_concurrent=16) as pool,
+        sandboxes.open_pool(backend="embedded", wall_s=5.0, max_concurrent=16) as pool,
         aclosing(Agents(options.gateway, key, pool, options.group_size)) as agents,
         asyncio.TaskGroup() as players,
     ):
