@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
 from areal_agent.section import Section
 
@@ -66,5 +67,11 @@ def _default(field: FieldInfo) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-if __name__ == "__main__":
+def main() -> int:
+    Parser(prog="python -m areal_agent.config_reference", description="Print every key of a config.").parse_args()
     sys.stdout.write(reference())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
