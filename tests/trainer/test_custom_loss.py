@@ -13,7 +13,7 @@ from areal_agent.trainer.config import TrainerConfig
 from examples.custom_loss.loss import smooth_clip
 from tests.trainer.lab import Lab
 
-CONFIG = Path(__file__).parents[2] / "examples" / "custom_loss" / "train.yaml"
+CONFIG = Path(__file__).parents[2] / "examples" / "custom_loss" / "custom_loss.yaml"
 
 
 def test_the_example_trains(model_folder, make_batch, as_input):
