@@ -21,6 +21,10 @@ MAX_WORDS = 65_536
 MAX_CHARACTERS = 64
 """Longer words are not kept: they seldom come again."""
 
+NUM_LEARNT = 8192
+"""Tokens of the vocabulary whose words are looked up when a tokenizer is loaded: some 50 ms."""
+
+_SPACE = "Ġ"  # as a byte-level vocabulary writes it
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _IN_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _ASCII_OF = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
@@ -43,7 +47,9 @@ class WordCache:
         added = cast("list[dict[str, Any]]", made_of["added_tokens"])
         if pattern is None or any(one["single_word"] or one["lstrip"] or one["rstrip"] for one in added):
             return None
-        return cls(tokenizer, pattern, _in_order_of_search(added))
+        cache = cls(tokenizer, pattern, _in_order_of_search(added))
+        cache._learn(made_of["model"]["vocab"])
+        return cache
 
     def ids_of(self, text: str) -> list[int] | None:
         """The ids of a text; None when the tokenizer has to be asked for the whole."""
@@ -60,6 +66,14 @@ class WordCache:
                     return None
                 token_ids += known
         return token_ids
+
+    def _learn(self, vocabulary: dict[str, int]) -> None:
+        """The commonest words, so that a process is quick from its first call on."""
+        oldest_first = sorted(vocabulary, key=vocabulary.__getitem__)  # a BPE learns what is common first
+        for token in oldest_first[:NUM_LEARNT]:
+            word = token.replace(_SPACE, " ")
+            if word.isascii():
+                self._look_up(word, is_added=False)
 
     def _pieces(self, text: str) -> list[tuple[str, bool]]:
         """A text cut at its added tokens, and which pieces those are."""
