@@ -8,6 +8,7 @@ from sandboxes.judge.cheats import RIGHT, SCRIPT, TRICKS
 from sandboxes.pool import Pool
 from sandboxes.spec import Isolation
 
+JAILED = Isolation.NAMESPACES
 NUMBER = 7
 WORD = f"needle-{10_000_000 + NUMBER}"  # not to be read in this file, which a jail may show
 TEST = f"import solution\ndef test_it(): assert solution.secret({NUMBER}) == {WORD!r}\n"
@@ -27,7 +28,10 @@ def earn_nothing(*beginnings: str) -> Callable[[Pool], Awaitable[str]]:
 
     async def run(pool: Pool) -> str:
         tricks = {name: code for name, code in TRICKS.items() if name.startswith(beginnings)}
+        has_walls = pool.capabilities().isolation.covers(JAILED)
         for way, (ending, cases) in WAYS.items():
+            if isinstance(cases, UnitTests) and not has_walls:
+                continue  # they are refused there
             for name, code in {"is right": RIGHT, **tricks}.items():
                 verdict = await grade(code + ending, cases, pool=pool)
                 if verdict.reward != (code is RIGHT):
@@ -37,7 +41,6 @@ def earn_nothing(*beginnings: str) -> Callable[[Pool], Awaitable[str]]:
     return run
 
 
-JAILED = Isolation.NAMESPACES
 ROWS = (
     Row(number=21, harm="early exits", required="no reward", run=earn_nothing(*ENDINGS)),
     Row(number=22, harm="objects equal to everything", required="no reward", run=earn_nothing(*FALSE_OBJECTS)),

@@ -1,6 +1,7 @@
 """`grade`: what a program earns, by the cases it is given. It knows no backend: any pool will do."""
 
-from sandboxes import Limits, Pool, SandboxSpec
+from areal_agent.errors import SandboxError
+from sandboxes import Isolation, Limits, Pool, SandboxSpec
 from sandboxes.judge.cases import Cases, UnitTests
 from sandboxes.judge.checkers import Checker, SameLines
 from sandboxes.judge.custom import CustomChecker
@@ -29,10 +30,12 @@ async def grade(
     `limits` are those of one case (None: the pool's); a case may have its own. `stop_early` leaves out the cases behind
     the first that fails.
 
-    Raises ValueError for cases that cannot be judged, and SandboxError when a sandbox fails or has not the language:
-    neither says anything of the program.
+    Raises ValueError for cases that cannot be judged, and SandboxError when a sandbox fails or has not the language, or
+    when outputs would be known to a sandbox that others can look into: none says anything of the program.
     """
     language = language_of(language)
+    if isinstance(cases, UnitTests) or isinstance(checker, CustomChecker):
+        _require_walls(pool)
     if isinstance(cases, UnitTests):
         if language is not PYTHON:
             raise ValueError(f"unit tests are judged in Python, not in {language.name}; give StdinCase or CallCase")
@@ -49,3 +52,13 @@ async def grade(
         stop_early=stop_early,
     )
     return await judge.judge(cases)
+
+
+def _require_walls(pool: Pool) -> None:
+    """Tests and checkers hold what is expected: where there are no walls, a program finds it in a neighbour's files."""
+    found = pool.capabilities()
+    if not found.isolation.covers(Isolation.NAMESPACES):
+        raise SandboxError(
+            f"unit tests and custom checkers are judged behind walls, and the {found.backend} backend gives only "
+            f"{found.isolation.value!r}: a program could read them; use a backend that isolates, or texts and calls"
+        )

@@ -88,6 +88,14 @@ async def pool() -> AsyncIterator[Pool]:
 
 
 @pytest.fixture
+async def jails(require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool]:
+    """For what is judged behind walls only."""
+    await require("bubblewrap")
+    async with open_pool(backend="bubblewrap", wall_s=PATIENCE_S) as pool:
+        yield pool
+
+
+@pytest.fixture
 async def box(pool: Pool) -> AsyncIterator[Sandbox]:
     async with pool.acquire() as box:
         yield box

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sandboxes import Limits, Pool, open_pool
+from sandboxes import Isolation, Limits, Pool, open_pool
 from sandboxes.judge import CallCase, CustomChecker, StdinCase, UnitTests, Verdict, grade
 from sandboxes.judge.cheats import RIGHT, SCRIPT, TRICKS
 
@@ -52,6 +52,9 @@ async def any_pool(request: pytest.FixtureRequest, require) -> AsyncIterator[Poo
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_no_trick_earns_anything(any_pool: Pool, way: str) -> None:
+    has_walls = any_pool.capabilities().isolation.covers(Isolation.NAMESPACES)
+    if way in ("unit tests", "custom checker") and not has_walls:
+        pytest.skip("refused without walls")
     at_once = asyncio.Semaphore(3)
 
     async def earned(code: str) -> float:

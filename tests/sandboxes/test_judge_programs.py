@@ -13,7 +13,7 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, open_pool
-from sandboxes.judge import CallCase, CloseNumbers, CustomChecker, Exact, Language, Outcome, StdinCase, grade
+from sandboxes.judge import CallCase, CloseNumbers, CustomChecker, Exact, Language, Outcome, StdinCase, UnitTests, grade
 
 SUMS = [StdinCase(stdin=f"{n} 2", expected=str(n + 2)) for n in range(3)]
 ADDS = [CallCase(function="add", args=[n, 2], expected=n + 2) for n in range(3)]
@@ -116,35 +116,35 @@ async def test_checkers_decide(pool: Pool) -> None:
     assert (await grade("print('0.333')", third, pool=pool, checker=Exact())).reward == 0.0  # a line end too many
 
 
-async def test_a_custom_checker_decides(pool: Pool) -> None:
+async def test_a_custom_checker_decides(jails: Pool) -> None:
     divides = CustomChecker("def check(stdin, expected, output): return int(stdin) % int(output) == 0")
     cases = [StdinCase(stdin="12", expected="any divisor")]
-    assert (await grade("print(4)", cases, pool=pool, checker=divides)).reward == 1.0
-    assert (await grade("print(5)", cases, pool=pool, checker=divides)).reward == 0.0
-    assert (await grade("print('none')", cases, pool=pool, checker=divides)).reward == 0.0  # the checker fails on it
+    assert (await grade("print(4)", cases, pool=jails, checker=divides)).reward == 1.0
+    assert (await grade("print(5)", cases, pool=jails, checker=divides)).reward == 0.0
+    assert (await grade("print('none')", cases, pool=jails, checker=divides)).reward == 0.0  # the checker fails on it
 
 
-async def test_a_custom_checker_of_calls_may_give_a_part(pool: Pool) -> None:
+async def test_a_custom_checker_of_calls_may_give_a_part(jails: Pool) -> None:
     share = CustomChecker(
         "import json\ndef check(stdin, expected, output):\n    print('noise')\n"
         "    return len(set(json.loads(output)) & set(json.loads(expected))) / 4"
     )
     cases = [CallCase(function="some", args=[], expected=[1, 2, 3, 4])]
-    verdict = await grade("def some(): return [1, 2, 3]", cases, pool=pool, checker=share)
+    verdict = await grade("def some(): return [1, 2, 3]", cases, pool=jails, checker=share)
     assert (verdict.reward, verdict.partial_reward) == (0.0, 0.75)
 
 
 @pytest.mark.parametrize("score", ["float('nan')", "float('inf')", "2", "-1", "'1'", "[1]", "None", "1/0"])
-async def test_a_checker_that_gives_no_score_passes_nothing(pool: Pool, score: str) -> None:
+async def test_a_checker_that_gives_no_score_passes_nothing(jails: Pool, score: str) -> None:
     checker = CustomChecker(f"def check(stdin, expected, output): return {score}")
-    verdict = await grade("print(1)", SUMS[:1], pool=pool, checker=checker)
+    verdict = await grade("print(1)", SUMS[:1], pool=jails, checker=checker)
     assert (verdict.reward, verdict.partial_reward) == (0.0, 0.0)
 
 
-async def test_the_checker_is_in_another_sandbox(pool: Pool) -> None:
+async def test_the_checker_is_in_another_sandbox(jails: Pool) -> None:
     code = "open('left.txt', 'w').write('seen')"
     checker = CustomChecker("import os\ndef check(stdin, expected, output): return not os.path.exists('left.txt')")
-    assert (await grade(code, [StdinCase(stdin="", expected="")], pool=pool, checker=checker)).reward == 1.0
+    assert (await grade(code, [StdinCase(stdin="", expected="")], pool=jails, checker=checker)).reward == 1.0
 
 
 async def test_what_a_call_prints_is_no_result(pool: Pool) -> None:
@@ -165,6 +165,15 @@ async def test_what_a_call_prints_is_no_result(pool: Pool) -> None:
 async def test_what_cannot_be_judged_is_refused(pool: Pool, cases: list, language: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         await grade(ADD, cases, pool=pool, language=language)
+
+
+async def test_what_holds_the_expected_outputs_is_refused_where_there_are_no_walls(pool: Pool) -> None:
+    tests = UnitTests(files={"test_it.py": "from solution import add\ndef test_it(): assert add(1, 2) == 3"})
+    with pytest.raises(SandboxError, match="behind walls, and the subprocess backend gives only 'process'"):
+        await grade(ADD, tests, pool=pool)
+    checker = CustomChecker("def check(stdin, expected, output): return True")
+    with pytest.raises(SandboxError, match="behind walls"):
+        await grade(READS_AND_ADDS, SUMS, pool=pool, checker=checker)
 
 
 @pytest.mark.parametrize("source", ["def check(", "def chek(stdin, expected, output): return True"])

@@ -60,6 +60,11 @@ def count(n):
 """
 
 
+@pytest.fixture
+def pool(jails: Pool) -> Pool:
+    return jails
+
+
 async def judged(pool: Pool, code: str, tests: str, **options) -> Verdict:
     return await grade(code, UnitTests(files={"test_it.py": tests}), pool=pool, **options)
 
