@@ -7,16 +7,54 @@ from typing import Self
 CHUNK_BYTES = 65_536
 
 
-class PipeReader:
+class _HostEnd:
+    """The host's end of a pipe, for one reader or writer, who waits until it is ready."""
+
+    def __init__(self, end: int, *, is_read: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._end = end
+        self._watch, self._unwatch = (
+            (self._loop.add_reader, self._loop.remove_reader)
+            if is_read
+            else (self._loop.add_writer, self._loop.remove_writer)
+        )
+        self._is_closed = False
+        self._waiting: asyncio.Future[None] | None = None
+        os.set_blocking(end, False)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Harmless when it is closed already."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._wake()
+            os.close(self._end)
+
+    async def _wait(self) -> None:
+        self._waiting = self._loop.create_future()
+        self._watch(self._end, self._wake)
+        try:
+            await self._waiting
+        finally:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None:
+            self._unwatch(self._end)
+            if not self._waiting.done():
+                self._waiting.set_result(None)
+            self._waiting = None
+
+
+class PipeReader(_HostEnd):
     """What comes out of a pipe, chunk by chunk, for one reader; its write end is handed to the program."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._read_end, self.write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
+        read_end, self.write_end = os.pipe()
+        super().__init__(read_end, is_read=True)
         self._is_over = False
-        self._is_closed = False
-        self._waiting: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -25,7 +63,7 @@ class PipeReader:
         await asyncio.sleep(0)  # a program that prints without end must not keep others from running
         while not self._is_closed:
             try:
-                data = os.read(self._read_end, CHUNK_BYTES)
+                data = os.read(self._end, CHUNK_BYTES)
             except BlockingIOError:
                 if self._is_over:
                     break
@@ -46,41 +84,13 @@ class PipeReader:
         self._is_over = True
         self._wake()
 
-    def __del__(self) -> None:
-        self.close()
 
-    def close(self) -> None:
-        """Harmless when it is closed already."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._wake()
-            os.close(self._read_end)
-
-    async def _wait(self) -> None:
-        self._waiting = self._loop.create_future()
-        self._loop.add_reader(self._read_end, self._wake)
-        try:
-            await self._waiting
-        finally:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiting is not None:
-            self._loop.remove_reader(self._read_end)
-            if not self._waiting.done():
-                self._waiting.set_result(None)
-            self._waiting = None
-
-
-class PipeWriter:
+class PipeWriter(_HostEnd):
     """What goes into a pipe, for one writer; its read end is handed to the program."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.read_end, self._write_end = os.pipe()
-        os.set_blocking(self._write_end, False)
-        self._is_closed = False
-        self._waiting: asyncio.Future[None] | None = None
+        self.read_end, write_end = os.pipe()
+        super().__init__(write_end, is_read=False)
 
     async def write(self, data: bytes) -> None:
         """All of it, as the program takes it. BrokenPipeError when nobody will."""
@@ -89,35 +99,10 @@ class PipeWriter:
             if self._is_closed:
                 raise BrokenPipeError("the program's stdin is closed")
             try:
-                view = view[os.write(self._write_end, view) :]
+                view = view[os.write(self._end, view) :]
             except BlockingIOError:
                 await self._wait()
 
     def close_read_end(self) -> None:
         """Once the program has it."""
         os.close(self.read_end)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Harmless when it is closed already."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._wake()
-            os.close(self._write_end)
-
-    async def _wait(self) -> None:
-        self._waiting = self._loop.create_future()
-        self._loop.add_writer(self._write_end, self._wake)
-        try:
-            await self._waiting
-        finally:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiting is not None:
-            self._loop.remove_writer(self._write_end)
-            if not self._waiting.done():
-                self._waiting.set_result(None)
-            self._waiting = None

@@ -6,7 +6,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from areal_agent.errors import SandboxError
-from sandboxes import archive
+from sandboxes.archive import Entry, checked, entries_of
+from sandboxes.archive import pack as pack_tar
 from sandboxes.base import Program
 from sandboxes.containers.agent.files import EXECUTABLE, FILE, FOLDER
 from sandboxes.containers.agent.wire import Operation, Tell, pack, unpack
@@ -83,7 +84,7 @@ class AgentCell:
                 entry.path,
                 entry.data or b"",
             )
-            for entry in await asyncio.to_thread(archive.entries_of, tar)
+            for entry in await asyncio.to_thread(entries_of, tar)
         ]
         folder = b"" if folder_of(path) == b"." else folder_of(path)
         await self._write(folder, [(FOLDER, b".", b""), *((k, os.fsencode(n), d) for k, n, d in entries)], path)
@@ -151,11 +152,9 @@ def tar_of(packed: bytes) -> bytes:
     try:
         texts = unpack(packed)
         entries = [
-            archive.Entry(
-                path=os.fsdecode(name), data=None if kind == FOLDER else data, is_executable=kind == EXECUTABLE
-            )
+            Entry(path=os.fsdecode(name), data=None if kind == FOLDER else data, is_executable=kind == EXECUTABLE)
             for kind, name, data in zip(texts[::3], texts[1::3], texts[2::3], strict=True)
         ]
-        return archive.checked(archive.pack(entries))
+        return checked(pack_tar(entries))
     except ValueError as error:
         raise SandboxError(f"the container lists no files but {error}") from error

@@ -8,7 +8,8 @@ import hashlib
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
-from sandboxes import archive
+from sandboxes.archive import Entry, pack, pack_folder
+from sandboxes.archive import entries_of as members_of
 from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.containers.dockerfile import as_read, images_of
 from sandboxes.containers.engine import Engine
@@ -39,24 +40,24 @@ async def build_image_with(engine: Engine, folder: Path | None, dockerfile: str 
     text = dockerfile or dockerfile_of(files)
     bases = [(await engine.image(name)).id for name in images_of(text)]
     built = as_read(text)
-    content = archive.pack([*files, archive.Entry(path=DOCKERFILE_INSIDE, data=built.encode())])
+    content = pack([*files, Entry(path=DOCKERFILE_INSIDE, data=built.encode())])
     name = f"{NAME}:{hashlib.sha256(repr(bases).encode() + content).hexdigest()[:32]}"
     if not await engine.has_image(name):
         await engine.build(content, DOCKERFILE_INSIDE, name)
     return name
 
 
-def entries_of(folder: Path | None) -> list[archive.Entry]:
+def entries_of(folder: Path | None) -> list[Entry]:
     """In the order of their names, so that the same files make the same image. ValueError for links and the like."""
     if folder is None:
         return []
-    entries = archive.entries_of(archive.pack_folder(folder))
+    entries = members_of(pack_folder(folder))
     if any(entry.path == DOCKERFILE_INSIDE for entry in entries):
         raise SandboxError(f"{str(folder)!r} holds a file {DOCKERFILE_INSIDE!r}, a name that is taken; rename it")
     return sorted(entries, key=lambda entry: entry.path)
 
 
-def dockerfile_of(files: list[archive.Entry]) -> str:
+def dockerfile_of(files: list[Entry]) -> str:
     found = next((entry.data for entry in files if entry.path == DOCKERFILE and entry.data is not None), None)
     if found is not None:
         return found.decode(errors="replace")
