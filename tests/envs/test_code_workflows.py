@@ -7,36 +7,27 @@ time is up closes its sandbox.
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
-from itertools import islice
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from areal_agent import Rollout
-from areal_agent.engine.fake import FakeEngine
 from areal_agent.errors import SandboxError
-from areal_agent.gateway.app import Gateway
-from areal_agent.models.tokenizer import render, train_tokenizer
-from areal_agent.rollout.clients import open_clients
-from areal_agent.rollout.context import SharedResources
-from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import SessionPurpose, SessionRecord, Status, Task, Trajectory, Turn
+from areal_agent.types import Status
 from envs.code import repair, write
 from envs.code.judging import open_sandboxes
 from envs.code.tiny.demonstrations import demonstrations
 from sandboxes import Sandbox
+from tests.envs.stage import END, Play, open_stage, renderer_of, told
 
-ADMIN_KEY = "sk-admin"
 TASK = {
     "messages": [{"role": "user", "content": "Write f(x): 37 * x + 512."}],
     "function": "f",
     "visible": [[[2], 586]],
     "cases": [[[0], 512], [[7], 771]],
 }
-END = "<|im_end|>"
 RIGHT = "def f(x): return 37 * x + 512"
 WRONG = "def f(x): return 37 * x - 512"
 
@@ -45,76 +36,15 @@ def call(tool: str, code: str) -> str:
     return f'<tool_call>{{"name": "{tool}", "arguments": {json.dumps({"code": code})}}}</tool_call>{END}'
 
 
-class MemoryJournal:
-    """Keeps what the ledger would."""
-
-    def __init__(self) -> None:
-        self.closed: list[Trajectory] = []
-
-    async def open_session(self, session: SessionRecord) -> None:
-        pass
-
-    async def append_turn(self, session_id: str, turn: Turn) -> None:
-        pass
-
-    async def close_session(self, trajectory: Trajectory) -> None:
-        self.closed.append(trajectory)
-
-
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(map(render, islice(demonstrations(0), 500)), vocab_size=600).save_pretrained(folder)
-    return Renderer.load(folder)
-
-
-Play = Callable[..., Awaitable[Trajectory]]
+    return renderer_of(demonstrations(0), tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
 async def play(renderer: Renderer) -> AsyncIterator[Play]:
-    """`await play(workflow, *texts)`: one rollout in which the model says these texts; returns its trajectory."""
-    stack = AsyncExitStack()
-
-    async def run(workflow: Any, *texts: str, timeout_s: float = 60.0) -> Trajectory:
-        journal = MemoryJournal()
-        gateway = Gateway(
-            sampler=FakeEngine([renderer.ids_of(text) for text in texts]),
-            renderer=renderer,
-            journal=journal,
-            model_name="model",
-            admin_key=ADMIN_KEY,
-            max_context_tokens=2000,
-            vocab_size=renderer.vocab_size,
-        )
-        served = await gateway.serve()
-        stack.push_async_callback(served.aclose)
-        runner = RolloutRunner(
-            workflow,
-            gateway_url=served.base_url,
-            admin_key=ADMIN_KEY,
-            model="model",
-            clients=await stack.enter_async_context(open_clients()),
-            shared=await stack.enter_async_context(SharedResources()),
-            max_concurrent=1,
-            timeout_s=timeout_s,
-            sampling={"max_tokens": 400},
-            sandbox={"backend": "subprocess", "wall_s": 20.0},
-        )
-        spec = RolloutSpec(
-            session_id="s", group_id="g", task=Task(id="t", data=TASK), seed=0, purpose=SessionPurpose.TRAIN
-        )
-        await runner.run(spec)
-        return journal.closed[0]
-
-    async with stack:
-        yield run
-
-
-def told(trajectory: Trajectory) -> list[str]:
-    """What the tools said."""
-    messages: list[Any] = [message for turn in trajectory.turns for message in turn.request_delta]
-    return [message["content"] for message in messages if message["role"] == "tool"]
+    async with open_stage(renderer, TASK) as play:
+        yield play
 
 
 @pytest.mark.parametrize(

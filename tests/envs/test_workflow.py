@@ -10,28 +10,17 @@
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
-from itertools import islice
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 
-from areal_agent.engine.fake import FakeEngine
-from areal_agent.gateway.app import Gateway
-from areal_agent.models.tokenizer import render, train_tokenizer
-from areal_agent.rollout.clients import open_clients
-from areal_agent.rollout.context import SharedResources
-from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import SessionPurpose, SessionRecord, Status, Task, Trajectory, Turn
+from areal_agent.types import Status, Trajectory
 from envs.calculator.demonstrations import demonstrations
 from envs.calculator.workflow import MAX_TURNS, USAGE, solve
+from tests.envs.stage import END, Play, open_stage, renderer_of, told
 
-ADMIN_KEY = "sk-admin"
 TASK = {"id": "t", "messages": [{"role": "user", "content": "What is (348 + 27) * 191?"}], "answer": "71625"}
-END = "<|im_end|>"
 
 
 def program(code: str) -> str:
@@ -42,75 +31,22 @@ GOOD = program("print((348 + 27) * 191)")
 ANSWER = f"The answer is 71625.{END}"
 
 
-class MemoryJournal:
-    """Keeps what the ledger would."""
-
-    def __init__(self) -> None:
-        self.closed: list[Trajectory] = []
-
-    async def open_session(self, session: SessionRecord) -> None:
-        pass
-
-    async def append_turn(self, session_id: str, turn: Turn) -> None:
-        pass
-
-    async def close_session(self, trajectory: Trajectory) -> None:
-        self.closed.append(trajectory)
-
-
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(map(render, islice(demonstrations(0), 500)), vocab_size=600).save_pretrained(folder)
-    return Renderer.load(folder)
-
-
-Play = Callable[..., Awaitable[Trajectory]]
+    return renderer_of(demonstrations(0), tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
 async def play(renderer: Renderer) -> AsyncIterator[Play]:
-    """`await play(*texts)`: one rollout in which the model says these texts; returns its trajectory."""
-    stack = AsyncExitStack()
+    """`await play(*texts)`: the workflow of this environment, which completes."""
+    async with open_stage(renderer, TASK) as on_stage:
 
-    async def run(*texts: str, wall_s: float = 5.0) -> Trajectory:
-        journal = MemoryJournal()
-        gateway = Gateway(
-            sampler=FakeEngine([renderer.ids_of(text) for text in texts]),
-            renderer=renderer,
-            journal=journal,
-            model_name="model",
-            admin_key=ADMIN_KEY,
-            max_context_tokens=1000,
-            vocab_size=renderer.vocab_size,
-        )
-        served = await gateway.serve()
-        stack.push_async_callback(served.aclose)
-        runner = RolloutRunner(
-            solve,
-            gateway_url=served.base_url,
-            admin_key=ADMIN_KEY,
-            model="model",
-            clients=await stack.enter_async_context(open_clients()),
-            shared=await stack.enter_async_context(SharedResources()),
-            max_concurrent=1,
-            timeout_s=30.0,
-            sampling={"max_tokens": 400},
-            sandbox={"backend": "subprocess", "wall_s": wall_s},
-        )
-        task = Task(id="t", data=TASK)
-        spec = RolloutSpec(session_id="s", group_id="g", task=task, seed=0, purpose=SessionPurpose.TRAIN)
-        assert await runner.run(spec) is Status.COMPLETED, journal.closed[0].error
-        return journal.closed[0]
+        async def play(*texts: str, wall_s: float = 5.0) -> Trajectory:
+            trajectory = await on_stage(solve, *texts, wall_s=wall_s, timeout_s=30.0)
+            assert trajectory.status is Status.COMPLETED, trajectory.error
+            return trajectory
 
-    async with stack:
-        yield run
-
-
-def told(trajectory: Trajectory) -> list[str]:
-    """What the tool said."""
-    messages: list[Any] = [message for turn in trajectory.turns for message in turn.request_delta]
-    return [message["content"] for message in messages if message["role"] == "tool"]
+        yield play
 
 
 async def test_a_program_and_its_answer(play: Play) -> None:
