@@ -13,41 +13,19 @@ from pathlib import Path
 import pytest
 
 from areal_agent.config import Config
-from areal_agent.engine.fake import FakeEngine
 from areal_agent.engine.http import HttpEngine
-from areal_agent.gateway.app import Gateway
-from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.gateway.serve import ServedGateway
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.online_rollouts import OnlineRollouts, take_over, trainer_name
 from areal_agent.rollout.online import OnlineGateway
-from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import WeightVersion
-
-KEY = "sk-admin"
+from tests.online_gateway import KEY, open_online_side
 
 
 @pytest.fixture
 async def served(small_model: Path, tmp_path: Path) -> AsyncIterator[ServedGateway]:
-    renderer = Renderer.load(small_model)
-    ledger = await Ledger.open(tmp_path / "gateway.sqlite", create=True)
-    await ledger.begin_incarnation(None)
-    consumer = await Consumer.open(ledger)
-    gateway = Gateway(
-        sampler=FakeEngine(lambda request: renderer.ids_of("2<|im_end|>")),
-        renderer=renderer,
-        journal=consumer,
-        model_name="model",
-        admin_key=KEY,
-        max_context_tokens=1000,
-        vocab_size=renderer.vocab_size,
-        archive=ledger,
-        consumer=consumer,
-    )
-    served = await gateway.serve()
-    yield served
-    await served.aclose()
-    await ledger.aclose()
+    async with open_online_side(small_model, tmp_path / "gateway.sqlite", "2<|im_end|>") as side:
+        yield side.served
 
 
 async def publish_as(served: ServedGateway, trainer: str, step: int) -> None:

@@ -15,18 +15,14 @@ import aiohttp
 import numpy as np
 import pytest
 
-from areal_agent.engine.fake import FakeEngine
 from areal_agent.errors import GatewayError
 from areal_agent.gateway.app import Gateway
-from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.gateway.serve import ServedGateway
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.online import OnlineGateway
 from areal_agent.tokens.records import token_records
-from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Drop, Fate, TokenRecord
-
-KEY = "sk-admin"
+from tests.online_gateway import KEY, open_online_side
 
 
 @dataclass(kw_only=True)
@@ -56,27 +52,10 @@ class World:
 
 @pytest.fixture
 async def world(small_model: Path, tmp_path: Path) -> AsyncIterator[World]:
-    renderer = Renderer.load(small_model)
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(None)
-    consumer = await Consumer.open(ledger)
-    gateway = Gateway(
-        sampler=FakeEngine(lambda request: renderer.ids_of("The answer is 2.<|im_end|>")),
-        renderer=renderer,
-        journal=consumer,
-        model_name="model",
-        admin_key=KEY,
-        max_context_tokens=1000,
-        vocab_size=renderer.vocab_size,
-        archive=ledger,
-        consumer=consumer,
-    )
-    served = await gateway.serve()
-    client = OnlineGateway(served.base_url, KEY)
-    yield World(gateway=gateway, served=served, ledger=ledger, client=client)
-    await client.aclose()
-    await served.aclose()
-    await ledger.aclose()
+    async with open_online_side(small_model, tmp_path / "ledger.sqlite", "The answer is 2.<|im_end|>") as side:
+        client = OnlineGateway(side.served.base_url, KEY)
+        yield World(gateway=side.gateway, served=side.served, ledger=side.ledger, client=client)
+        await client.aclose()
 
 
 async def test_a_batch_is_exactly_what_the_ledger_has(world: World) -> None:
