@@ -90,11 +90,9 @@ def _canonical(message: JsonObject) -> bytes:
     role = message["role"]
     if role != "assistant":
         return orjson.dumps((role, message.get("content") or "", message.get("name")))
-    calls = [_canonical_call(call) for call in message.get("tool_calls") or ()]
-    return orjson.dumps((role, split_thinking(message)[1], calls))
-
-
-def _canonical_call(call: JsonObject) -> tuple[str, str]:
-    function = call["function"]
-    # The standard library's json: integers of any size, which arithmetic tools are fond of.
-    return function["name"], json.dumps(function["arguments"], sort_keys=True)
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said = (role, split_thinking(message)[1], [(function["name"], function["arguments"]) for function in calls])
+    try:
+        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # integers beyond 64 bits, which arithmetic tools are fond of
+        return json.dumps(said, sort_keys=True).encode()

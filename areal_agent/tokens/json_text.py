@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from areal_agent.types import JsonObject
 
@@ -18,23 +18,22 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
     """
     try:
         value = _DECODER.decode(text)
-        (format_json(value) if "\\u" in text else text).encode()  # an escape may be half a character
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and not is_deeper(value) else None
+    return value if _is_good_object(value, text) else None
 
 
-def end_of_json_object(text: str, begin: int) -> int | None:
-    """Where the object ends that begins there; None when none does.
+def json_object_at(text: str, begin: int) -> tuple[dict[str, Any], int] | None:
+    """The object that begins there, and where it ends; None when none does.
 
-    >>> end_of_json_object('x{"y": {}} z', 1), end_of_json_object('{"y": ', 0)
-    (10, None)
+    >>> json_object_at('x{"y": {}} z', 1), json_object_at('{"y": ', 0)
+    (({'y': {}}, 10), None)
     """
     try:
         value, end = _DECODER.raw_decode(text, begin)
     except (ValueError, RecursionError):
         return None
-    return end if isinstance(value, dict) and not is_deeper(value) else None
+    return (value, end) if _is_good_object(value, text) else None
 
 
 def format_json(value: JsonObject) -> str:
@@ -56,6 +55,24 @@ def is_deeper(value: Any, depth: int = MAX_DEPTH) -> bool:
         if isinstance(child, (dict, list)) and is_deeper(child, depth - 1):  # asked here, too: a call costs more
             return True
     return False
+
+
+def is_unicode(text: str) -> bool:
+    """Whether there are whole characters only: no lone surrogates."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_good_object(value: Any, text: str) -> bool:
+    """`text`: what it was read from, or more of it."""
+    if not isinstance(value, dict) or is_deeper(value):
+        return False
+    return is_unicode(format_json(cast("JsonObject", value)) if "\\u" in text else text)  # an escape may be half a one
 
 
 def _finite(text: str) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from areal_agent.errors import RequestError
+from areal_agent.tokens.answers.at_once import read_at_once
 from areal_agent.tokens.answers.deepseek import DeepSeek
 from areal_agent.tokens.answers.detection import (
     ReasoningFormat,
@@ -63,6 +64,16 @@ class AnswerFormat:
         `is_thinking`: the prompt ends inside the reasoning. `only_tool`: a call of another tool is malformed. White
         space between reasoning and content, and at the ends of the content on the side of a call, belongs to neither.
         """
+        if may_call_tools and self.tool_format in (ToolFormat.HERMES, ToolFormat.QWEN):
+            answer = read_at_once(
+                text,
+                has_thinking=self.reasoning_format is ReasoningFormat.THINK,
+                is_thinking=is_thinking,
+                only_tool=only_tool,
+                accepts=accepts or _all,
+            )
+            if answer:
+                return answer
         reader = self.reader(
             may_call_tools=may_call_tools,
             is_thinking=is_thinking,

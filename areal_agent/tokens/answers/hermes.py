@@ -17,9 +17,9 @@ from areal_agent.tokens.answers.envelope import open_envelope, read_envelope, wr
 from areal_agent.tokens.answers.parsed import ToolCall
 from areal_agent.tokens.answers.tape import Steps, Tape
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+BEGIN, END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = "arguments"
-_MARKS = Marks(openings=(_BEGIN,), closings=(_END,))
+_MARKS = Marks(openings=(BEGIN,), closings=(END,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +35,11 @@ class Hermes:
     def read_call(self, tape: Tape, call: OpenCall, opening: str) -> Steps[None]:
         yield from tape.expect("{")
         yield from read_envelope(tape, call, argument_keys=(_ARGUMENTS,))
-        yield from tape.expect(_END)
+        yield from tape.expect(END)
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
-        blocks = (self.newline.join((_BEGIN, write_envelope(call, _ARGUMENTS), _END)) for call in calls)
+        blocks = (self.newline.join((BEGIN, write_envelope(call, _ARGUMENTS), END)) for call in calls)
         return self.newline.join((content, *blocks) if content else blocks)
 
     def opening(self, tool_name: str | None) -> str:
-        return _BEGIN + self.newline + ("" if tool_name is None else open_envelope(tool_name, _ARGUMENTS))
+        return BEGIN + self.newline + ("" if tool_name is None else open_envelope(tool_name, _ARGUMENTS))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from areal_agent.tokens.json_text import end_of_json_object
+from areal_agent.tokens.json_text import json_object_at
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -77,10 +77,10 @@ class Tape:
 
         A short way for whole texts: on a text that is still coming, trying it again and again would cost its square.
         """
-        end = end_of_json_object(self._text, self._position - 1)
-        if end is not None:
-            self._take(end)
-        return end is not None
+        found = json_object_at(self._text, self._position - 1)
+        if found:
+            self._take(found[1])
+        return found is not None
 
     def run(self, characters: re.Pattern[str]) -> Steps[str]:
         """Take as many characters of a set, given as its pattern `[...]*`, as come next."""

@@ -3,6 +3,7 @@
 - how a text is cut into chunks does not show: not in what leaves, nor in what is told at the end
 - what has left, put together, is what is told at the end, and what is told to be broken no reader of JSON takes
 - where nothing is malformed, a stream says what the whole text says
+- a whole text says what it says in one piece to a reader of whole calls
 - nothing is lost: an answer without calls and reasoning is its text
 - what is formatted is parsed back
 - what begins a forced call is how the format begins it
@@ -156,6 +157,14 @@ def test_where_nothing_is_malformed_a_stream_says_what_the_whole_text_says(
     assert bool(whole.num_malformed) == bool(streamed.num_malformed)
     if not whole.num_malformed:
         assert streamed == whole
+
+
+@given(answer_format=formats, text=texts, is_thinking=st.booleans(), only_tool=st.none() | st.just("f"))
+def test_a_whole_text_says_what_a_reader_is_told_by_it(
+    answer_format: AnswerFormat, text: str, is_thinking: bool, only_tool: str | None
+) -> None:
+    reader = answer_format.reader(is_thinking=is_thinking, are_calls_whole=True, only_tool=only_tool)
+    assert answer_format.parse(text, is_thinking=is_thinking, only_tool=only_tool) == reader.finish(text)[1]
 
 
 @given(answer_format=formats, text=texts)
