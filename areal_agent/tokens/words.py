@@ -22,9 +22,12 @@ MAX_CHARACTERS = 64
 """Longer words are not kept: they seldom come again."""
 
 NUM_LEARNT = 8192
-"""Tokens of the vocabulary whose words are looked up when a tokenizer is loaded: some 50 ms."""
+"""Tokens of the vocabulary whose words are looked up when a tokenizer is loaded: some 30 ms."""
 
-_SPACE = "Ġ"  # as a byte-level vocabulary writes it
+_BYTE_LEVEL = {**{byte: 256 + byte for byte in range(33)}, 127: 289}
+"""How a byte-level vocabulary writes the ASCII characters that cannot be seen; those that can, as they are."""
+
+_ASCII_OF_BYTE_LEVEL = {written: byte for byte, written in _BYTE_LEVEL.items()}
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _IN_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _ASCII_OF = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
@@ -35,6 +38,7 @@ class WordCache:
 
     def __init__(self, tokenizer: Tokenizer, words: re.Pattern[str], added: Sequence[re.Pattern[str]]) -> None:
         self._tokenizer = tokenizer
+        self._model = tokenizer.model
         self._words = words
         self._added = added
         self._ids: dict[str, Sequence[int]] = {}  # by word
@@ -71,7 +75,7 @@ class WordCache:
         """The commonest words, so that a process is quick from its first call on."""
         oldest_first = sorted(vocabulary, key=vocabulary.__getitem__)  # a BPE learns what is common first
         for token in oldest_first[:NUM_LEARNT]:
-            word = token.replace(_SPACE, " ")
+            word = token.translate(_ASCII_OF_BYTE_LEVEL)
             if word.isascii():
                 self._look_up(word, is_added=False)
 
@@ -87,12 +91,16 @@ class WordCache:
     def _look_up(self, word: str, *, is_added: bool) -> Sequence[int] | None:
         if not is_added and self._words.findall(word) != [word]:
             return None
-        known = self._tokenizer.encode(word, add_special_tokens=False).ids
+        known = self._tokenizer.encode(word, add_special_tokens=False).ids if is_added else self._merged(word)
         if len(word) <= MAX_CHARACTERS:
             if len(self._ids) >= MAX_WORDS:
                 self._ids.clear()
             self._ids[word] = known
         return known
+
+    def _merged(self, word: str) -> Sequence[int]:
+        """By the model alone: the tokenizer's own way there costs five times as much."""
+        return [token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))]
 
 
 def _in_order_of_search(added: Sequence[dict[str, Any]]) -> list[re.Pattern[str]]:
