@@ -9,6 +9,7 @@
     │   ├── EngineUnreachable  no answer: down, dying or not started
     │   ├── EngineRejected     it answered that the request is wrong
     │   └── WeightUpdateError  it did not take new weights; the old version is still serving
+    │       └── PushConflict   another push of weights is open, or this one is not
     ├── TrainerError           the trainer process answered with a failure
     ├── WorkerError            a rollout worker answered with a failure
     ├── GatewayError           a gateway that stands alone refused a trainer's call, or is gone
@@ -64,6 +65,10 @@ class EngineRejected(EngineError):
 
 class WeightUpdateError(EngineError):
     """The engine did not take new weights. Its old version is still serving."""
+
+
+class PushConflict(WeightUpdateError):
+    """Another push of weights is open, or the one that was named is not (HTTP 409)."""
 
 
 class TrainerError(ArealAgentError):

@@ -40,8 +40,8 @@ class Sampler(Protocol):
         ...
 
 
-class WeightReceiver(Protocol):
-    """Takes new weights while it serves."""
+class Pausable(Protocol):
+    """Can be made to hold still."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling at a token boundary. Requests that arrive while paused wait."""
@@ -51,11 +51,28 @@ class WeightReceiver(Protocol):
         """Go on sampling. Harmless when not paused."""
         ...
 
-    async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
-        """Swap the weights: all of them or none.
 
-        Every token sampled afterwards bears `version`. Raises WeightUpdateError when the old version still serves.
-        """
+class WeightReceiver(Pausable, Protocol):
+    """Takes new weights while it serves, in pushes: one at a time, and until its commit the old version serves.
+
+    Each call raises WeightUpdateError when the old version goes on; its push is no more then, unless the error is a
+    PushConflict: another push is open, or this one is not.
+    """
+
+    async def begin_push(self, push_id: str) -> None:
+        """Open a push; its sender names it."""
+        ...
+
+    async def send_push(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+        """Take the weights, all of them, and prove them. What becomes of their files afterwards changes nothing."""
+        ...
+
+    async def commit_push(self, push_id: str, version: WeightVersion) -> None:
+        """Swap the weights. Every token sampled afterwards bears `version`, which is later than the one that served."""
+        ...
+
+    async def abort_push(self, push_id: str) -> None:
+        """Forget a push. One that is not open is no error."""
         ...
 
 

@@ -278,7 +278,7 @@ class Run:
         """
         served = (await self._source.engine.info()).weight_version
         number = self.version.incarnation
-        if served > self.version:
+        if served >= self.version:  # its weights of that label may be others
             number = served.incarnation + 1
         earlier = await self.recall("incarnation")
         if earlier is not None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = [
     ["types", "errors", "protocols", "section"],
-    ["observe", "cancellation", "command", "process", "staleness"],
+    ["observe", "cancellation", "command", "manifest", "process", "staleness"],
     ["ledger", "engine", "tokens", "algorithms", "models"],
     ["gateway", "weights"],
     ["rollout", "trainer"],

@@ -13,7 +13,8 @@ What goes wrong with real engines can be made to go wrong here, once each:
     die_after(num_tokens)         in the middle of a turn: requests in flight and all later calls find nobody,
                                   until `recover`
     garble_next(garbage)          the next answer breaks one promise of `GenerateResult`
-    corrupt_next_push()           the weights arrive damaged: the push is refused, the old version goes on
+    corrupt_next_push()           a bit of the weights is flipped on their way: their digests tell, the push is
+                                  refused, and the old version goes on
 
 >>> import asyncio
 >>> from areal_agent.types import DiskWeights, SamplingParams
@@ -38,9 +39,11 @@ from dataclasses import replace
 
 from areal_agent.engine.fake_faults import Faults, Garbage, Operation, garbled
 from areal_agent.engine.fake_row import FakeRow, fake_logprob, fake_top_logprobs
+from areal_agent.engine.fake_weights import FakeWeights
 from areal_agent.engine.limits import check_request
+from areal_agent.engine.pushes import Pushes
 from areal_agent.engine.virtual_clock import VirtualClock
-from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
+from areal_agent.errors import EngineError, EngineRejected
 from areal_agent.types import (
     DiskWeights,
     EngineInfo,
@@ -86,7 +89,6 @@ class FakeEngine:
         clock: VirtualClock | None = None,
         token_s: float = 0.02,
     ) -> None:
-        self.version = version or WeightVersion()
         self.paused: PauseMode | None = None
         self.requests: list[GenerateRequest] = []  # every request that was accepted, in order
         self.aborted_ids: list[str] = []  # every abort that was asked for, cancelled calls included
@@ -101,6 +103,8 @@ class FakeEngine:
         self._is_ticking = False
         self._running: dict[str, FakeRow] = {}
         self._faults = Faults()
+        self._weights = FakeWeights(version=version or WeightVersion(), faults=self._faults, updates=self.weights)
+        self._pushes = Pushes(self._weights)
         self._arrived = asyncio.Condition()
 
     # ------------------------------------------------------------------------------------ protocols.Engine
@@ -149,12 +153,37 @@ class FakeEngine:
             running.is_held = False
         self._advance()
 
+    async def begin_push(self, push_id: str) -> None:
+        await self._faults.strike(Operation.BEGIN_PUSH)
+        self._pushes.begin(push_id)
+
+    async def send_push(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+        await self._faults.strike(Operation.SEND_PUSH)
+        await self._pushes.send(push_id, weights)
+
+    async def commit_push(self, push_id: str, version: WeightVersion) -> None:
+        await self._faults.strike(Operation.COMMIT_PUSH)
+        await self._pushes.commit(push_id, version, flush_cache=True)
+
+    async def abort_push(self, push_id: str) -> None:
+        await self._faults.strike(Operation.ABORT_PUSH)
+        self._pushes.abort(push_id)
+
     async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
+        """The swap in one call."""
         await self._faults.strike(Operation.UPDATE_WEIGHTS)
-        self.weights.append(weights)
-        self.version = version
+        await self._weights.swap(await self._weights.take(weights), version, flush_cache=True)
 
     # -------------------------------------------------------------------------------------- test controls
+
+    @property
+    def version(self) -> WeightVersion:
+        """That serves; a test may set it."""
+        return self._weights.version
+
+    @version.setter
+    def version(self, version: WeightVersion) -> None:
+        self._weights.version = version
 
     def info(self) -> EngineInfo:
         """What the engine says of itself."""
@@ -213,10 +242,8 @@ class FakeEngine:
         self._faults.garble_next(garbage)
 
     def corrupt_next_push(self) -> None:
-        """Let the next weights arrive damaged: they are refused, and the old version goes on."""
-        self.fail_next(
-            Operation.UPDATE_WEIGHTS, WeightUpdateError("the weights were damaged on their way; publish them again")
-        )
+        """Flip a bit of the next weights on their way: they are refused, and the old version goes on."""
+        self._faults.corrupt_next_push()
 
     # ------------------------------------------------------------------------------------------- internals
 

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import replace
 from enum import StrEnum
 
+from areal_agent.engine.stored_weights import Spoil
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import GenerateResult
 
@@ -17,6 +18,10 @@ class Operation(StrEnum):
     PAUSE = "pause"
     RESUME = "resume"
     UPDATE_WEIGHTS = "update_weights"
+    BEGIN_PUSH = "begin_push"
+    SEND_PUSH = "send_push"
+    COMMIT_PUSH = "commit_push"
+    ABORT_PUSH = "abort_push"
 
 
 class Garbage(StrEnum):
@@ -36,6 +41,7 @@ class Faults:
         self._next: dict[Operation, deque[Exception | asyncio.Event]] = {operation: deque() for operation in Operation}
         self._hanging: list[asyncio.Event] = []
         self._garbage: deque[Garbage] = deque()
+        self._num_corrupt = 0  # pushes whose bytes arrive damaged
         self._lifetime: int | None = None  # tokens that are still sampled; None: all
 
     def fail_next(self, operation: Operation, error: Exception) -> None:
@@ -48,6 +54,16 @@ class Faults:
 
     def garble_next(self, garbage: Garbage) -> None:
         self._garbage.append(garbage)
+
+    def corrupt_next_push(self) -> None:
+        self._num_corrupt += 1
+
+    def next_spoil(self) -> Spoil | None:
+        """What to do with the bytes of the weights that arrive now."""
+        if not self._num_corrupt:
+            return None
+        self._num_corrupt -= 1
+        return _flip_a_bit
 
     def die_after(self, num_tokens: int) -> None:
         self._lifetime = num_tokens
@@ -87,6 +103,10 @@ class Faults:
     @staticmethod
     def nobody_there() -> EngineUnreachable:
         return EngineUnreachable("the scripted engine has died, as it was told to; call recover()")
+
+
+def _flip_a_bit(data: bytearray) -> None:
+    data[len(data) // 2] ^= 1
 
 
 def garbled(result: GenerateResult, garbage: Garbage | None, vocab_size: int) -> GenerateResult:

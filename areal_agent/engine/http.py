@@ -82,10 +82,27 @@ class HttpEngine:
         await self._transport.post(wire.CONTINUE_GENERATION, {})
         self._paused = None
 
+    async def begin_push(self, push_id: str) -> None:
+        """Open a push of weights. Raises PushConflict while another one is open."""
+        await self._push(wire.BEGIN_PUSH, wire.encode_push(push_id))
+
+    async def send_push(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+        """Let it take and prove the weights; the old version serves."""
+        await self._push(wire.SEND_PUSH, wire.encode_push_send(wire.PushSend(push_id=push_id, weights=weights)))
+
+    async def commit_push(self, push_id: str, version: WeightVersion) -> None:
+        """Let it serve what was sent. The KV cache is recomputed, except during a pause `in_place`."""
+        commit = wire.PushCommit(push_id=push_id, version=version, flush_cache=self._flushes_cache)
+        await self._push(wire.COMMIT_PUSH, wire.encode_push_commit(commit))
+
+    async def abort_push(self, push_id: str) -> None:
+        """Let it forget a push. One that is not open is no error."""
+        await self._push(wire.ABORT_PUSH, wire.encode_push(push_id))
+
     async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
-        """Swap the weights, all or none. The KV cache is recomputed, except during a pause `in_place`."""
-        flush_cache = self._paused is not PauseMode.IN_PLACE
-        path, body = wire.encode_update(WeightUpdate(weights=weights, version=version, flush_cache=flush_cache))
+        """Swap the weights in one call, all or none; SGLang's way. The KV cache as in `commit_push`."""
+        update = WeightUpdate(weights=weights, version=version, flush_cache=self._flushes_cache)
+        path, body = wire.encode_update(update)
         await self._transport.post(path, body, refusal=WeightUpdateError)
 
     # -------------------------------------------------------------------------------------- what it says
@@ -125,6 +142,13 @@ class HttpEngine:
         await self._transport.aclose()
 
     # ------------------------------------------------------------------------------------------- internals
+
+    @property
+    def _flushes_cache(self) -> bool:
+        return self._paused is not PauseMode.IN_PLACE
+
+    async def _push(self, path: str, body: dict[str, Any]) -> None:
+        await self._transport.post(path, body, refusal=WeightUpdateError)
 
     async def _stream(self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None]) -> GenerateResult:
         reader, splitter = wire.ResultReader(), wire.EventSplitter()

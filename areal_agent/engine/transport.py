@@ -14,7 +14,7 @@ import orjson
 from areal_agent.engine import wire
 from areal_agent.engine.connections import Connections
 from areal_agent.engine.fields import WireError, decode_json
-from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
 
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 120.0  # everything but /generate, which takes as long as it takes
@@ -138,7 +138,9 @@ def _no_answer(where: str, error: Exception) -> EngineUnreachable:
 
 def _failed(where: str, failure: wire.Failure, refusal: type[EngineError]) -> EngineError:
     message = f"{where} was answered with {failure.status}: {failure.message}"
-    return refusal(message) if failure.is_refusal else EngineUnreachable(message)
+    if not failure.is_refusal:
+        return EngineUnreachable(message)
+    return PushConflict(message) if failure.status == 409 and refusal is WeightUpdateError else refusal(message)
 
 
 def _failure(payload: bytes, status: int) -> wire.Failure:

@@ -9,7 +9,6 @@ A folder is written under a hidden name, brought to the disk, then renamed: unde
 removed or replaced steps aside first, by a rename too. A directory has one writer, who calls `recover` after a crash.
 """
 
-import hashlib
 import logging
 import os
 import re
@@ -17,14 +16,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 
+from areal_agent.manifest import MANIFEST, encode_manifest, read_manifest
 from areal_agent.trainer.commit_points import CommitPoint, Passing, pass_by
 from areal_agent.types import JsonObject
 
-MANIFEST = "manifest.json"
 RUN_STATE = "run.json"
 TRAINING = "training"
 NAME = re.compile(r"step_\d{6,}")
@@ -69,7 +67,7 @@ def publish_checkpoint(
     try:
         write(folder)
         (folder / RUN_STATE).write_bytes(orjson.dumps(run_state))
-        (folder / MANIFEST).write_bytes(_manifest(folder, step, incarnation))
+        (folder / MANIFEST).write_bytes(encode_manifest(folder, {"step": step, "incarnation": incarnation}))
         passing(CommitPoint.WRITTEN)
         _bring_to_disk(folder)
         passing(CommitPoint.DURABLE)
@@ -107,17 +105,16 @@ def recover(directory: Path) -> None:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Check a checkpoint folder against its manifest, byte for byte. Raises ValueError saying what is wrong with it."""
+    files, facts = read_manifest(path)
     try:
-        manifest: dict[str, Any] = orjson.loads((path / MANIFEST).read_bytes())
-        files: dict[str, dict[str, Any]] = manifest["files"]
-        step, incarnation = int(manifest["step"]), int(manifest["incarnation"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has no readable {MANIFEST} ({error})") from None
-    for name, expected in files.items():
+        step, incarnation = int(facts["step"]), int(facts["incarnation"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no readable {MANIFEST} ({error!r})") from None
+    for name, digest in files.items():
         file = path / name
         if not file.is_file():
             raise ValueError(f"{file} is missing")
-        if file.stat().st_size != expected["num_bytes"] or _sha256(file) != expected["sha256"]:
+        if not digest.is_of_file(file):
             raise ValueError(f"{file} is not what was written: its size or SHA-256 differs from {MANIFEST}")
     return Checkpoint(path=path, step=step, incarnation=incarnation)
 
@@ -154,20 +151,6 @@ def _published(directory: Path) -> list[Path]:
 
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
-
-
-def _manifest(folder: Path, step: int, incarnation: int) -> bytes:
-    files = {
-        path.relative_to(folder).as_posix(): {"num_bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    return orjson.dumps({"step": step, "incarnation": incarnation, "files": files}, option=orjson.OPT_INDENT_2)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _bring_to_disk(folder: Path) -> None:

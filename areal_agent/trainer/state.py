@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.checkpoint import MANIFEST, RUN_STATE, TRAINING
+from areal_agent.manifest import MANIFEST
+from areal_agent.trainer.checkpoint import RUN_STATE, TRAINING
 from areal_agent.trainer.critic import Critic
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer

@@ -1,13 +1,16 @@
 """Gives a new weight version to engines in the middle of their work, and measures what that costs.
 
-    pause all ──▶ update all ──▶ resume all        resume comes always, whatever failed: the old version goes on
-    |◀ pause_s ▶|◀ transfer_s ▶|◀ resume_s ▶|
-    |◀──────────────── stall_s ────────────▶|
+    begin all ──▶ send all ──▶ pause all ──▶ commit all ──▶ resume all
+    |◀─────── send_s ───────▶|◀ pause_s ▶|◀ transfer_s ▶|◀ resume_s ▶|
+       the old version works |◀──────────────── stall_s ────────────▶|
 
+Nobody is paused before every receiver has taken and proved all weights: a transfer that fails stops nobody, and no
+receiver has the new version then. Resume comes always, and so does an abort where the push has failed.
 It knows receivers by their protocol alone, and nothing of how weights are stored.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ class PushReport:
     """What one push cost, in seconds; `stall_s` is the time from the first pause to the last resume."""
 
     version: WeightVersion
+    send_s: float
     pause_s: float
     transfer_s: float
     resume_s: float
@@ -38,28 +42,57 @@ async def push(
     """Swap the weights of all receivers at once, each at a token boundary.
 
     Raises WeightUpdateError naming each receiver that failed, at which step and how; the others serve `version` if the
-    update was reached. Every receiver has been told to resume by then, also when this call is cancelled.
+    commit was reached. Every receiver has been told to resume by then, also when this call is cancelled.
     """
-    started_s = paused_s = updated_s = time.perf_counter()
+    push_id = secrets.token_hex(8)
+    started_s = time.perf_counter()
+    try:
+        failures = await _failures("begin", [receiver.begin_push(push_id) for receiver in receivers])
+        failures = failures or await _failures("send", [receiver.send_push(push_id, weights) for receiver in receivers])
+        sent_s = time.perf_counter()
+        if failures:
+            raise _failed(version, receivers, failures)
+        return await _swap(receivers, push_id, version, mode, started_s=started_s, sent_s=sent_s)
+    except BaseException:
+        # Where this fails too, the receiver is gone, or forgets the push when another one begins.
+        await _to_the_end(_failures("abort", [receiver.abort_push(push_id) for receiver in receivers]))
+        raise
+
+
+async def _swap(
+    receivers: Sequence[WeightReceiver],
+    push_id: str,
+    version: WeightVersion,
+    mode: PauseMode,
+    *,
+    started_s: float,
+    sent_s: float,
+) -> PushReport:
+    paused_s = committed_s = sent_s
     failures: list[str] = []
     try:
         failures += await _failures("pause", [receiver.pause(mode) for receiver in receivers])
-        paused_s = updated_s = time.perf_counter()
+        paused_s = committed_s = time.perf_counter()
         if not failures:
-            failures += await _failures("update", [receiver.update_weights(weights, version) for receiver in receivers])
-            updated_s = time.perf_counter()
+            failures += await _failures("commit", [receiver.commit_push(push_id, version) for receiver in receivers])
+            committed_s = time.perf_counter()
     finally:
         failures += await _to_the_end(_failures("resume", [receiver.resume() for receiver in receivers]))
     resumed_s = time.perf_counter()
     if failures:
-        raise WeightUpdateError(f"the push of version {version} to {len(receivers)} engine(s): {'; '.join(failures)}")
+        raise _failed(version, receivers, failures)
     return PushReport(
         version=version,
-        pause_s=paused_s - started_s,
-        transfer_s=updated_s - paused_s,
-        resume_s=resumed_s - updated_s,
-        stall_s=resumed_s - started_s,
+        send_s=sent_s - started_s,
+        pause_s=paused_s - sent_s,
+        transfer_s=committed_s - paused_s,
+        resume_s=resumed_s - committed_s,
+        stall_s=resumed_s - sent_s,
     )
+
+
+def _failed(version: WeightVersion, receivers: Sequence[WeightReceiver], failures: Sequence[str]) -> WeightUpdateError:
+    return WeightUpdateError(f"the push of version {version} to {len(receivers)} engine(s): {'; '.join(failures)}")
 
 
 async def _failures(what: str, calls: Sequence[Coroutine[Any, Any, None]]) -> list[str]:

@@ -164,9 +164,11 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 @pytest.fixture
 def serve() -> Serve:
     @asynccontextmanager
-    async def serving(folder: Path, *, num_slots: int = 8, max_context: int = MAX_CONTEXT):
+    async def serving(
+        folder: Path, *, num_slots: int = 8, max_context: int = MAX_CONTEXT, push_timeout_s: float = DEADLINE_S
+    ):
         gate = Gate(ModelRunner.load(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
-        server = await EngineServer.start(gate, version=WeightVersion(step=7))
+        server = await EngineServer.start(gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s)
         engine = HttpEngine(server.base_url)
         try:
             async with asyncio.timeout(DEADLINE_S):

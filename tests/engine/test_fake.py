@@ -10,12 +10,24 @@
 
 import asyncio
 import dataclasses
+import zlib
+from pathlib import Path
 
 import pytest
 
 from areal_agent.engine.fake import FakeEngine, Garbage, Operation, VirtualClock, fake_logprob, fake_top_logprobs
-from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import DiskWeights, FinishReason, PauseMode, TokenChunk, VersionSpan, WeightVersion
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
+from areal_agent.manifest import MANIFEST, encode_manifest
+from areal_agent.types import (
+    DiskWeights,
+    FinishReason,
+    PauseMode,
+    SharedMemoryWeights,
+    TensorEntry,
+    TokenChunk,
+    VersionSpan,
+    WeightVersion,
+)
 
 NEW = WeightVersion(step=8)
 
@@ -212,12 +224,35 @@ async def test_garbage_breaks_one_promise_once(garbage, ask):
     assert await engine.generate(ask(3)) == whole
 
 
-async def test_a_damaged_push_leaves_the_old_version(ask):
+@pytest.mark.parametrize("stored", ["shared memory", "disk", "nothing"])
+async def test_a_damaged_push_leaves_the_old_version(stored, ask, tmp_path):
     engine = FakeEngine([[11]], version=WeightVersion(step=7))
     engine.corrupt_next_push()
-    with pytest.raises(WeightUpdateError, match="damaged"):
-        await engine.update_weights(DiskWeights(path="w"), NEW)
+    weights, message = stored_weights(stored, tmp_path)
+    await engine.begin_push("p")
+    with pytest.raises(WeightUpdateError, match=message):
+        await engine.send_push("p", weights)
+    with pytest.raises(PushConflict, match="not open"):
+        await engine.commit_push("p", NEW)
     assert (await engine.generate(ask(1))).versions[0].version == WeightVersion(step=7)
+    await engine.begin_push("q")
+    await engine.send_push("q", weights)
+    await engine.commit_push("q", NEW)
+    assert engine.version == NEW
+
+
+def stored_weights(stored: str, folder: Path) -> tuple[SharedMemoryWeights | DiskWeights, str]:
+    """Weights of eight bytes, and what tells that they were damaged."""
+    data = bytes(range(8))
+    if stored == "nothing":
+        return DiskWeights(path="no_such_folder"), "nothing lies at"
+    (folder / "model.safetensors").write_bytes(data)
+    if stored == "disk":
+        (folder / MANIFEST).write_bytes(encode_manifest(folder, {}))
+        return DiskWeights(path=str(folder)), "SHA-256"
+    entry = TensorEntry(name="norm", dtype="float32", shape=(2,), offset=0, num_bytes=8)
+    path = str(folder / "model.safetensors")
+    return SharedMemoryWeights(path=path, entries=(entry,), crc32=zlib.crc32(data)), "checksum"
 
 
 async def test_on_a_virtual_clock_tokens_come_at_their_time(ask):

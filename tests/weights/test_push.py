@@ -1,14 +1,17 @@
 """Pushing weights into engines, with the scripted engine.
 
 - A push in the middle of a completion: its tokens before bear the old version, those after the new one.
-- A failed update leaves the old version serving; the error names the engine; the others have the new version.
+- A transfer that fails, at whichever engine, stops nobody: all serve the old version, and the next push works.
+- A failed commit leaves the old version serving; the error names the engine; the others have the new version.
 - A failed pause updates nobody. A failed resume is told. All engines resume in every case, cancellation included.
+- Nobody is paused while weights are being sent.
 - The report's parts add up.
 """
 
 import asyncio
 
 import pytest
+import torch
 
 from areal_agent.engine.fake import FakeEngine, Operation
 from areal_agent.errors import EngineUnreachable, WeightUpdateError
@@ -22,6 +25,7 @@ from areal_agent.types import (
     WeightVersion,
 )
 from areal_agent.weights.push import push
+from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 WEIGHTS = DiskWeights(path="unused")
@@ -41,14 +45,14 @@ async def begin(engine: FakeEngine) -> asyncio.Future[GenerateResult]:
 
 
 class SlowEngine(FakeEngine):
-    """Announces that an update has begun, and never ends it."""
+    """Announces that a commit has begun, and never ends it."""
 
     def __init__(self) -> None:
         super().__init__([], version=OLD)
-        self.updating = asyncio.Event()
+        self.committing = asyncio.Event()
 
-    async def update_weights(self, *_: object) -> None:
-        self.updating.set()
+    async def commit_push(self, *_: object) -> None:
+        self.committing.set()
         await asyncio.Event().wait()
 
 
@@ -70,16 +74,50 @@ async def test_the_mode_is_passed_on():
     assert (await answer).token_ids == (11, 12)
 
 
-async def test_a_failed_update_names_the_engine_and_leaves_the_old_version_serving():
+async def test_a_failed_commit_names_the_engine_and_leaves_the_old_version_serving():
     good, bad = engines()
-    bad.fail_next(Operation.UPDATE_WEIGHTS, WeightUpdateError("checksum differs"))
+    bad.fail_next(Operation.COMMIT_PUSH, WeightUpdateError("no memory"))
     answer = await begin(bad)
-    with pytest.raises(WeightUpdateError, match=r"version 0:8 .* engine 1: update failed: checksum differs"):
+    with pytest.raises(WeightUpdateError, match=r"version 0:8 .* engine 1: commit failed: no memory"):
         await push([good, bad], WEIGHTS, NEW)
     assert (good.version, bad.version) == (NEW, OLD)
     assert good.paused is None
     bad.step(2)
     assert (await answer).versions == (VersionSpan(version=OLD, start=0, end=4),)
+
+
+@pytest.mark.parametrize("operation", [Operation.BEGIN_PUSH, Operation.SEND_PUSH])
+async def test_a_failed_transfer_stops_nobody_and_the_next_push_works(operation):
+    good, bad = engines()
+    bad.fail_next(operation, EngineUnreachable("no answer"))
+    for engine in (good, bad):
+        engine.fail_next(Operation.PAUSE, AssertionError("nobody is paused before all weights are there"))
+    with pytest.raises(WeightUpdateError, match=r"engine 1: \w+ failed: no answer"):
+        await push([good, bad], WEIGHTS, NEW)
+    assert (good.version, bad.version) == (OLD, OLD)
+    for engine in (good, bad):
+        with pytest.raises(AssertionError):
+            await engine.pause(PauseMode.RETRACT)
+    await push([good, bad], WEIGHTS, NEW)
+    assert (good.version, bad.version) == (NEW, NEW)
+
+
+async def test_damaged_weights_are_found_by_their_digests(channel):
+    (engine,) = engines(1)
+    engine.corrupt_next_push()
+    weights = channel.write({"norm": torch.ones(5)})
+    with pytest.raises(WeightUpdateError, match=r"engine 0: send failed: .* checksum"):
+        await push([engine], weights, NEW)
+    assert (engine.version, engine.weights) == (OLD, [])
+    await push([engine], weights, NEW)
+    assert (engine.version, engine.weights) == (NEW, [weights])
+
+
+@pytest.fixture
+def channel(tmp_path):
+    channel = SharedMemoryChannel(tmp_path, layout([("norm", torch.ones(5))], torch.float32))
+    yield channel
+    channel.close()
 
 
 async def test_a_failed_pause_updates_nobody_and_all_resume():
@@ -101,7 +139,7 @@ async def test_a_failed_resume_is_told_and_the_others_resume():
 
 async def test_an_error_that_is_not_an_engines_is_raised_as_it_is_after_the_resume():
     (engine,) = engines(1)
-    engine.fail_next(Operation.UPDATE_WEIGHTS, ZeroDivisionError("a bug"))
+    engine.fail_next(Operation.COMMIT_PUSH, ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError):
         await push([engine], WEIGHTS, NEW)
     assert engine.paused is None
@@ -110,7 +148,7 @@ async def test_an_error_that_is_not_an_engines_is_raised_as_it_is_after_the_resu
 async def test_a_cancelled_push_resumes():
     engine = SlowEngine()
     pushing = asyncio.ensure_future(push([engine], WEIGHTS, NEW))
-    await engine.updating.wait()
+    await engine.committing.wait()
     assert engine.paused is PauseMode.RETRACT
     pushing.cancel()
     with pytest.raises(asyncio.CancelledError):

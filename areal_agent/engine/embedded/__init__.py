@@ -12,7 +12,7 @@
        ├─▶ batch.py          how its rows sample
        │      adjustments.py  penalties and biases of logits     grammar.py  which tokens may come next
        │      sampler.py  logits to tokens and log-probabilities
-       └─▶ weights.py        reads and proves a new set of weights, then copies it in place
+       └─▶ weights.py        reads and proves a new set of weights, then copies it in place; model_weights.py: in pushes
 
 One thread owns the model, the KV cache and all rows; everything else talks to it through its queue.
 """

@@ -20,14 +20,16 @@ from areal_agent.engine import wire
 from areal_agent.engine.embedded.grammar import Grammars, Matcher
 from areal_agent.engine.embedded.metrics import CONTENT_TYPE
 from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model_weights import ModelWeights
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.streaming import stream_answer
 from areal_agent.engine.embedded.token_stream import TokenStream
 from areal_agent.engine.embedded.weights import read_weights
 from areal_agent.engine.fields import WireError, decode_json
 from areal_agent.engine.limits import check_request
+from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
 from areal_agent.engine.wire import WeightUpdate
-from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.types import EngineInfo, GenerateRequest, PauseMode, WeightVersion
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -41,7 +43,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class EngineServer:
     """One model, served on one port. Make it with `start`, end it with `aclose`."""
 
-    def __init__(self, runner: ModelRunner, *, version: WeightVersion) -> None:
+    def __init__(self, runner: ModelRunner, *, version: WeightVersion, push_timeout_s: float) -> None:
         self._runner = runner
         self._grammars = Grammars.of(
             Path(runner.model_path), vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
@@ -51,16 +53,23 @@ class EngineServer:
         self._scheduler = Scheduler(
             runner, version=version, on_failure=lambda: loop.call_soon_threadsafe(self._failed.set)
         )
-        self._updates = asyncio.Lock()  # one weight update at a time
+        self._weights = ModelWeights(self._scheduler, runner.layout)
+        self._pushes = Pushes(self._weights, timeout_s=push_timeout_s)
         self._web: web.AppRunner | None = None
         self.base_url = ""
 
     @classmethod
     async def start(
-        cls, runner: ModelRunner, *, host: str = "127.0.0.1", port: int = 0, version: WeightVersion | None = None
+        cls,
+        runner: ModelRunner,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        version: WeightVersion | None = None,
+        push_timeout_s: float = PUSH_TIMEOUT_S,
     ) -> Self:
         """Serve; port 0 picks a free one. Raises ConfigError when the address cannot be bound."""
-        server = cls(runner, version=version or WeightVersion())
+        server = cls(runner, version=version or WeightVersion(), push_timeout_s=push_timeout_s)
         try:
             await server._listen(host, port)
         except BaseException:
@@ -108,6 +117,10 @@ class EngineServer:
         app.router.add_post(wire.CONTINUE_GENERATION, self._continue)
         app.router.add_post(wire.UPDATE_FROM_DISK, self._update_from_disk)
         app.router.add_post(wire.UPDATE_FROM_SHARED_MEMORY, self._update_from_shared_memory)
+        app.router.add_post(wire.BEGIN_PUSH, self._begin_push)
+        app.router.add_post(wire.SEND_PUSH, self._send_push)
+        app.router.add_post(wire.COMMIT_PUSH, self._commit_push)
+        app.router.add_post(wire.ABORT_PUSH, self._abort_push)
         app.router.add_get(wire.HEALTH, self._health)
         app.router.add_get(wire.SERVER_INFO, self._server_info)
         app.router.add_get(wire.MODEL_INFO, self._server_info)
@@ -169,13 +182,30 @@ class EngineServer:
         return await self._update(wire.decode_shared_memory_update(await _json(http)))
 
     async def _update(self, update: WeightUpdate) -> web.Response:
-        """Read and prove beside the model thread; only the copy happens in it."""
-        async with self._updates:
+        """All at once. Read and prove beside the model thread; only the copy happens in it."""
+        async with self._pushes.exclusive():
             weights = await asyncio.to_thread(read_weights, update.weights, self._runner.layout)
-            swapped = self._scheduler.swap(weights, update.version, flush_cache=update.flush_cache)
-            # Once handed over it happens, whether or not the client waits for it.
-            await asyncio.wrap_future(swapped)
+            await self._weights.swap(weights, update.version, flush_cache=update.flush_cache)
         return _success(f"serving weight version {update.version}")
+
+    async def _begin_push(self, http: web.Request) -> web.Response:
+        push_id = wire.decode_push(await _json(http), wire.BEGIN_PUSH)
+        self._pushes.begin(push_id)
+        return _success(f"push {push_id} has begun")
+
+    async def _send_push(self, http: web.Request) -> web.Response:
+        send = wire.decode_push_send(await _json(http))
+        await self._pushes.send(send.push_id, send.weights)
+        return _success(f"push {send.push_id} has its weights; the old version serves until the commit")
+
+    async def _commit_push(self, http: web.Request) -> web.Response:
+        commit = wire.decode_push_commit(await _json(http))
+        await self._pushes.commit(commit.push_id, commit.version, flush_cache=commit.flush_cache)
+        return _success(f"serving weight version {commit.version}")
+
+    async def _abort_push(self, http: web.Request) -> web.Response:
+        self._pushes.abort(wire.decode_push(await _json(http), wire.ABORT_PUSH))
+        return _success("aborted, if it was open")
 
     async def _health(self, _: web.Request) -> web.Response:
         if not self._scheduler.is_alive:
@@ -203,6 +233,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     """The boundary of the server: a failure becomes an answer, and the server goes on."""
     try:
         return await handler(request)
+    except PushConflict as error:
+        return _failure(str(error), 409)
     except (WireError, EngineRejected, WeightUpdateError) as error:
         return _failure(str(error), 400)
     except EngineUnreachable as error:

@@ -5,16 +5,17 @@ knows nothing of versions or requests.
 """
 
 import math
-import mmap
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-import orjson
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor, nn
 
+from areal_agent.engine.stored_weights import take_folder, take_shared_memory, weight_files
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DiskWeights, SharedMemoryWeights, TensorEntry
 
@@ -67,6 +68,10 @@ class WeightLayout:
             for name, tensor in proved.items():
                 self._parameters[name].copy_(tensor)
 
+    def holds(self, proved: Mapping[str, Tensor]) -> bool:
+        """Whether the model has these values already, as far as the narrower of the two float types tells."""
+        return all(_is_same(self._parameters[name], tensor) for name, tensor in proved.items())
+
     def _check_names(self, weights: Mapping[str, Tensor]) -> None:
         missing = sorted(set(self._parameters) - set(weights))
         unknown = sorted(set(weights) - set(self._parameters))
@@ -77,10 +82,31 @@ class WeightLayout:
             )
 
 
+def _is_same(held: Tensor, new: Tensor) -> bool:
+    narrow = min(held.dtype, new.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(held.to(narrow), new.to(device=held.device, dtype=narrow))
+
+
 def read_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout) -> Mapping[str, Tensor]:
-    """Read and prove a set of weights. Raises WeightUpdateError."""
+    """Read and prove a set of weights; a folder may be any model's. Raises WeightUpdateError."""
     weights = _read_folder(Path(source.path)) if isinstance(source, DiskWeights) else _read_shared_memory(source)
     return layout.prove(weights)
+
+
+def take_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout) -> Mapping[str, Tensor]:
+    """As `read_weights`, in memory of our own: it stays as it was proved. A folder must have its manifest."""
+    weights = _take_folder(source) if isinstance(source, DiskWeights) else _read_shared_memory(source)
+    return layout.prove(weights)
+
+
+def _take_folder(source: DiskWeights) -> dict[str, Tensor]:
+    try:
+        parts = [load(data) for data in take_folder(source).values()]
+        return {name: _checked(name, tensor) for part in parts for name, tensor in part.items()}
+    except (ValueError, KeyError, SafetensorError) as error:
+        raise WeightUpdateError(
+            f"cannot read the weights in {source.path!r}: {error}; they must be safetensors"
+        ) from error
 
 
 def _read_folder(folder: Path) -> dict[str, Tensor]:
@@ -93,68 +119,40 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    return [folder / name for name in sorted(set(orjson.loads(index.read_bytes())["weight_map"].values()))]
+    return [folder / name for name in weight_files(folder)]
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     with safe_open(path, framework="pt", device="cpu") as file:  # pyright: ignore[reportUnknownVariableType]
-        weights: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    for name, tensor in weights.items():
-        if tensor.dtype not in DTYPES.values():
-            raise ValueError(f"{name!r} is stored as {tensor.dtype}, and weights must be one of {', '.join(DTYPES)}")
-    return weights
+        return {name: _checked(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+
+
+def _checked(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in DTYPES.values():
+        raise ValueError(f"{name!r} is stored as {tensor.dtype}, and weights must be one of {', '.join(DTYPES)}")
+    return tensor
 
 
 def _read_shared_memory(weights: SharedMemoryWeights) -> dict[str, Tensor]:
-    """Views of the mapped file, after their checksum has been found right."""
-    try:
-        with Path(weights.path).open("rb") as file:
-            # Copy-on-write: torch wants a writable buffer, and the file must never be written from here.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        raise WeightUpdateError(
-            f"cannot map the weight file {weights.path!r}: {error}; engine and trainer must share a host"
-        ) from error
     for entry in weights.entries:
-        _check_entry(entry, len(mapped))
-    _check_crc32(weights, mapped)
-    return {entry.name: _view(entry, mapped) for entry in weights.entries}
+        _check_entry(entry)
+    data = take_shared_memory(weights)
+    return {entry.name: _view(entry, data) for entry in weights.entries}
 
 
-def _check_entry(entry: TensorEntry, num_file_bytes: int) -> None:
+def _check_entry(entry: TensorEntry) -> None:
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise WeightUpdateError(f"{entry.name!r} has dtype {entry.dtype!r}; it must be one of {', '.join(DTYPES)}")
     expected = math.prod(entry.shape) * dtype.itemsize
-    if entry.num_bytes != expected or expected <= 0:
+    if entry.num_bytes != expected or min(entry.shape, default=1) <= 0:
         raise WeightUpdateError(
             f"{entry.name!r} says {entry.num_bytes} bytes for shape {entry.shape} of {entry.dtype}, "
             f"which take {expected}; the manifest is damaged"
         )
-    if not 0 <= entry.offset <= num_file_bytes - entry.num_bytes:
-        raise WeightUpdateError(
-            f"{entry.name!r} lies at bytes {entry.offset} to {entry.offset + entry.num_bytes} "
-            f"of a file of {num_file_bytes}; the manifest is damaged"
-        )
 
 
-def _check_crc32(weights: SharedMemoryWeights, mapped: mmap.mmap) -> None:
-    crc32 = 0
-    with memoryview(mapped) as view:
-        for entry in weights.entries:
-            with view[entry.offset : entry.offset + entry.num_bytes] as part:
-                crc32 = zlib.crc32(part, crc32)
-    if crc32 != weights.crc32:
-        raise WeightUpdateError(
-            f"the weights in {weights.path!r} have checksum {crc32:#010x} and the manifest says "
-            f"{weights.crc32:#010x}; they were damaged or overwritten while being read: publish them again"
-        )
-
-
-def _view(entry: TensorEntry, mapped: mmap.mmap) -> Tensor:
-    """A tensor over the mapped bytes; it keeps the mapping alive."""
-    flat = torch.frombuffer(mapped, dtype=DTYPES[entry.dtype], count=math.prod(entry.shape), offset=entry.offset)
+def _view(entry: TensorEntry, data: NDArray[np.uint8]) -> Tensor:
+    """A tensor over these bytes; it keeps them alive."""
+    flat = torch.frombuffer(data.data, dtype=DTYPES[entry.dtype], count=math.prod(entry.shape), offset=entry.offset)
     return flat.view(entry.shape)

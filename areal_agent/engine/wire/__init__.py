@@ -6,7 +6,8 @@
     tokens.py     what is said of every token: log-probability, likeliest tokens
     versions.py   weight versions, and the spans of tokens that they sampled
     control.py    abort, pause, continue
-    weights.py    weight updates
+    weights.py    weight updates in one call
+    pushes.py     the same in a push: begin, send, commit, abort
     info.py       what an engine says of itself
     failure.py    what an engine says when it cannot
 
@@ -42,6 +43,20 @@ from areal_agent.engine.wire.info import (
     decode_stats,
     encode_info,
 )
+from areal_agent.engine.wire.pushes import (
+    ABORT_PUSH,
+    BEGIN_PUSH,
+    COMMIT_PUSH,
+    SEND_PUSH,
+    PushCommit,
+    PushSend,
+    decode_push,
+    decode_push_commit,
+    decode_push_send,
+    encode_push,
+    encode_push_commit,
+    encode_push_send,
+)
 from areal_agent.engine.wire.sampling import MAX_SEED
 from areal_agent.engine.wire.stream import (
     STREAM_END,
@@ -61,7 +76,10 @@ from areal_agent.engine.wire.weights import (
 )
 
 __all__ = [
+    "ABORT_PUSH",
     "ABORT_REQUEST",
+    "BEGIN_PUSH",
+    "COMMIT_PUSH",
     "CONTINUE_GENERATION",
     "GENERATE",
     "HEALTH",
@@ -69,6 +87,7 @@ __all__ = [
     "METRICS",
     "MODEL_INFO",
     "PAUSE_GENERATION",
+    "SEND_PUSH",
     "SERVER_INFO",
     "STREAM_END",
     "UPDATE_FROM_DISK",
@@ -77,6 +96,8 @@ __all__ = [
     "EventSplitter",
     "Failure",
     "GenerateCall",
+    "PushCommit",
+    "PushSend",
     "ResultReader",
     "WeightUpdate",
     "decode_abort",
@@ -86,6 +107,9 @@ __all__ = [
     "decode_failure",
     "decode_info",
     "decode_pause",
+    "decode_push",
+    "decode_push_commit",
+    "decode_push_send",
     "decode_result",
     "decode_shared_memory_update",
     "decode_stats",
@@ -95,6 +119,9 @@ __all__ = [
     "encode_failure",
     "encode_info",
     "encode_pause",
+    "encode_push",
+    "encode_push_commit",
+    "encode_push_send",
     "encode_request",
     "encode_result",
     "encode_update",

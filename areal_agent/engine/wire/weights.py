@@ -30,31 +30,56 @@ def encode_update(update: WeightUpdate) -> tuple[str, dict[str, Any]]:
     weights = update.weights
     label = {"weight_version": str(update.version), "flush_cache": update.flush_cache}
     if isinstance(weights, DiskWeights):
-        return UPDATE_FROM_DISK, {"model_path": weights.path, **label}
+        return UPDATE_FROM_DISK, {**encode_disk(weights), **label}
+    return UPDATE_FROM_SHARED_MEMORY, {**encode_shared_memory(weights), **label}
+
+
+def encode_disk(weights: DiskWeights) -> dict[str, Any]:
+    """Where a folder of weights is."""
+    return {"model_path": weights.path}
+
+
+def encode_shared_memory(weights: SharedMemoryWeights) -> dict[str, Any]:
+    """Where a file of weights is, what lies where in it, and its checksum."""
     entries = [
         {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "offset": e.offset, "num_bytes": e.num_bytes}
         for e in weights.entries
     ]
-    return UPDATE_FROM_SHARED_MEMORY, {"path": weights.path, "entries": entries, "crc32": weights.crc32, **label}
+    return {"path": weights.path, "entries": entries, "crc32": weights.crc32}
 
 
 def decode_disk_update(body: object) -> WeightUpdate:
     """Read the body of `/update_weights_from_disk`. The version is required: weights never change without a label."""
     fields = as_object(body, "the body")
-    refuse_unknown(fields, {"model_path", *_LABEL}, UPDATE_FROM_DISK)
-    return _labelled(fields, DiskWeights(path=get(fields, "model_path", str)))
+    return _labelled(fields, decode_disk(_without_label(fields)))
 
 
 def decode_shared_memory_update(body: object) -> WeightUpdate:
     """Read the body of `/update_weights_from_shared_memory`."""
     fields = as_object(body, "the body")
-    refuse_unknown(fields, {"path", "entries", "crc32", *_LABEL}, UPDATE_FROM_SHARED_MEMORY)
-    weights = SharedMemoryWeights(
+    return _labelled(fields, decode_shared_memory(_without_label(fields)))
+
+
+def decode_disk(value: object) -> DiskWeights:
+    """Read where a folder of weights is."""
+    fields = as_object(value, "disk")
+    refuse_unknown(fields, {"model_path"}, "a folder of weights")
+    return DiskWeights(path=get(fields, "model_path", str))
+
+
+def decode_shared_memory(value: object) -> SharedMemoryWeights:
+    """Read where a file of weights is, and what lies where in it."""
+    fields = as_object(value, "shared_memory")
+    refuse_unknown(fields, {"path", "entries", "crc32"}, "a file of weights")
+    return SharedMemoryWeights(
         path=get(fields, "path", str),
         entries=tuple(_decode_entry(entry) for entry in get(fields, "entries", list)),
         crc32=as_integer(fields.get("crc32"), "crc32"),
     )
-    return _labelled(fields, weights)
+
+
+def _without_label(fields: JsonObject) -> JsonObject:
+    return {name: value for name, value in fields.items() if name not in _LABEL}
 
 
 def _labelled(fields: JsonObject, weights: SharedMemoryWeights | DiskWeights) -> WeightUpdate:

@@ -1,0 +1,41 @@
+"""The weights of the model that serves, as pushes see them: what is taken, and how it comes to serve.
+
+Reading and proving happen beside the model thread; only the copy in place happens in it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from areal_agent.cancellation import uninterrupted
+from areal_agent.engine.embedded.scheduler import Scheduler
+from areal_agent.engine.embedded.weights import WeightLayout, take_weights
+from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
+
+Taken = Mapping[str, Tensor]
+
+
+class ModelWeights:
+    """A `pushes.PushTarget`."""
+
+    def __init__(self, scheduler: Scheduler, layout: WeightLayout) -> None:
+        self._scheduler = scheduler
+        self._layout = layout
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._scheduler.stats().weight_version
+
+    async def take(self, weights: SharedMemoryWeights | DiskWeights) -> Taken:
+        return await asyncio.to_thread(take_weights, weights, self._layout)
+
+    async def holds(self, taken: Taken) -> bool:
+        return await asyncio.to_thread(self._layout.holds, taken)
+
+    async def swap(self, taken: Taken, version: WeightVersion, *, flush_cache: bool) -> None:
+        """Once handed over it happens, whether or not anyone waits for it: so it is waited for."""
+        await uninterrupted(self._swap(taken, version, flush_cache))
+
+    async def _swap(self, taken: Taken, version: WeightVersion, flush_cache: bool) -> None:
+        await asyncio.wrap_future(self._scheduler.swap(taken, version, flush_cache=flush_cache))

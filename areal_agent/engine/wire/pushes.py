@@ -1,0 +1,93 @@
+"""The four calls of a push as JSON, and back: our extension of SGLang's API, beside its weight updates in one call.
+
+    POST /begin_weight_push   {"push_id"}
+    POST /send_weight_push    {"push_id", "shared_memory": {"path", "entries", "crc32"}}, or "disk": {"model_path"}
+    POST /commit_weight_push  {"push_id", "weight_version", "flush_cache"?}
+    POST /abort_weight_push   {"push_id"}
+
+The sender names its push. 400: the weights or the version are refused. 409: another push is open, or this one is not.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from areal_agent.engine.fields import WireError, as_object, get, refuse_unknown
+from areal_agent.engine.wire.versions import decode_version
+from areal_agent.engine.wire.weights import decode_disk, decode_shared_memory, encode_disk, encode_shared_memory
+from areal_agent.types import DiskWeights, JsonObject, SharedMemoryWeights, WeightVersion
+
+BEGIN_PUSH = "/begin_weight_push"
+SEND_PUSH = "/send_weight_push"
+COMMIT_PUSH = "/commit_weight_push"
+ABORT_PUSH = "/abort_weight_push"
+
+MAX_ID_LENGTH = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushSend:
+    """The body of `/send_weight_push`."""
+
+    push_id: str
+    weights: SharedMemoryWeights | DiskWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushCommit:
+    """The body of `/commit_weight_push`. `flush_cache`: as in a weight update."""
+
+    push_id: str
+    version: WeightVersion
+    flush_cache: bool = True
+
+
+def encode_push(push_id: str) -> dict[str, Any]:
+    """The body of `/begin_weight_push` and of `/abort_weight_push`."""
+    return {"push_id": push_id}
+
+
+def decode_push(body: object, path: str) -> str:
+    """Read it; the id of the push."""
+    fields = as_object(body, "the body")
+    refuse_unknown(fields, {"push_id"}, path)
+    return _push_id(fields)
+
+
+def encode_push_send(send: PushSend) -> dict[str, Any]:
+    """The body of `/send_weight_push`."""
+    if isinstance(send.weights, DiskWeights):
+        return {"push_id": send.push_id, "disk": encode_disk(send.weights)}
+    return {"push_id": send.push_id, "shared_memory": encode_shared_memory(send.weights)}
+
+
+def decode_push_send(body: object) -> PushSend:
+    """Read it."""
+    fields = as_object(body, "the body")
+    refuse_unknown(fields, {"push_id", "shared_memory", "disk"}, SEND_PUSH)
+    if ("shared_memory" in fields) == ("disk" in fields):
+        raise WireError(f"{SEND_PUSH} takes one of shared_memory and disk; it was given {' and '.join(sorted(fields))}")
+    weights = decode_disk(fields["disk"]) if "disk" in fields else decode_shared_memory(fields["shared_memory"])
+    return PushSend(push_id=_push_id(fields), weights=weights)
+
+
+def encode_push_commit(commit: PushCommit) -> dict[str, Any]:
+    """The body of `/commit_weight_push`."""
+    return {"push_id": commit.push_id, "weight_version": str(commit.version), "flush_cache": commit.flush_cache}
+
+
+def decode_push_commit(body: object) -> PushCommit:
+    """Read it."""
+    fields = as_object(body, "the body")
+    refuse_unknown(fields, {"push_id", "weight_version", "flush_cache"}, COMMIT_PUSH)
+    return PushCommit(
+        push_id=_push_id(fields),
+        version=decode_version(fields.get("weight_version")),
+        flush_cache=get({"flush_cache": True, **fields}, "flush_cache", bool),
+    )
+
+
+def _push_id(fields: JsonObject) -> str:
+    push_id = get(fields, "push_id", str)
+    if not 0 < len(push_id) <= MAX_ID_LENGTH:
+        raise WireError(f"push_id is {push_id!r:.80}; it must have 1 to {MAX_ID_LENGTH} characters")
+    return push_id

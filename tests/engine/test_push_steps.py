@@ -1,0 +1,86 @@
+"""Whatever the order in which senders call, what serves is what one of them has sent and committed, whole:
+
+- a version never goes back, and changes by a commit alone; a step that fails changes nothing
+- an abort of what is open always makes room for the next push
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_agent.engine.pushes import Pushes
+from areal_agent.errors import WeightUpdateError
+from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
+
+SENDERS = st.sampled_from(["a", "b"])
+STEPS = st.one_of(
+    st.tuples(st.just("begin"), SENDERS),
+    st.tuples(st.just("send"), SENDERS, st.sampled_from(["good", "better", "bad"])),
+    st.tuples(st.just("commit"), SENDERS, st.integers(0, 4)),
+    st.tuples(st.just("abort"), SENDERS),
+)
+
+
+@dataclass
+class Model:
+    """Takes any weights but `bad` ones, and says what serves."""
+
+    version: WeightVersion
+    serving: str = "initial"
+
+    async def take(self, weights: SharedMemoryWeights | DiskWeights) -> str:
+        await asyncio.sleep(0)
+        if weights.path == "bad":
+            raise WeightUpdateError("damaged")
+        return weights.path
+
+    async def holds(self, taken: str) -> bool:
+        return taken == self.serving
+
+    async def swap(self, taken: str, version: WeightVersion, *, flush_cache: bool) -> None:
+        self.serving, self.version = taken, version
+
+
+async def take_step(pushes: Pushes[str], step: tuple) -> bool:
+    """Whether it was accepted."""
+    try:
+        match step:
+            case ("begin", sender):
+                pushes.begin(sender)
+            case ("send", sender, weights):
+                await pushes.send(sender, DiskWeights(path=weights))
+            case ("commit", sender, version):
+                await pushes.commit(sender, WeightVersion(step=version), flush_cache=True)
+            case ("abort", sender):
+                pushes.abort(sender)
+    except WeightUpdateError:
+        return False
+    return True
+
+
+@given(st.lists(STEPS, max_size=30))
+def test_what_serves_was_sent_and_committed_whole(steps):
+    async def run() -> None:
+        model = Model(WeightVersion(step=1))
+        pushes = Pushes(model)
+        sent: dict[str, str] = {}
+        for step in steps:
+            before = (model.version, model.serving)
+            is_accepted = await take_step(pushes, step)
+            if is_accepted and step[0] == "commit":
+                assert (model.version.step, model.serving) == (step[2], sent.pop(step[1]))
+                assert model.version >= before[0]
+            else:
+                assert (model.version, model.serving) == before
+            if is_accepted and step[0] == "send":
+                sent[step[1]] = step[2]
+        for sender in ("a", "b"):
+            pushes.abort(sender)
+        later = model.version.step + 1
+        for step in (("begin", "c"), ("send", "c", "last"), ("commit", "c", later)):
+            assert await take_step(pushes, step)
+        assert (model.version.step, model.serving) == (later, "last")
+
+    asyncio.run(run())

@@ -1,0 +1,344 @@
+"""Weights that come in a push, through a real server:
+
+- until the commit the old version serves, also answers under way; from then on the new one
+- a transfer that is damaged, incomplete or foreign is refused by `send`; the old version serves, the next push works
+- what becomes of the sender or of its files after the send changes nothing
+- a sender that dies: its push holds up the next one until it has been silent for the time-out, and is never served
+- one push at a time, each step once and in its order: all else is a PushConflict, and serves nothing
+- versions only go up; the one that serves may come again with its own weights
+- a commit that nobody waits for any more happens all the same
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import sys
+import zlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from areal_agent.engine.http import HttpEngine
+from areal_agent.errors import PushConflict, WeightUpdateError
+from areal_agent.manifest import MANIFEST
+from areal_agent.types import DiskWeights, SharedMemoryWeights, VersionSpan, WeightVersion
+from areal_agent.weights.disk import DiskChannel
+
+OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
+TOLERANCE = 1e-4
+
+
+async def push(engine: HttpEngine, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion = NEW) -> None:
+    await engine.begin_push("p")
+    await engine.send_push("p", weights)
+    await engine.commit_push("p", version)
+
+
+async def check_old_serves(served, ask, before) -> None:
+    again = await served.engine.generate(ask(1))
+    assert (again.token_ids, again.versions) == (before.token_ids, before.versions)
+    assert again.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+
+
+@pytest.fixture
+def folder(tmp_path, other) -> Callable[[], DiskWeights]:
+    """Write the weights of `other` as the trainer does."""
+    channel = DiskChannel(tmp_path / "weights", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    return lambda: channel.write(dict(model.named_parameters()))
+
+
+@pytest.fixture(params=["shared_memory", "disk"])
+def new_weights(request, other, share, folder) -> SharedMemoryWeights | DiskWeights:
+    return share(other) if request.param == "shared_memory" else folder()
+
+
+async def test_the_old_version_serves_until_the_commit(tiny, other, serve, ask, truth, new_weights):
+    request = ask(1, max_tokens=40)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(5)
+        await served.engine.begin_push("p")
+        await served.engine.send_push("p", new_weights)
+        assert (await served.engine.info()).weight_version == OLD
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.commit_push("p", NEW))
+        served.gate.open()
+        result = await answer
+    split = result.versions[0].end
+    assert split >= 10
+    assert result.versions == (
+        VersionSpan(version=OLD, start=0, end=split),
+        VersionSpan(version=NEW, start=split, end=40),
+    )
+    old, new = (truth(one).logprobs(request.input_ids, result.token_ids) for one in (tiny, other))
+    assert result.logprobs == pytest.approx([*old[:split], *new[split:]], abs=TOLERANCE)
+
+
+def with_bytes(weights: SharedMemoryWeights, change: Callable[[bytearray], object]) -> SharedMemoryWeights:
+    data = bytearray(Path(weights.path).read_bytes())
+    change(data)
+    Path(weights.path).write_bytes(data)
+    return weights
+
+
+def flip(data: bytearray) -> None:
+    data[len(data) // 2] ^= 1
+
+
+def with_entries(weights: SharedMemoryWeights, *entries) -> SharedMemoryWeights:
+    """These entries, under the checksum of their bytes."""
+    data = Path(weights.path).read_bytes()
+    crc32 = 0
+    for entry in entries:
+        crc32 = zlib.crc32(data[entry.offset : entry.offset + entry.num_bytes], crc32)
+    return dataclasses.replace(weights, entries=entries, crc32=crc32)
+
+
+def changed_first(weights: SharedMemoryWeights, **changes: object) -> SharedMemoryWeights:
+    first, *rest = weights.entries
+    return with_entries(weights, dataclasses.replace(first, **changes), *rest)
+
+
+SHARED_FAULTS = {
+    "a flipped bit": (lambda w: with_bytes(w, flip), "checksum"),
+    "cut short": (lambda w: with_bytes(w, lambda data: data.__delitem__(slice(len(data) // 2, None))), "damaged"),
+    "gone": (lambda w: dataclasses.replace(w, path="no_such_file"), "no_such_file"),
+    "no tensor": (lambda w: with_entries(w), "no tensor at all"),
+    "a missing tensor": (lambda w: with_entries(w, *w.entries[:-1]), r"lack 1 tensors \['model.norm.weight'\]"),
+    "an extra tensor": (lambda w: with_entries(w, *w.entries, dataclasses.replace(w.entries[0], name="x")), r"\['x'\]"),
+    "a tensor twice": (lambda w: with_entries(w, *w.entries, w.entries[0]), "there twice"),
+    "another shape": (lambda w: changed_first(w, shape=w.entries[0].shape[::-1]), "has shape"),
+    "a negative shape": (
+        lambda w: changed_first(w, shape=tuple(-n for n in w.entries[0].shape)),
+        "manifest is damaged",
+    ),
+    "another dtype": (lambda w: changed_first(w, dtype="bfloat16"), "manifest is damaged"),
+    "an unknown dtype": (lambda w: changed_first(w, dtype="int32"), "int32"),
+    "beyond the file": (lambda w: changed_first(w, offset=2**60), "damaged"),
+    "before the file": (lambda w: changed_first(w, offset=-4), "damaged"),
+}
+
+
+@pytest.mark.parametrize("fault", SHARED_FAULTS)
+async def test_a_faulty_push_over_shared_memory(fault, tiny, other, serve, ask, share):
+    spoil, message = SHARED_FAULTS[fault]
+    async with serve(tiny) as served:
+        await check_is_refused(served, ask, spoil(share(other)), message)
+        await push(served.engine, share(other))
+        assert (await served.engine.generate(ask(1))).versions[0].version == NEW
+
+
+def spoiled_file(weights: DiskWeights, name: str, change: Callable[[bytearray], object]) -> None:
+    path = Path(weights.path) / name
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def without_a_tensor(weights: DiskWeights) -> None:
+    """Under the digests of the file that lacks it."""
+    path = Path(weights.path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    DiskChannel(path.parent / "again", torch.float32).write(tensors)
+    (path.parent / "again" / "weights_000001" / "model.safetensors").replace(path / "model.safetensors")
+    (path.parent / "again" / "weights_000001" / MANIFEST).replace(path / MANIFEST)
+
+
+DISK_FAULTS = {
+    "a flipped bit": (lambda w: spoiled_file(w, "model.safetensors", flip), "SHA-256"),
+    "cut short": (lambda w: spoiled_file(w, "model.safetensors", lambda data: data.pop()), "size"),
+    "no weights": (lambda w: (Path(w.path) / "model.safetensors").unlink(), "model.safetensors"),
+    "no manifest": (lambda w: (Path(w.path) / MANIFEST).unlink(), "no readable manifest"),
+    "half a manifest": (lambda w: spoiled_file(w, MANIFEST, lambda data: data.__delitem__(slice(9, None))), MANIFEST),
+    "an empty manifest": (lambda w: (Path(w.path) / MANIFEST).write_text('{"files": {}}'), "does not name"),
+    "a foreign manifest": (lambda w: (Path(w.path) / MANIFEST).write_text('{"files": [1]}'), MANIFEST),
+    "a missing tensor": (without_a_tensor, r"lack 1 tensors \['model.norm.weight'\]"),
+    "other weights": (
+        lambda w: save_file({"x": torch.zeros(3)}, Path(w.path) / "model.safetensors"),
+        "size",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DISK_FAULTS)
+async def test_a_faulty_push_over_disk(fault, tiny, serve, ask, folder):
+    spoil, message = DISK_FAULTS[fault]
+    weights = folder()
+    spoil(weights)
+    async with serve(tiny) as served:
+        await check_is_refused(served, ask, weights, message)
+        await push(served.engine, folder())
+        assert (await served.engine.generate(ask(1))).versions[0].version == NEW
+
+
+async def check_is_refused(served, ask, weights, message: str) -> None:
+    before = await served.engine.generate(ask(1))
+    await served.engine.begin_push("bad")
+    with pytest.raises(WeightUpdateError, match=message) as caught:
+        await served.engine.send_push("bad", weights)
+    assert not isinstance(caught.value, PushConflict)
+    with pytest.raises(PushConflict, match="not open"):
+        await served.engine.commit_push("bad", NEW)
+    await check_old_serves(served, ask, before)
+    assert before.versions[0].version == OLD
+
+
+def destroy(path: Path) -> None:
+    for file in [path] if path.is_file() else list(path.iterdir()):
+        file.write_bytes(b"overwritten")
+        file.unlink()
+
+
+async def test_what_becomes_of_the_file_after_the_send_changes_nothing(tiny, other, serve, ask, truth, new_weights):
+    async with serve(tiny) as served:
+        await served.engine.begin_push("p")
+        await served.engine.send_push("p", new_weights)
+        destroy(Path(new_weights.path))
+        await served.engine.commit_push("p", NEW)
+        result = await served.engine.generate(ask(1))
+    assert result.logprobs == pytest.approx(truth(other).logprobs(ask(1).input_ids, result.token_ids), abs=TOLERANCE)
+
+
+SENDER = """
+import http.client, os, signal, sys
+address, begin, send = sys.argv[1:]
+for path, body in (("/begin_weight_push", begin), ("/send_weight_push", send)):
+    connection = http.client.HTTPConnection(address)
+    connection.request("POST", path, body)
+    assert connection.getresponse().status == 200
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+async def die_after_sending(served, folder: str) -> None:
+    address = urlsplit(served.engine.base_url).netloc
+    bodies = '{"push_id": "dead"}', f'{{"push_id": "dead", "disk": {{"model_path": "{folder}"}}}}'
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SENDER, address, *bodies)
+    assert await process.wait() == -9
+
+
+async def test_a_sender_that_died_is_replaced_after_the_time_out(tiny, serve, ask, share, other, folder):
+    async with serve(tiny, push_timeout_s=0.0) as served:
+        before = await served.engine.generate(ask(1))
+        await die_after_sending(served, folder().path)
+        await check_old_serves(served, ask, before)
+        await push(served.engine, share(other))
+        with pytest.raises(PushConflict, match="'dead' is not open"):
+            await served.engine.commit_push("dead", WeightVersion(step=9))
+        assert (await served.engine.info()).weight_version == NEW
+
+
+async def test_until_the_time_out_a_second_push_is_refused(tiny, serve, ask, folder):
+    async with serve(tiny) as served:
+        before = await served.engine.generate(ask(1))
+        await die_after_sending(served, folder().path)
+        with pytest.raises(PushConflict, match=r"409: push 'dead' is open; commit or abort it first\. .* silent for"):
+            await served.engine.begin_push("p")
+        await check_old_serves(served, ask, before)
+        await served.engine.abort_push("dead")
+        await push(served.engine, folder())
+
+
+async def test_an_open_push_goes_on_after_another_was_refused(tiny, other, serve, share):
+    async with serve(tiny) as served:
+        await served.engine.begin_push("p")
+        with pytest.raises(PushConflict):
+            await served.engine.begin_push("q")
+        await served.engine.send_push("p", share(other))
+        with pytest.raises(PushConflict):
+            await served.engine.commit_push("q", NEW)
+        await served.engine.commit_push("p", NEW)
+        assert (await served.engine.info()).weight_version == NEW
+
+
+async def test_steps_out_of_order_are_refused(tiny, other, serve, share):
+    async with serve(tiny) as served:
+        engine = served.engine
+        with pytest.raises(PushConflict, match="not open"):
+            await engine.send_push("p", share(other))
+        await engine.begin_push("p")
+        with pytest.raises(PushConflict, match="no weights yet"):
+            await engine.commit_push("p", NEW)
+        await engine.send_push("p", share(other))
+        with pytest.raises(PushConflict, match="already"):
+            await engine.send_push("p", share(other))
+        await engine.abort_push("p")
+        with pytest.raises(PushConflict, match="not open"):
+            await engine.commit_push("p", NEW)
+        await engine.abort_push("p")
+        await engine.abort_push("never begun")
+        assert (await engine.info()).weight_version == OLD
+
+
+async def test_versions_only_go_up(tiny, other, serve, share):
+    async with serve(tiny) as served:
+        for version in (WeightVersion(step=6), OLD):
+            with pytest.raises(WeightUpdateError, match="versions only go up"):
+                await push(served.engine, share(other), version)
+        await push(served.engine, share(other), WeightVersion(incarnation=1, step=3))
+        with pytest.raises(WeightUpdateError, match="versions only go up"):
+            await push(served.engine, share(tiny), WeightVersion(step=100))
+        assert (await served.engine.info()).weight_version == WeightVersion(incarnation=1, step=3)
+
+
+async def test_the_version_that_serves_may_come_again_with_its_weights(tiny, other, serve, ask, share):
+    async with serve(tiny) as served:
+        await push(served.engine, share(tiny), OLD)
+        await push(served.engine, share(other), NEW)
+        before = await served.engine.generate(ask(1))
+        await push(served.engine, share(other), NEW)
+        after = await served.engine.generate(ask(1))
+    assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
+
+
+async def test_a_commit_that_nobody_waits_for_happens_all_the_same(tiny, other, serve, ask, share):
+    async with serve(tiny) as served:
+        await served.engine.begin_push("p")
+        await served.engine.send_push("p", share(other))
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=400)))
+        await served.gate.steps(3)
+        commit = asyncio.create_task(served.engine.commit_push("p", NEW))
+        await until_accepted(lambda: served.engine.begin_push("q"))
+        commit.cancel()
+        served.gate.open()
+        assert {span.version for span in (await answer).versions} == {OLD, NEW}
+
+
+async def until_accepted(call: Callable[[], Awaitable[None]]) -> None:
+    """Another push can begin as soon as the commit of the open one has begun."""
+    while True:
+        with contextlib.suppress(PushConflict):
+            return await call()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/begin_weight_push", "{}", "push_id is None"),
+        ("/begin_weight_push", '{"push_id": ""}', "1 to 200 characters"),
+        ("/begin_weight_push", '{"push_id": "p", "x": 1}', "does not take 'x'"),
+        ("/send_weight_push", '{"push_id": "p"}', "one of shared_memory and disk"),
+        ("/send_weight_push", '{"push_id": "p", "disk": {"path": "x"}}', "does not take 'path'"),
+        ("/send_weight_push", '{"push_id": "p", "shared_memory": {"path": "x", "entries": 3}}', "entries is 3"),
+        ("/commit_weight_push", '{"push_id": "p"}', "weight_version is None"),
+        ("/commit_weight_push", '{"push_id": "p", "weight_version": "8"}', "incarnation:step"),
+    ],
+)
+async def test_a_wrong_body_is_named(path, body, message, tiny, serve):
+    async with (
+        serve(tiny) as served,
+        aiohttp.ClientSession(served.engine.base_url) as session,
+        session.post(path, data=body) as answer,
+    ):
+        assert answer.status == 400
+        assert message in (await answer.json())["message"]
