@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_agent.models.tokenizer import train_tokenizer
+
+# How long an example takes depends on what else the machine does: no time is asserted.
+settings.register_profile("shared_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared_machine")
 
 # A shell that runs the tests in the background has SIGINT ignored, and the processes under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
