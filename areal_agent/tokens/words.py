@@ -52,7 +52,7 @@ class WordCache:
         if pattern is None or any(one["single_word"] or one["lstrip"] or one["rstrip"] for one in added):
             return None
         cache = cls(tokenizer, pattern, _in_order_of_search(added))
-        cache._learn(made_of["model"]["vocab"])
+        cache._learn(made_of["model"]["vocab"], {one["content"] for one in added})
         return cache
 
     def ids_of(self, text: str) -> list[int] | None:
@@ -71,12 +71,15 @@ class WordCache:
                 token_ids += known
         return token_ids
 
-    def _learn(self, vocabulary: dict[str, int]) -> None:
-        """The commonest words, so that a process is quick from its first call on."""
+    def _learn(self, vocabulary: dict[str, int], added: set[str]) -> None:
+        """The commonest words, so that a process is quick from its first call on.
+
+        Added tokens may stand in the vocabulary and be one word by the pattern: merged they would be something else.
+        """
         oldest_first = sorted(vocabulary, key=vocabulary.__getitem__)  # a BPE learns what is common first
         for token in oldest_first[:NUM_LEARNT]:
             word = token.translate(_ASCII_OF_BYTE_LEVEL)
-            if word.isascii():
+            if word.isascii() and word not in added:
                 self._look_up(word, is_added=False)
 
     def _pieces(self, text: str) -> list[tuple[str, bool]]:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from areal_agent.models.tokenizer import train_tokenizer
 from areal_agent.tokens.words import MAX_WORDS, WordCache
 from tests.tokens.conftest import CORPUS, SPECIAL_TOKENS
 
@@ -41,7 +42,17 @@ def trained(
     return tokenizer
 
 
-TOKENIZERS = {"gpt2": trained(GPT2), "qwen2": trained(split_by(QWEN2)), "llama3": trained(split_by(LLAMA3))}
+def with_special_tokens_in_its_vocabulary() -> Tokenizer:
+    """As the tiny model's: special tokens are of the vocabulary, and by the pattern each of them is one word."""
+    return train_tokenizer([*CORPUS, "user 1\nAnd now?"], vocab_size=400).backend_tokenizer
+
+
+TOKENIZERS = {
+    "gpt2": trained(GPT2),
+    "qwen2": trained(split_by(QWEN2)),
+    "llama3": trained(split_by(LLAMA3)),
+    "tiny": with_special_tokens_in_its_vocabulary(),
+}
 CACHES = {name: WordCache.of(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 OVERLAPPING = trained(
