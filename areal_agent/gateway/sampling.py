@@ -54,7 +54,8 @@ class SamplingWishes:
 
     def over(self, defaults: "SamplingWishes") -> "SamplingWishes":
         """These, and the defaults where these say nothing."""
-        return replace(defaults, **self._said())
+        said = self._said()
+        return replace(defaults, **said) if said else defaults
 
     def params(
         self,

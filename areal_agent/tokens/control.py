@@ -6,9 +6,12 @@ with an unguessable text in the middle, which is taken out again where the rende
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
+import orjson
 from transformers import PreTrainedTokenizerFast
+
+from areal_agent.types import JsonObject
 
 ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 """Tags that an answer may hold: in system and assistant messages they keep their meaning, elsewhere they are text."""
@@ -42,16 +45,32 @@ class Breaker:
     def __init__(self, texts: set[str] | frozenset[str], *, with_text: str) -> None:
         self._pattern = re.compile(any_of(texts))
         self._first_characters = tuple({text[0] for text in texts})
+        self._first_bytes = tuple(character.encode() for character in self._first_characters)
+        self._is_seen_in_json = not any(character in '"\\' or character < " " for character in self._first_characters)
         self._with_text = with_text
 
     def broken(self, value: Any) -> Any:
-        """`value` with every control text in its strings, keys included, broken after its first character."""
+        """`value` with every control text in its strings, keys included, broken after its first character.
+
+        It may be `value` itself, where there is none.
+        """
+        return value if type(value) is dict and self._is_clean(cast("JsonObject", value)) else self._broken(value)
+
+    def _is_clean(self, value: JsonObject) -> bool:
+        """Whether no string in it can hold a control text: one look at its JSON, where these are as they are."""
+        try:
+            text = orjson.dumps(value) if self._is_seen_in_json else None
+        except TypeError:  # larger integers than orjson writes, and what is no JSON
+            return False
+        return text is not None and not any(byte in text for byte in self._first_bytes)
+
+    def _broken(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._broken_text(value)
         if isinstance(value, (dict, Mapping)):  # dict first: it is one nearly always, and Mapping asks around
-            return {self._broken_text(key): self.broken(item) for key, item in value.items()}
+            return {self._broken_text(key): self._broken(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self.broken(item) for item in value]
+            return [self._broken(item) for item in value]
         return value
 
     def _broken_text(self, text: str) -> str:

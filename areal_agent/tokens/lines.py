@@ -6,6 +6,7 @@ its history needs to be normalised and hashed. Whatever is not recognised here i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from areal_agent.tokens.prompt import Prompt
 from areal_agent.types import JsonObject
@@ -92,14 +93,13 @@ def _is_answer(message: object) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"  # pyright: ignore[reportUnknownMemberType]
 
 
-def _has_numbers(value: object) -> bool:
-    if isinstance(value, str):
-        return False
-    if isinstance(value, dict):
-        return any(map(_has_numbers, value.values()))  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(value, list):
-        return any(map(_has_numbers, value))  # pyright: ignore[reportUnknownArgumentType]
-    return value is not None
+def _has_numbers(value: JsonObject | list[Any]) -> bool:
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, str) or item is None:  # asked here: a call costs more
+            continue
+        if not isinstance(item, (dict, list)) or _has_numbers(cast("JsonObject | list[Any]", item)):
+            return True
+    return False
 
 
 def _shared(recorded: Sequence[JsonObject], sent: Sequence[JsonObject]) -> list[JsonObject]:

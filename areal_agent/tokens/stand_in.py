@@ -8,7 +8,7 @@ Knows messages in the form of the template, and no tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from areal_agent.types import JsonObject
 
@@ -36,7 +36,12 @@ class StandIn:
 
     def grown(self, added: Sequence[JsonObject], text: str) -> "StandIn":
         """With more messages, and the text of all."""
-        return replace(self, messages=(*self.messages, *added), text=text, num_tail=self.num_tail + len(added))
+        return StandIn(
+            messages=(*self.messages, *added),
+            text=text,
+            num_tail=self.num_tail + len(added),
+            may_cut=self.may_cut,
+        )
 
     def cut(self) -> tuple[int, int] | None:
         """The stretch `[i, j)` of messages to leave out; None when it is short enough, or should not be cut."""

@@ -26,6 +26,10 @@ _LOOP_ATTRIBUTES = frozenset(
 _MISSING = object()
 _PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)  # made once: to make one costs more than to use it
 
+MAX_KNOWN = 2048
+MAX_KNOWN_CHARACTERS = 1000
+"""How many objects, and how long ones, a template's `tojson` remembers: some megabytes at most."""
+
 
 class ChatTemplate:
     """A compiled template. Safe to use from several threads.
@@ -90,20 +94,40 @@ class _Generation(Extension):
 
 def _environment() -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension])
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = _JsonTexts().of
     return environment
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    if not (ensure_ascii or indent or separators or sort_keys):
-        return _PLAIN_JSON.encode(value)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+class _JsonTexts:
+    """The filter `tojson`. Tools and calls are rendered again each turn: their texts are kept, by the object.
+
+    An object that is in here is alive, so no other has its id; and nobody changes what was given to a template.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, str]] = {}  # by id: the object and its text
+
+    def of(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        if ensure_ascii or indent or separators or sort_keys:
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        text = _PLAIN_JSON.encode(value)
+        if isinstance(value, dict) and len(text) <= MAX_KNOWN_CHARACTERS:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[id(value)] = value, text
+        return text
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -27,7 +27,7 @@ from areal_agent.tokens.renderer import Renderer, is_open
 from areal_agent.tokens.requests import Requests
 from areal_agent.types import ForkReason, JsonObject
 
-FIRST_AUDIT = 12
+FIRST_AUDIT = 20
 """The depth at which a text made from stand-ins is proved first; then at twice the depth each time."""
 
 MAX_LINES = 8
@@ -146,7 +146,7 @@ class Forest:
         if len(messages) == length:
             return None
         echo = normalise(messages[length], length)
-        key = replace(tip.key, body=extended_key(tip.key.body, echo))
+        key = Key(head=tip.key.head, body=extended_key(tip.key.body, echo), tools=tip.key.tools)
         answers = self._answers.of(key)
         if not all(_is_same_place(answer.prompt, tip) for answer in answers):
             return None
@@ -154,7 +154,8 @@ class Forest:
         if parent is None:
             return None
         new = [normalise(message, index) for index, message in enumerate(messages[length + 1 :], length + 1)]
-        key = replace(key, body=[key.body, *prefix_keys(new, key.body)][-1])
+        body = [key.body, *prefix_keys(new, key.body)][-1]
+        key = Key(head=key.head, body=body, tools=key.tools)
         return _Request(key=key, parent=parent, echo=echo, new=new, reason=None)
 
     def _read(self, messages: Sequence[JsonObject], tools: bytes, normalise: Normalise) -> _Request:
