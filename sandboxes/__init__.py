@@ -19,7 +19,7 @@
       cgroups.py    what bounds all processes of a program together
     subprocess.py   the subprocess backend: a process of the host's user under kernel limits
     launched.py     a cell of either of these two, whose programs a launcher runs
-      link.py       the host's end of a launcher; interpreter.py starts it
+      link.py       the host's end of a launcher; interpreter.py starts it; environment.py: what programs find
       inner/        the launcher itself, and the walls of jails: what runs in a process of its own
       execution.py  one program, from its start to its result
       output.py     what a program prints, bounded

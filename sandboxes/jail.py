@@ -14,8 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
+from sandboxes.environment import base_environment
 from sandboxes.interpreter import INNER, python_on
-from sandboxes.proxy import PROXY_PORT
+from sandboxes.proxy import PROXY_PORT, proxy_environment
 from sandboxes.seccomp import denying_filter
 from sandboxes.spec import Access, CellSpec
 
@@ -63,6 +64,11 @@ class Jail:
         return self.spec.workdir or DEFAULT_WORKDIR
 
     @property
+    def env(self) -> dict[str, str]:
+        """What its programs find."""
+        return {**base_environment(self.home), **(proxy_environment() if self.has_proxy else {})}
+
+    @property
     def has_proxy(self) -> bool:
         return self.spec.network is not None and self.spec.network.access is not Access.NONE
 
@@ -85,6 +91,7 @@ class Jail:
                 "devices": DEVICES,
                 "links": links,
                 "workdir": self.home,
+                "env": self.env,
                 "proxy_port": PROXY_PORT if self.has_proxy else None,
             }
         )

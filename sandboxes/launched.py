@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from areal_agent.errors import SandboxError
 from sandboxes.archive import entries_of, pack
 from sandboxes.base import Process, Program
+from sandboxes.environment import base_environment
 from sandboxes.execution import Execution, Group, sealed_file
 from sandboxes.folder import OpenFolder
 from sandboxes.limits import Limits
@@ -21,8 +22,6 @@ from sandboxes.link import LauncherLink, Turn
 from sandboxes.output import BoundedOutput
 from sandboxes.result import ExecResult, Status
 from sandboxes.spawned import SpawnedProcess
-
-PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 Answer = TypeVar("Answer")
 
@@ -71,7 +70,7 @@ class LaunchedCell:
         self._ground = ground
         self._limits = limits
         self._on_closed = on_closed
-        self._env = {"PATH": PROGRAM_PATH, "HOME": ground.home, "TMPDIR": ground.home, **ground.env}
+        self._env = {**base_environment(ground.home), **ground.env}
         self._executions: set[Execution] = set()
         self._spawned: set[SpawnedProcess] = set()
         self._closing: asyncio.Task[None] | None = None

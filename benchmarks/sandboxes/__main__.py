@@ -20,7 +20,7 @@ import docker
 from areal_agent.errors import SandboxError
 from sandboxes import Pool, Sandbox, open_pool
 from sandboxes.containers.base_image import DEFAULT_IMAGE
-from sandboxes.launched import PROGRAM_PATH
+from sandboxes.environment import PROGRAM_PATH
 
 TRUE = ["true"]
 PYTHON = ["python3", "-I", "-S", "-c", "pass"]

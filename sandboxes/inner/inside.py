@@ -24,7 +24,7 @@ from sandboxes.inner.kernel import (
     prctl,
 )
 from sandboxes.inner.launcher import Launcher, control_socket, forget_package
-from sandboxes.inner.program import ready_interpreter
+from sandboxes.inner.program import Interpreter
 from sandboxes.inner.wire import REPORT, ReportKind
 
 MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
@@ -86,10 +86,10 @@ def serve(control: socket.socket, config: dict[str, Any]) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # anew: a change of user forgets it
         load_filter(bytes.fromhex(config["filter"]))
         os.chdir(config["workdir"])
-    ready_interpreter()
+    interpreter = Interpreter(config["env"])
     forget_package()
     folder = os.open(config["workdir"], os.O_RDONLY | os.O_DIRECTORY)
-    Launcher(control, jail_folder=folder, listener=listener).serve()
+    Launcher(control, interpreter, jail_folder=folder, listener=listener).serve()
     os._exit(0)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 IS_LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True)
+_PRCTL = LIBC["prctl"]
+_PRCTL.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
@@ -22,7 +24,7 @@ def check(result: int) -> int:
 
 
 def prctl(option: int, value: int) -> None:
-    check(LIBC.prctl(option, *(ctypes.c_ulong(argument) for argument in (value, 0, 0, 0))))
+    check(_PRCTL(option, value, 0, 0, 0))
 
 
 def syscall(number: int, *arguments: Any) -> int:

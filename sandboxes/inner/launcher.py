@@ -41,8 +41,8 @@ from sandboxes.inner.kernel import (
     prctl,
 )
 from sandboxes.inner.landlock import landlock_version, restrict_to_folder
-from sandboxes.inner.processes import children_of, exited_children, kill_group
-from sandboxes.inner.program import ready_interpreter, run_program
+from sandboxes.inner.processes import children_of, exited_children, kill_group, kill_rest_of_group
+from sandboxes.inner.program import Interpreter, run_program
 from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
 
 REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
@@ -56,9 +56,15 @@ class Launcher:
     """Forks programs, and answers for every process that comes of them."""
 
     def __init__(
-        self, control: socket.socket, jail_folder: int | None = None, listener: socket.socket | None = None
+        self,
+        control: socket.socket,
+        interpreter: Interpreter,
+        jail_folder: int | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         self._control = control
+        self._interpreter = interpreter
+        self._decoder = json.JSONDecoder()
         self._jail_folder = jail_folder  # open; None outside a jail
         self._listener = listener  # for the host, not for us
         self._pid = os.getpid()
@@ -77,6 +83,7 @@ class Launcher:
         os.set_blocking(self._wake_write, False)
         signal.signal(signal.SIGCHLD, ignore_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's own handler would let a program of this jail end us
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it: a program's tells that files were too long
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._greet()
         while True:
@@ -121,7 +128,7 @@ class Launcher:
             self._report(ReportKind.FAILED, run_id, error.errno or 0)
         else:
             if pid == 0:
-                run_program(self._set_up(run_id, descriptors))
+                run_program(self._interpreter, self._set_up(run_id, descriptors))
             self._pids[run_id] = pid
             self._runs[pid] = run_id
             self._report(ReportKind.STARTED, run_id, pid)
@@ -135,11 +142,9 @@ class Launcher:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(
-                signal.SIGXFSZ, signal.SIG_DFL
-            )  # Python ignores it: here it tells the host that files were too long
             request_fd, *standard = descriptors[:4]
-            request = json.loads(os.pread(request_fd, os.fstat(request_fd).st_size, 0))
+            text = os.pread(request_fd, os.fstat(request_fd).st_size, 0).decode()
+            request, _ = self._decoder.raw_decode(text)
             for group in descriptors[4:]:
                 os.write(group, b"0")  # this process, and with it all that come of it
             for target, descriptor in enumerate(standard):
@@ -153,11 +158,12 @@ class Launcher:
         return request
 
     def _confine(self, request: dict[str, Any]) -> None:
-        if IS_LINUX:
+        if self._jail_folder is not None:  # there the launcher has no privilege itself, and nothing survives it
+            prctl(PR_SET_DUMPABLE, 1)  # as the launcher is not
+        elif IS_LINUX:
             drop_privileges()
             if self._landlock:
                 restrict_to_folder(self._landlock)
-            prctl(PR_SET_DUMPABLE, 1)  # the launcher of a jail is not
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self._pid:
                 os._exit(1)  # the launcher died before it could be watched
@@ -178,7 +184,7 @@ class Launcher:
             run_id = self._runs.pop(pid, None)
             if run_id is not None:
                 del self._pids[run_id]
-                kill_group(pid)
+                kill_rest_of_group(pid)
                 ended.append((run_id, status, usage))
         self._kill_strays()
         for run_id, status, usage in ended:
@@ -247,9 +253,9 @@ def forget_package() -> None:
 
 def main() -> None:
     control, root = control_socket(int(sys.argv[1])), sys.argv[2]
-    ready_interpreter()
+    interpreter = Interpreter({})
     forget_package()
-    launcher = Launcher(control)
+    launcher = Launcher(control, interpreter)
     launcher.serve()
     launcher.kill_all()
     os.execv("/bin/sh", ["sh", "-c", REMOVE, "sh", root])

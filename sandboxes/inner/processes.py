@@ -23,6 +23,12 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
+def kill_rest_of_group(pid: int) -> None:
+    """Of a process that was waited for: its id may be another's by now, its group's is not while it has members."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def exited_children() -> Iterator[tuple[int, int, resource.struct_rusage]]:
     """Reap what has ended by now."""
     while True:

@@ -10,27 +10,80 @@ import linecache
 import os
 import signal
 import site
+import stat
 import sys
 import traceback
 import types
-from typing import Any, NoReturn
+from collections.abc import Generator, Mapping
+from typing import Any, NoReturn, TextIO
 
 PROGRAM_FILE = "<program>"
 
 
-def ready_interpreter() -> None:
-    """Once, so that no program need pay for it."""
-    site.setquit()  # `exit()` and `quit()`, which -S leaves out and programs use
-    compile("", PROGRAM_FILE, "exec")  # the first compilation sets the compiler up: 1 ms
-    gc.disable()  # nothing here makes cycles; a collection would copy the pages that children share
-    gc.freeze()
+class Interpreter:
+    """What of a program's Python can be made before the fork: each page that a child writes to costs it a copy.
+
+    It holds nothing but what a bare interpreter has. `env`: that of most programs; another costs more.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        site.setquit()  # `exit()` and `quit()`, which -S leaves out and programs use
+        compile("", PROGRAM_FILE, "exec")  # the first compilation sets the compiler up: 1 ms
+        self._env = dict(env)
+        set_environment(self._env)
+        self._stdin = open_stdin()
+        with pipe_in_place_of(1), pipe_in_place_of(2):  # streams remember what they were opened on
+            self._stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+            self._stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+        gc.disable()  # nothing here makes cycles; a collection would copy the pages that children share
+        gc.freeze()
+
+    def prepare(self, source: str, env: Mapping[str, str]) -> None:
+        """In the child, whose standard descriptors are the program's."""
+        gc.enable()
+        if env != self._env:
+            set_environment(env)
+        sys.argv = [PROGRAM_FILE]
+        sys.path.insert(0, "")  # modules in the working directory, as for any script
+        sys.excepthook = print_traceback
+        sys.stdin = self._stdin if is_file(0) else open_stdin()
+        sys.stdout, sys.stderr = self._stdout, self._stderr
+        lines = [f"{line}\n" for line in source.split("\n")]
+        linecache.cache[PROGRAM_FILE] = (len(source), None, lines, PROGRAM_FILE)  # for tracebacks
 
 
-def run_program(request: dict[str, Any]) -> NoReturn:
+def set_environment(env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def open_stdin() -> TextIO:
+    return open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+
+
+def is_file(descriptor: int) -> bool:
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)
+
+
+@contextlib.contextmanager
+def pipe_in_place_of(descriptor: int) -> Generator[None, None, None]:
+    """What the program's own output will be, meanwhile."""
+    kept = os.dup(descriptor)
+    read_end, write_end = os.pipe()
+    os.dup2(write_end, descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        for end in (kept, read_end, write_end):
+            os.close(end)
+
+
+def run_program(interpreter: Interpreter, request: dict[str, Any]) -> NoReturn:
     """Become the program: an executable, or Python source in this very process."""
     if request["argv"] is not None:
         run_executable(request["argv"], request["env"])
-    run_source(request["source"], request["env"])
+    run_source(interpreter, request["source"], request["env"])
 
 
 def run_executable(argv: list[str], env: dict[str, str]) -> NoReturn:
@@ -43,11 +96,11 @@ def run_executable(argv: list[str], env: dict[str, str]) -> NoReturn:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def run_source(source: str, env: dict[str, str]) -> NoReturn:
+def run_source(interpreter: Interpreter, source: str, env: Mapping[str, str]) -> NoReturn:
     """Run Python source as `__main__`, and end as Python ends, without the 7 ms of tearing the interpreter down."""
     exit_code = 0
     try:
-        prepare_interpreter(source, env)
+        interpreter.prepare(source, env)
         program = types.ModuleType("__main__")
         sys.modules["__main__"] = program
         exec(compile(source, PROGRAM_FILE, "exec", dont_inherit=True), program.__dict__)
@@ -59,20 +112,6 @@ def run_source(source: str, env: dict[str, str]) -> NoReturn:
             sys.excepthook(type(error), error, error.__traceback__)
     finish_interpreter()
     os._exit(exit_code)
-
-
-def prepare_interpreter(source: str, env: dict[str, str]) -> None:
-    gc.enable()
-    os.environ.clear()
-    os.environ.update(env)
-    sys.argv = [PROGRAM_FILE]
-    sys.path.insert(0, "")  # modules in the working directory, as for any script
-    sys.excepthook = print_traceback
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-    lines = [f"{line}\n" for line in source.split("\n")]
-    linecache.cache[PROGRAM_FILE] = (len(source), None, lines, PROGRAM_FILE)  # for tracebacks
 
 
 def finish_interpreter() -> None:

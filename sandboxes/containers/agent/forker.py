@@ -11,10 +11,10 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from sandboxes.containers.agent.program import HAS_RESOURCE, become_program
+from sandboxes.containers.agent.program import HAS_RESOURCE
 
 ORDER = struct.Struct("=BQI")
 """START or KILL, number of the run, user. With START: request, stdin, stdout, stderr as descriptors."""
@@ -29,9 +29,10 @@ MAX_SWEEPS = 1000
 
 
 class Forker:
-    """`relay`: a socket that keeps messages apart."""
+    """`relay`: a socket that keeps messages apart; `become`: what a child does with a request and its streams."""
 
-    def __init__(self, relay: socket.socket, relay_pid: int) -> None:
+    def __init__(self, relay: socket.socket, relay_pid: int, become: Callable[[bytes, list[int]], NoReturn]) -> None:
+        self._become_program = become
         self._relay = relay
         self._relay_pid = relay_pid
         self._runs: dict[int, tuple[int, int]] = {}  # number and user, by pid
@@ -84,7 +85,7 @@ class Forker:
             for number in (signal.SIGCHLD, signal.SIGXFSZ):  # Python ignores the second: here it tells of long files
                 signal.signal(number, signal.SIG_DFL)
             request, *standard = descriptors
-            become_program(os.pread(request, os.fstat(request).st_size, 0), standard)
+            self._become_program(os.pread(request, os.fstat(request).st_size, 0), standard)
         except BaseException as error:  # the boundary: nothing of the program has run, so the host is told
             with contextlib.suppress(OSError):
                 self._report(FAILED, run_id, getattr(error, "errno", None) or 0)

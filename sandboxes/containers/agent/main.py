@@ -3,27 +3,29 @@
 import os
 import socket
 import sys
+from functools import partial
 
 from sandboxes.containers.agent.forker import Forker
-from sandboxes.containers.agent.program import HAS_WARM_PYTHON
+from sandboxes.containers.agent.program import HAS_WARM_PYTHON, become_program
 from sandboxes.containers.agent.relay import Relay
 from sandboxes.containers.agent.wire import Has
 
 try:
     from sandboxes.inner.kernel import load_filter
-    from sandboxes.inner.program import ready_interpreter
+    from sandboxes.inner.program import Interpreter
 except ImportError:  # no ctypes: the container engine's own filter alone
-    load_filter = ready_interpreter = None
+    load_filter = Interpreter = None
 
 
 def main(system_call_filter: bytes) -> None:
     """In the first process of a container, whose standard streams are the stream to the host."""
     has = Has.WARM_PYTHON if HAS_WARM_PYTHON else 0
-    if load_filter is not None and ready_interpreter is not None:
+    interpreter = None
+    if load_filter is not None and Interpreter is not None:
         if system_call_filter:
             load_filter(system_call_filter)
             has |= Has.FILTER
-        ready_interpreter()
+        interpreter = Interpreter({})
     for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
         del sys.modules[name]  # a program may have a module of that name
     for_forker, for_relay = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -36,5 +38,5 @@ def main(system_call_filter: bytes) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the stream is the relay's alone
         os.dup2(nothing, descriptor)
-    Forker(for_forker, relay_pid).serve()
+    Forker(for_forker, relay_pid, partial(become_program, interpreter)).serve()
     os._exit(0)

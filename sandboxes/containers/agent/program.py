@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sandboxes.containers.agent.files import list_tree, read_file, write_files
 from sandboxes.containers.agent.wire import REQUEST, Operation, unpack
@@ -21,6 +21,9 @@ try:
 except ImportError:  # no ctypes: a program in Python gets an interpreter of its own
     kernel = program = None
 
+if TYPE_CHECKING:
+    from sandboxes.inner.program import Interpreter
+
 HAS_RESOURCE = resource is not None
 """Without it `os.wait4` does not work either."""
 HAS_WARM_PYTHON = program is not None
@@ -28,8 +31,8 @@ MAX_DESCRIPTORS = 256
 """The forker opens a dozen descriptors, of the lowest numbers that are free."""
 
 
-def become_program(request: bytes, standard: list[int]) -> NoReturn:
-    """In the working directory of the container."""
+def become_program(interpreter: "Interpreter | None", request: bytes, standard: list[int]) -> NoReturn:
+    """In the working directory of the container. `interpreter`: None where a program in Python gets one of its own."""
     (operation, uid, gid, *limits), (cwd, env, *arguments) = (
         REQUEST.unpack_from(request),
         unpack(request[REQUEST.size :]),
@@ -42,7 +45,7 @@ def become_program(request: bytes, standard: list[int]) -> NoReturn:
     if operation == Operation.EXECUTABLE:
         run_executable(arguments, dict(text.split(b"=", 1) for text in unpack(env)))
     elif operation == Operation.SOURCE:
-        run_python(arguments[0], [os.fsdecode(text) for text in unpack(env)])
+        run_python(interpreter, arguments[0], [os.fsdecode(text) for text in unpack(env)])
     serve_files(operation, arguments)
 
 
@@ -56,15 +59,15 @@ def run_executable(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def run_python(source: bytes, env: list[str]) -> NoReturn:
+def run_python(interpreter: "Interpreter | None", source: bytes, env: list[str]) -> NoReturn:
     variables = dict(text.split("=", 1) for text in env)
-    if kernel is None or program is None:
+    if kernel is None or program is None or interpreter is None:
         argv = [sys.executable, "-X", "utf8", "-c", source]
         run_executable(
             [os.fsencode(argument) for argument in argv], {os.fsencode(k): os.fsencode(v) for k, v in variables.items()}
         )
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # a change of user took it, and with it /dev/stdin
-    program.run_source(source.decode(errors="surrogatepass"), variables)
+    program.run_source(interpreter, source.decode(errors="surrogatepass"), variables)
 
 
 def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:
