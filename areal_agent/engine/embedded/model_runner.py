@@ -111,7 +111,7 @@ class ModelRunner:
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
         """Compute keys and values of the pieces; the logits after each one's last token, `[n, V]`."""
         places = [(piece.slot, piece.begin, len(piece.ids)) for piece in pieces]
-        step = prefill_step(self._cache, places, like=self._like)
+        step = prefill_step(self._cache, places)
         ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces])).to(self.device)
         positions = np.concatenate([np.arange(begin, begin + length) for _, begin, length in places])
         hidden = self._decoder.hidden(ids, torch.from_numpy(positions).to(self.device), step)

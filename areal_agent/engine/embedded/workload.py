@@ -166,7 +166,7 @@ class Workload:
 
     def _should_wait_for_sibling(self, row: Row, openings: set[bytes]) -> bool:
         """Whether a row admitted into this chunk goes on as this one does; it waits once."""
-        if row.has_waited_for_sibling or self._is_tight:
+        if row.has_waited_for_sibling or self._is_tight or not (openings or self._waiting):
             return False
         ids = row.all_ids()
         start = self._prefixes.match(ids).num_tokens
