@@ -154,7 +154,7 @@ async def test_an_answer_finds_the_usual_names(pool: Pool) -> None:
         ("    pass", 0.0),
     ],
 )
-async def test_humaneval_answers(pool: Pool, answer: str, reward: float) -> None:
+async def test_humaneval_answers(jails: Pool, answer: str, reward: float) -> None:
     problem = from_humaneval(HUMANEVAL)
     assert isinstance(problem.cases, UnitTests)
-    assert (await grade(problem.complete(answer), problem.cases, pool=pool)).reward == reward
+    assert (await grade(problem.complete(answer), problem.cases, pool=jails)).reward == reward
