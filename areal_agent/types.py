@@ -88,11 +88,19 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-    json_schema: str | None = None  # a JSON schema, as text, that the answer must match (grammar-constrained)
+    json_schema: str | None = None  # a JSON schema, as text, that the answer must match; at most one of these three
+    regex: str | None = None  # a regular expression that the whole answer must match
+    ebnf: str | None = None  # a grammar whose `root` the answer must be, in GBNF: root ::= "yes" | "no"
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # texts that end the answer. The gateway cuts there: no engine sees them
     seed: int | None = None  # None: the engine chooses
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """What holds the answer, if anything does: the name of the parameter, and its text."""
+        given = (("json_schema", self.json_schema), ("regex", self.regex), ("ebnf", self.ebnf))
+        return next(((name, text) for name, text in given if text is not None), None)
 
     @property
     def distribution(self) -> Distribution:
@@ -106,7 +114,7 @@ class SamplingParams:
             and self.presence_penalty == 0.0
             and self.repetition_penalty == 1.0
             and not any(bias for _, bias in self.logit_bias)
-            and self.json_schema is None
+            and self.grammar is None
         )
         return Distribution.EXACT if only_temperature else Distribution.ALTERED
 

@@ -19,7 +19,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     _check_length(len(request.input_ids), request.sampling.max_tokens, info.max_context_tokens)
     _check_bias(request.sampling.logit_bias, info.vocab_size)
     _check_top_logprobs(request.num_top_logprobs, info.vocab_size)
-    _check_grammar(request.sampling.json_schema, has_grammar=info.has_grammar)
+    _check_grammar(request.sampling.grammar, has_grammar=info.has_grammar)
 
 
 def _check_ids(input_ids: Sequence[int], vocab_size: int) -> None:
@@ -67,9 +67,10 @@ def _check_top_logprobs(num_top_logprobs: int, vocab_size: int) -> None:
         )
 
 
-def _check_grammar(json_schema: str | None, *, has_grammar: bool) -> None:
-    if json_schema is not None and not has_grammar:
+def _check_grammar(grammar: tuple[str, str] | None, *, has_grammar: bool) -> None:
+    if grammar is not None and not has_grammar:
+        name, text = grammar
         raise EngineRejected(
-            f"json_schema is {json_schema!r:.80}, and this engine does not constrain answers to a grammar; "
+            f"{name} is {text!r:.80}, and this engine does not constrain answers to a grammar; "
             "leave it out, or use an engine that has one"
         )

@@ -1,12 +1,14 @@
-"""Answers held to a JSON schema, with llguidance installed:
+"""Answers held to a JSON schema, a regular expression or a grammar, with llguidance installed:
 
-- every answer that ends is JSON of the schema, whoever else is in the batch, and over a retraction; others are free
+- every answer that ends is JSON of the schema, matches the expression as a whole, or is a sentence of the grammar,
+  whoever else is in the batch, and over a retraction; others are free
 - the recorded probability is the one that was sampled from; a seed gives the same answer
-- a schema that cannot be followed is refused, and the engine goes on
+- what cannot be followed is refused, as are two at once, and the engine goes on
 """
 
 import asyncio
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -73,11 +75,44 @@ async def test_a_retraction_goes_on_in_the_grammar(spelling, serve, ask):
         assert (await answer).token_ids == undisturbed.token_ids
 
 
-async def test_a_schema_that_cannot_be_followed_is_refused(spelling, serve, ask):
+@pytest.mark.parametrize(
+    ("held", "pattern"),
+    [
+        ({"regex": "(ab|cd){2,5} [0-9]{3}"}, "(ab|cd){2,5} [0-9]{3}"),
+        ({"ebnf": 'root ::= "x" digit+ "=" ("yes" | "no")\ndigit ::= [0-3]'}, "x[0-3]+=(yes|no)"),
+    ],
+)
+async def test_answers_follow_the_expression_or_grammar(held, pattern, spelling, serve, ask):
+    folder, tokenizer = spelling
+    async with serve(folder) as served:
+        answers = await asyncio.gather(
+            *(served.engine.generate(ask(number, **held, max_tokens=300)) for number in range(6))
+        )
+    ended = [answer for answer in answers if answer.finish_reason is FinishReason.STOP]
+    assert ended
+    for answer in ended:
+        assert re.fullmatch(pattern, tokenizer.decode(list(answer.token_ids[:-1])))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"json_schema": '{"type": 5}'},
+        {"json_schema": "nonsense"},
+        {"json_schema": '{"$ref": "#/nope"}'},
+        {"regex": "(a"},
+        {"regex": "(?=a)b"},
+        {"ebnf": "root ::= ("},
+        {"ebnf": "root ::= missing"},
+        {"ebnf": ""},
+    ],
+)
+async def test_what_cannot_be_followed_is_refused(wrong, spelling, serve, ask):
     async with serve(spelling[0]) as served:
-        for wrong in ('{"type": 5}', "nonsense", '{"$ref": "#/nope"}'):
-            with pytest.raises(EngineRejected, match="json_schema cannot be followed"):
-                await served.engine.generate(ask(1, json_schema=wrong))
+        with pytest.raises(EngineRejected, match=f"{next(iter(wrong))} cannot be followed"):
+            await served.engine.generate(ask(1, **wrong))
+        with pytest.raises(EngineRejected, match="an answer is held to one of"):
+            await served.engine.generate(ask(1, **({"json_schema": "{}", "regex": "a", "ebnf": "b"} | wrong)))
         assert (await served.engine.generate(ask(2, max_tokens=3))).token_ids
 
 
@@ -88,6 +123,6 @@ def test_without_a_tokenizer_there_is_no_grammar(tmp_path):
 def test_where_nothing_can_follow_the_answer_ends(spelling):
     grammars = Grammars.of(spelling[0], vocab_size=264, eos_token_ids={END})
     assert grammars is not None
-    matcher = grammars.json_schema('{"const": 7}')
+    matcher = grammars.matcher("json_schema", '{"const": 7}')
     matcher.follow([sorted(pre_tokenizers.ByteLevel.alphabet()).index("x")])
     assert matcher.allowed().nonzero()[0].tolist() == [END]

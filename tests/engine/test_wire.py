@@ -26,12 +26,14 @@ from areal_agent.types import (
 
 versions = st.builds(WeightVersion, incarnation=st.integers(0, 9), step=st.integers(0, 10**6))
 ids = st.lists(st.integers(0, 2**31), max_size=30).map(tuple)
+grammars = st.dictionaries(st.sampled_from(["json_schema", "regex", "ebnf"]), st.text(), max_size=1)
 requests = st.builds(
     GenerateRequest,
     request_id=st.text(min_size=1),
     input_ids=ids,
     sampling=st.builds(
-        SamplingParams,
+        lambda grammar, **others: SamplingParams(**grammar, **others),
+        grammars,
         temperature=st.floats(0, 10),
         top_p=st.floats(0, 1, exclude_min=True),
         top_k=st.one_of(st.just(-1), st.integers(1, 1000)),
@@ -40,7 +42,6 @@ requests = st.builds(
         presence_penalty=st.floats(-2, 2),
         repetition_penalty=st.floats(0.1, 2),
         logit_bias=st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100)).map(lambda d: tuple(d.items())),
-        json_schema=st.none() | st.text(),
         max_tokens=st.integers(1, 10**6),
         stop_token_ids=ids,
         seed=st.none() | st.integers(0, wire.MAX_SEED),

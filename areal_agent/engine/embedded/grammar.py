@@ -66,10 +66,16 @@ class Grammars:
             return cls(guidance, built, vocab_size=vocab_size)
         return None
 
-    def json_schema(self, schema: str) -> Matcher:
-        """For answers that are JSON of this schema. Raises EngineRejected where it cannot be followed."""
-        make = self._guidance.LLMatcher
-        matcher = make(self._tokenizer, make.grammar_from_json_schema(schema), log_level=0)
+    def matcher(self, kind: str, text: str) -> Matcher:
+        """For answers that follow a `json_schema`, a `regex` or an `ebnf`. Raises EngineRejected where none can."""
+        try:
+            matcher = self._guidance.LLMatcher(self._tokenizer, self._guidance.grammar_from(kind, text), log_level=0)
+        except ValueError as error:
+            raise _refused(kind, str(error)) from None
         if matcher.is_error():
-            raise EngineRejected(f"json_schema cannot be followed: {matcher.get_error()[:300]}; correct or simplify it")
+            raise _refused(kind, matcher.get_error())
         return Matcher(matcher, vocab_size=self._vocab_size, eos_token_ids=self._tokenizer.eos_tokens)
+
+
+def _refused(kind: str, reason: str) -> EngineRejected:
+    return EngineRejected(f"{kind} cannot be followed: {reason[:300]}; correct or simplify it")

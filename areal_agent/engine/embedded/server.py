@@ -134,7 +134,7 @@ class EngineServer:
         check_request(call.request, self._info())
         # Thousands may wait: a packed prompt is a ninth of one that is Python's integers.
         request = replace(call.request, input_ids=array("i", call.request.input_ids))
-        matcher = await self._matcher(request.sampling.json_schema)
+        matcher = await self._matcher(request.sampling.grammar)
         try:
             if call.is_streamed:
                 return await self._generate_in_events(http, request, matcher)
@@ -144,11 +144,11 @@ class EngineServer:
             raise
         return _answer(wire.encode_result(request, result))
 
-    async def _matcher(self, json_schema: str | None) -> Matcher | None:
-        """Beside the loop: a large schema takes a while."""
-        if self._grammars is None or json_schema is None:
+    async def _matcher(self, grammar: tuple[str, str] | None) -> Matcher | None:
+        """Beside the loop: a large one takes a while."""
+        if self._grammars is None or grammar is None:
             return None
-        return await asyncio.to_thread(self._grammars.json_schema, json_schema)
+        return await asyncio.to_thread(self._grammars.matcher, *grammar)
 
     async def _generate_in_events(
         self, http: web.Request, request: GenerateRequest, matcher: Matcher | None

@@ -12,6 +12,7 @@ MAX_SEED = 2**63 - 1
 
 _OFF = SamplingParams()
 _BOUNDS = {"min_p": (0.0, 1.0), "frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
+_GRAMMARS = ("json_schema", "regex", "ebnf")
 _KNOWN = {
     "temperature",
     "top_p",
@@ -21,7 +22,7 @@ _KNOWN = {
     "presence_penalty",
     "repetition_penalty",
     "logit_bias",
-    "json_schema",
+    *_GRAMMARS,
     "max_new_tokens",
     "stop_token_ids",
     "sampling_seed",
@@ -37,7 +38,7 @@ def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": sampling.stop_token_ids,
     }
-    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "json_schema"):
+    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", *_GRAMMARS):
         if getattr(sampling, name) != getattr(_OFF, name):
             params[name] = getattr(sampling, name)
     if sampling.logit_bias:
@@ -50,6 +51,7 @@ def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
 def decode_sampling(fields: JsonObject) -> SamplingParams:
     """Read `sampling_params`; what is not given is off."""
     refuse_unknown(fields, _KNOWN, "sampling_params")
+    grammar = _grammar(fields)
     return SamplingParams(
         temperature=_temperature(fields.get("temperature", 1.0)),
         top_p=_top_p(fields.get("top_p", 1.0)),
@@ -59,7 +61,9 @@ def decode_sampling(fields: JsonObject) -> SamplingParams:
         presence_penalty=_bounded(fields, "presence_penalty"),
         repetition_penalty=_repetition_penalty(fields.get("repetition_penalty", 1.0)),
         logit_bias=_logit_bias(fields.get("logit_bias") or {}),
-        json_schema=None if fields.get("json_schema") is None else get(fields, "json_schema", str),
+        json_schema=grammar.get("json_schema"),
+        regex=grammar.get("regex"),
+        ebnf=grammar.get("ebnf"),
         max_tokens=_max_tokens(fields.get("max_new_tokens", 128)),
         stop_token_ids=as_ids(fields.get("stop_token_ids", []), "stop_token_ids"),
         seed=None if fields.get("sampling_seed") is None else _seed(fields["sampling_seed"]),
@@ -108,6 +112,13 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
         if not (token_id.isascii() and token_id.isdigit()):
             raise WireError(f"logit_bias has the key {token_id!r:.80}; every key must be a token id")
     return tuple((int(token_id), as_number(bias, f"logit_bias of {token_id}")) for token_id, bias in entries.items())
+
+
+def _grammar(fields: JsonObject) -> dict[str, str]:
+    given = {name: get(fields, name, str) for name in _GRAMMARS if fields.get(name) is not None}
+    if len(given) > 1:
+        raise WireError(f"{' and '.join(given)} are given; an answer is held to one of {', '.join(_GRAMMARS)}")
+    return given
 
 
 def _max_tokens(value: object) -> int:
