@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from areal_agent.engine.fake import fake_logprob
-from areal_agent.types import Distribution, FinishReason, ForkReason, PauseMode, SharedMemoryWeights, WeightVersion
+from areal_agent.types import DiskWeights, Distribution, FinishReason, ForkReason, PauseMode, WeightVersion
 
 from .conftest import OpenWorld
 
@@ -205,7 +205,7 @@ async def test_an_interrupted_answer_has_its_versions(open_world: OpenWorld) -> 
         await world.engine.wait_for_requests(1)
         world.engine.step(2)
         await world.engine.pause(PauseMode.RETRACT)
-        await world.engine.update_weights(SharedMemoryWeights(path="", entries=(), crc32=0), WeightVersion(step=1))
+        await world.engine.update_weights(DiskWeights(path="new"), WeightVersion(step=1))
         await world.engine.resume()
         world.engine.step(2)
     assert agent.turns[0].completions[0].version_steps() == (0, 0, 1, 1)
