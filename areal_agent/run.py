@@ -244,7 +244,7 @@ class Run:
         self._metrics.open(folder.metrics, await self._open_trackers())
         self._stack.push_async_callback(self._metrics.aclose)
         await self._start_processes(model, beginning)
-        await self._metrics.connect(self._source, {self._trainer_process.name: self._trainer_process.pid})
+        await self._metrics.connect(self._source, self._process_ids)
         self._evaluation = Evaluation(
             self.preflight.eval_tasks,
             source=self._source,
@@ -302,7 +302,7 @@ class Run:
         limit_s = config.trainer.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._trainer.init(
+                loaded = await self._trainer.init(
                     model=weights,
                     trainer=config.trainer,
                     algorithm=config.algorithm,
@@ -317,6 +317,9 @@ class Run:
                 f"the trainer did not load its model within trainer.startup_timeout_s = {limit_s:g}; "
                 f"see {folder.logs / 'trainer.log'}"
             ) from None
+        name = self._trainer_process.name
+        ranks = {f"{name}_rank{number}": pid for number, pid in enumerate(loaded.rank_process_ids, start=1)}
+        self._process_ids = {name: self._trainer_process.pid, **ranks}
 
     async def _start_watching(self) -> None:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())

@@ -18,12 +18,17 @@ from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError, ConfigError
 from areal_agent.observe.logging import log_to_file, show_warnings
+from areal_agent.observe.metrics import read_metrics
 from areal_agent.observe.progress import Progress
+from areal_agent.observe.rows import evaluation_rows
 from areal_agent.report import RunFacts, RunStatus, closing_lines, write_report
 from areal_agent.run import Run
 from areal_agent.run_folder import RunFolder
 
 INTERRUPTED_CODE = 130
+
+SAME_SIGNAL_S = 1.0
+"""Signals within it are one: `timeout` and job managers signal a process, and then its group."""
 
 
 def main() -> int:
@@ -66,6 +71,7 @@ class Interruption:
     def __init__(self, note: Callable[[str], None]) -> None:
         self.happened = False
         self._is_closing = False
+        self._first_s = 0.0
         self._note = note
 
     def close(self) -> None:
@@ -76,9 +82,12 @@ class Interruption:
         loop = asyncio.get_running_loop()
 
         def interrupt() -> None:
+            now_s = time.monotonic()
+            if self.happened and now_s - self._first_s < SAME_SIGNAL_S:
+                return
             if self.happened:
                 os._exit(INTERRUPTED_CODE)  # at once: the children see their lifeline close and end themselves
-            self.happened = True
+            self.happened, self._first_s = True, now_s
             if self._is_closing:
                 self._note("the run is closing; Ctrl-C again ends at once")
             else:
@@ -172,6 +181,8 @@ async def _learn(run: Run, outcome: Outcome) -> None:
     outcome.earlier_wall_s = await run.recall("wall_s") or 0.0
     outcome.success_before = await _success_before(run)
     run.progress.note(f"success before training: {_share(outcome.success_before)}")
+    if await is_evaluation_owed(run):
+        run.evaluate_beside()
     while run.step < run.config.steps:
         batch = await run.prepare_batch()
         await run.train_step(batch)
@@ -201,6 +212,16 @@ def is_evaluation_due(run: Run) -> bool:
     """Whether the step just pushed is a multiple of `eval.every`. The last step has the evaluation after training."""
     every = run.config.eval.every
     return every > 0 and run.step % every == 0 and run.step < run.config.steps
+
+
+async def is_evaluation_owed(run: Run) -> bool:
+    """Whether the last evaluation that was due before a restart has no result: its process died, or was told to end."""
+    every = run.config.eval.every
+    due = run.step - run.step % every if every > 0 else 0
+    if not 0 < due <= run.step < run.config.steps:
+        return False
+    rows = evaluation_rows(await asyncio.to_thread(read_metrics, run.folder.metrics))
+    return not any(row["label"] == f"step{row['step']}" and due <= row["step"] <= run.step for row in rows)
 
 
 async def _wind_up(run: Run, outcome: Outcome, started_s: float) -> None:

@@ -1,16 +1,20 @@
-"""SIGINT while `train` runs: 1. the first cancels the work, once; 2. in the closing phase it is only noted."""
+"""Signals while `train` runs: 1. the first cancels the work, once; 2. in the closing phase it is only noted; 3. two
+that come at once, as `timeout` sends them to a process and its group, are one."""
 
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 
 import pytest
 
 from areal_agent.train import Interruption
 
 
-async def signalled(interruption: Interruption, *, is_closing: bool) -> list[str]:
-    """What happened to a task that sends itself a SIGINT."""
+async def signalled(
+    interruption: Interruption, *, is_closing: bool = False, signals: Sequence[signal.Signals] = (signal.SIGINT,)
+) -> list[str]:
+    """What happened to a task that sends itself signals."""
     events: list[str] = []
 
     async def work() -> int:
@@ -19,7 +23,8 @@ async def signalled(interruption: Interruption, *, is_closing: bool) -> list[str
         with interruption.cancels(task):
             if is_closing:
                 interruption.close()
-            os.kill(os.getpid(), signal.SIGINT)
+            for number in signals:
+                os.kill(os.getpid(), number)
             try:
                 while not interruption.happened:  # noqa: ASYNC110 (a signal has no event of its own)
                     await asyncio.sleep(0)
@@ -43,3 +48,10 @@ async def test_the_first_signal(is_closing: bool, events: list[str], num_notes: 
     assert await signalled(interruption, is_closing=is_closing) == events
     assert interruption.happened
     assert len(notes) == num_notes
+
+
+async def test_two_signals_at_once_are_one() -> None:
+    notes: list[str] = []
+    both = (signal.SIGTERM, signal.SIGINT)
+    assert await signalled(Interruption(notes.append), signals=both) == ["cancelled", "done"]
+    assert notes == []

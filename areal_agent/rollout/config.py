@@ -110,7 +110,7 @@ class EvalConfig(Section):
     """Evaluate also after every so many steps, beside training, in a quarter of `rollout.max_concurrent` at most;
     0: only before and after. Pushes go on meanwhile: its row in metrics.jsonl counts the answers of each weight
     version. A due evaluation is left out while the one before it is under way; a run that completes waits for the last
-    one, one that is interrupted cancels it."""
+    one, one that is interrupted cancels it. A resume makes up for the last one due where it has no result."""
     success_reward: float = 1.0
     """A rollout whose total reward is at least this is a success."""
 

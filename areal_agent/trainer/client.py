@@ -64,7 +64,8 @@ class TrainerClient:
                 "num_steps": num_steps,
             },
         )
-        return TrainerInfo(**answer)
+        process_ids = tuple(answer.pop("rank_process_ids"))
+        return TrainerInfo(**answer, rank_process_ids=process_ids)
 
     async def train_step(self, batch: RolloutBatch) -> StepReport:
         """Train one step on a batch's records; the baselines use the total rewards of its trajectories."""

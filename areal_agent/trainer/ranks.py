@@ -53,6 +53,11 @@ class Ranks:
             raise
         return cls(ranks)
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of ranks 1, 2, ..."""
+        return tuple(rank.process_id for rank in self._ranks)
+
     @contextmanager
     def taking_part(self, command: Frame) -> Generator[None]:
         """Have the other ranks carry out `command` while this one does so inside.
@@ -116,6 +121,10 @@ class _Rank:
             os.close(read_end)
         self._socket = ours
         self._file: BufferedRWPair = ours.makefile("rwb")
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
 
     def send(self, encoded: bytes) -> None:
         self._file.write(encoded)

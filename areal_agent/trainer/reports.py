@@ -11,6 +11,7 @@ class TrainerInfo:
     step: int  # of the checkpoint that it goes on from; 0 for a model folder
     num_parameters: int
     device: str
+    rank_process_ids: tuple[int, ...] = ()  # of ranks 1, 2, ... where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

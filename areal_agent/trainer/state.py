@@ -55,7 +55,8 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
     weights = get_model_state_dict(policy.model, options=WHOLE)  # all ranks take part, one has them in the end
     if not _is_first_rank():
         return
-    policy.model.save_pretrained(folder, state_dict=weights)
+    once = {*policy.named_parameters(), *(name for name, _ in policy.model.named_buffers())}  # tied weights, too
+    policy.model.save_pretrained(folder, state_dict={name: one for name, one in weights.items() if name in once})
     for pattern in COPIED:
         for file in source.glob(pattern):
             is_ours = file.name in (MANIFEST, RUN_STATE) or "safetensors" in file.name

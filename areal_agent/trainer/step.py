@@ -114,7 +114,7 @@ class Stepper:
             **advantage_metrics(samples),
             **critic_metrics(samples, updates),
             **{f"seconds_{phase}": seconds for phase, seconds in laps.seconds.items()},
-            **device_memory(self._policy.device),
+            **device_memory(self._policy.device, self._group),
         }
 
     # ------------------------------------------------------------------ before the updates

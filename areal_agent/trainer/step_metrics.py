@@ -9,6 +9,7 @@ import torch
 
 from areal_agent.algorithms.batching import Sample
 from areal_agent.trainer.critic import explained_variance
+from areal_agent.trainer.group import Group
 from areal_agent.trainer.step_input import StepInput
 from areal_agent.trainer.tally import Tally
 
@@ -68,9 +69,11 @@ def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def device_memory(device: torch.device) -> dict[str, float]:
-    """The most memory of a GPU that tensors have held; nothing on a CPU, whose memory is the process's."""
-    return {"peak_device_memory_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+def device_memory(device: torch.device, group: Group) -> dict[str, float]:
+    """The most memory of any rank's GPU that tensors have held; nothing on a CPU, whose memory is the process's."""
+    if device.type != "cuda":
+        return {}
+    return {"peak_device_memory_bytes": max(group.gather([torch.cuda.max_memory_allocated(device)]))[0]}
 
 
 def critic_metrics(samples: Sequence[Sample], updates: Sequence[Update]) -> dict[str, float]:

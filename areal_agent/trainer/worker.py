@@ -126,7 +126,7 @@ class Worker:
         )
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", arguments["model"], info.num_parameters, info.device)
-        return asdict(info)
+        return asdict(replace(info, rank_process_ids=self._ranks.process_ids))
 
     def _train_step(self, arguments: JsonObject, arrays: Arrays) -> JsonObject:
         given = StepInput(

@@ -1,7 +1,8 @@
 """Saving, as it is seen from outside a run with real processes.
 
 1. agents are answered while a save goes on; 2. SIGTERM saves the last trained step, says how to go on, and ends with
-the status interrupted; 3. a second SIGTERM ends all at once: no process is left, and the ledger is in order.
+the status interrupted; 3. a second SIGTERM, a while after the first, ends all at once: no process is left, and the
+ledger is in order.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -90,9 +91,13 @@ def test_sigterm_saves_and_says_how_to_go_on(tmp_path: Path, small_model: Path) 
 def test_a_second_sigterm_ends_all_at_once(tmp_path: Path, small_model: Path) -> None:
     with running(tmp_path, small_model) as process:
         children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
+        trainer = next(child for child in children if "areal_agent.trainer" in child.cmdline())
+        trainer.suspend()  # no save ends
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        trainer.resume()
     assert process.returncode == 130
     assert not psutil.wait_procs(children, timeout=30)[1]
     assert verify(tmp_path / "run" / "ledger.sqlite").violations == ()

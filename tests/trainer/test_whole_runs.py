@@ -1,0 +1,92 @@
+"""Whole runs by the command, in synchronous mode and of one seed.
+
+1. two of them end with identical weights, bit for bit; 2. with two ranks the first step's weights, made of the very
+same batch, are those of one rank within the tolerance of float32, and the run goes on to its end; 3. the ledger proves
+each; 4. the memory of every rank is told.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_agent.observe.metrics import read_metrics
+from areal_agent.observe.rows import step_rows
+from tests.test_run import config
+
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 3
+LEARNING_RATE = 1e-3
+
+pytestmark = pytest.mark.slow
+
+
+def whole_run(folder: Path, model: Path, *, num_ranks: int) -> Path:
+    """Train by the command, and prove the ledger by its own; the run folder."""
+    settings = config(
+        folder,
+        model,
+        workflow="tests.test_run:solve",
+        max_staleness=0,
+        steps=NUM_STEPS,
+        seed=7,
+        algorithm={"behavior_weight_level": "none"},
+        trainer={
+            "learning_rate": LEARNING_RATE,
+            "checkpoint_every": 1,
+            "keep_last": NUM_STEPS,
+            "num_ranks": num_ranks,
+        },
+    )
+    (folder / "config.yaml").write_text(settings.to_yaml())
+    run("areal_agent.train", "--config", str(folder / "config.yaml"), "observe.progress=none")
+    assert "OK" in run("areal_agent.ledger", "verify", str(folder / "run"))
+    summary = json.loads((folder / "run" / "summary.json").read_bytes())
+    assert (summary["status"], summary["steps"]) == ("completed", NUM_STEPS)
+    return folder / "run"
+
+
+def run(*args: str) -> str:
+    done = subprocess.run([sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
+    return whole_run(tmp_path_factory.mktemp("one"), small_model, num_ranks=1)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
+    return whole_run(tmp_path_factory.mktemp("two"), small_model, num_ranks=2)
+
+
+def weights_file(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step_{step:06d}" / "model.safetensors"
+
+
+def test_two_runs_of_one_seed_end_with_identical_weights(one: Path, small_model: Path, tmp_path: Path) -> None:
+    again = whole_run(tmp_path, small_model, num_ranks=1)
+    assert weights_file(again, NUM_STEPS).read_bytes() == weights_file(one, NUM_STEPS).read_bytes()
+
+
+def test_two_ranks_make_the_weights_of_one(one: Path, two: Path, small_model: Path) -> None:
+    before = load_file(small_model / "model.safetensors")
+    ours, theirs = (load_file(weights_file(folder, 1)) for folder in (one, two))
+    assert ours.keys() == theirs.keys()
+    moved = max(float((ours[name] - before[name]).abs().max()) for name in before)
+    assert moved > LEARNING_RATE / 2
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, atol=0.01 * LEARNING_RATE, rtol=0.0)
+
+
+def test_the_memory_of_every_rank_is_told(one: Path, two: Path) -> None:
+    for folder, names in ((one, {"trainer"}), (two, {"trainer", "trainer_rank1"})):
+        for row in step_rows(read_metrics(folder / "metrics.jsonl")):
+            assert {name for name in names if row[f"memory/{name}_peak_bytes"] > 0} == names
+            assert ("memory/trainer_rank1_peak_bytes" in row) == ("trainer_rank1" in names)
