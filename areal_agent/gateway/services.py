@@ -1,6 +1,7 @@
 """What all sessions of a gateway share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from random import Random
 
 from areal_agent.gateway.stats import Counters
 from areal_agent.protocols import Journal, Sampler
@@ -22,3 +23,4 @@ class Services:
     vocab_size: int  # of the model: its tokenizer may know fewer ids
     has_grammar: bool = False  # the engine can hold answers to a JSON schema
     abort_grace_s: float = ABORT_GRACE_S
+    numbers: Random = field(default_factory=Random)  # for ids; whoever seeds Python's own does not repeat them

@@ -10,7 +10,6 @@ Knows nothing of HTTP and keys.
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -95,7 +94,7 @@ class Session:
             )
         request.order.wishes.require_ids_below(self._services.vocab_size)
         questions = request.questions()
-        answer_id = f"{request.id_prefix}-{secrets.token_hex(12)}"
+        answer_id = f"{request.id_prefix}-{self._services.numbers.getrandbits(96):024x}"
         num_choices = request.order.num_choices
         ids = completion_ids(answer_id, len(questions) * num_choices)
         turns = [
