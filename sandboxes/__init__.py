@@ -16,7 +16,7 @@
     bubblewrap.py   the bubblewrap backend: every sandbox a jail
       jail.py       what a jail shows of the host, and the commands that build it
       seccomp.py    the filter
-      cgroups.py    what bounds all processes of a program together
+      cgroups.py    what bounds all processes of a program together; group_tree.py: who makes and keeps them
     subprocess.py   the subprocess backend: a process of the host's user under kernel limits
     launched.py     a cell of either of these two, whose programs a launcher runs
       link.py       the host's end of a launcher; interpreter.py starts it; environment.py: what programs find

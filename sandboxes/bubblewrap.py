@@ -13,8 +13,9 @@ from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities
-from sandboxes.cgroups import DEFAULT_PIDS, ControlGroup, GroupTree
+from sandboxes.cgroups import DEFAULT_PIDS, ControlGroup
 from sandboxes.folder import OpenFolder
+from sandboxes.group_tree import GroupTree
 from sandboxes.jail import JAIL_UID, Jail, Walls, check_workdir
 from sandboxes.launched import LaunchedCell
 from sandboxes.limits import Limits
@@ -178,11 +179,11 @@ async def _group_in(groups: GroupTree | None, limits: Limits) -> AsyncGenerator[
     if groups is None:
         yield None
         return
-    group = groups.new(limits)
+    group = await groups.take(limits)
     try:
         yield group
     finally:
-        groups.release(group)
+        groups.give_back(group)
 
 
 def capabilities_of(walls: Walls, *, has_groups: bool) -> Capabilities:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from areal_agent.errors import SandboxError
 from sandboxes.bubblewrap import find_walls
-from sandboxes.cgroups import GroupTree
 from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.containers.engine import Engine
+from sandboxes.group_tree import GroupTree
 from sandboxes.inner.landlock import landlock_version
 from sandboxes.jail import Walls
 from sandboxes.seccomp import denying_filter

@@ -8,8 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.cgroups import remove_abandoned
 from sandboxes.folder import remove_tree
+from sandboxes.group_tree import remove_abandoned
 from sandboxes.owner import FOLDER_PREFIX, is_abandoned
 
 

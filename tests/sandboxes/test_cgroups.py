@@ -2,7 +2,9 @@
 
 1. The own group of a process is found in version 1, version 2 and both, also below a mount of a part; 2. version 2 is
 written and read as its documentation says (in a plain folder, which takes what it is given); 3. a group with processes
-is killed on release, and gone; 4. trees of dead owners are removed, of living ones not.
+is killed when it is given back, and gone; 4. a group in which nothing befell is used again for the same bounds: not one
+that was killed, not counted, or still holds memory; idle ones are bounded; 5. trees of dead owners are removed, of
+living ones not.
 """
 
 import asyncio
@@ -16,15 +18,15 @@ import pytest
 from areal_agent.errors import SandboxError
 from sandboxes import Limits
 from sandboxes.cgroups import (
-    GROUP_PREFIX,
+    MAX_LEFT_BYTES,
+    Bounds,
     ControlGroup,
-    GroupTree,
     Hierarchy,
     find_hierarchies,
     hierarchies_here,
-    remove_abandoned,
 )
-from sandboxes.owner import is_abandoned, own_tag
+from sandboxes.group_tree import MAX_IDLE, GroupTree, remove_abandoned
+from sandboxes.owner import GROUP_PREFIX, is_abandoned, own_tag
 
 
 def test_version_1_is_found() -> None:
@@ -64,8 +66,11 @@ def test_version_2_is_written_and_read(tmp_path: Path) -> None:
         (folder / file).write_text("")
     (folder / "memory.events").write_text("low 0\nmax 9\noom 3\noom_kill 2\n")
     (folder / "pids.events").write_text("max 4\n")
-    group = ControlGroup([Hierarchy(version=2, controllers=("memory", "pids", "cpu"), path=folder)])
-    group.limit(Limits(memory_bytes=1000, pids=7, cpus=0.5))
+    group = ControlGroup(
+        [Hierarchy(version=2, controllers=("memory", "pids", "cpu"), path=folder)],
+        Bounds.of(Limits(memory_bytes=1000, pids=7, cpus=0.5)),
+    )
+    group.limit()
     written = {file: (folder / file).read_text() for file in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")}
     assert written == {"memory.max": "1000", "memory.swap.max": "0", "pids.max": "7", "cpu.max": "50000 100000"}
     assert (group.num_oom_kills(), group.was_refused_processes()) == (2, True)
@@ -82,14 +87,65 @@ async def tree():
 
 
 async def test_released_group_is_killed_and_gone(tree: GroupTree) -> None:
-    group = tree.new(Limits())
+    group = await tree.take(Limits())
     process = await asyncio.create_subprocess_exec("sleep", "1000")
-    for descriptor in group.descriptors:
-        os.write(descriptor, str(process.pid).encode())
-    tree.release(group)
+    enter(group, process.pid)
+    tree.give_back(group)
     assert await process.wait() == -signal.SIGKILL
-    tree.new(Limits())  # tries again to remove what was still dying
-    assert group.end()
+    assert await tree.take(Limits()) is not group
+    assert await asyncio.to_thread(group.end)
+
+
+def enter(group: ControlGroup, pid: int) -> None:
+    for descriptor in group.descriptors:
+        os.write(descriptor, str(pid).encode())
+
+
+async def run_in(group: ControlGroup, *argv: str) -> None:
+    """A program that joins the group as programs do, and is counted as they are."""
+    joining = "".join(f"echo 0 >&{descriptor}; " for descriptor in group.descriptors)
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", f'{joining} exec "$@"', "bash", *argv, pass_fds=group.descriptors
+    )
+    assert await process.wait() == 0
+    assert (group.num_oom_kills(), group.was_refused_processes()) == (0, False)
+
+
+async def test_group_in_which_nothing_befell_is_used_again(tree: GroupTree) -> None:
+    group = await tree.take(Limits())
+    await run_in(group, "true")
+    tree.give_back(group)
+    assert await tree.take(Limits(memory_bytes=2**26)) is not group  # another bound
+    assert await tree.take(Limits()) is group
+
+
+async def test_group_is_not_used_again_without_its_counts_or_when_killed(tree: GroupTree) -> None:
+    uncounted, killed = await tree.take(Limits()), await tree.take(Limits())
+    await run_in(killed, "true")
+    killed.kill()
+    for group in (uncounted, killed):
+        tree.give_back(group)
+    assert not {uncounted, killed} & {await tree.take(Limits()), await tree.take(Limits())}
+
+
+async def test_group_that_holds_memory_is_not_used_again(tree: GroupTree) -> None:
+    file = Path("/dev/shm") / f"left-{os.getpid()}"
+    group = await tree.take(Limits())
+    try:
+        await run_in(group, "dd", "if=/dev/zero", f"of={file}", f"bs={2 * MAX_LEFT_BYTES}", "count=1", "status=none")
+        tree.give_back(group)
+        assert await tree.take(Limits()) is not group
+    finally:
+        file.unlink(missing_ok=True)
+
+
+async def test_idle_groups_are_bounded_and_the_oldest_go(tree: GroupTree) -> None:
+    groups = [await tree.take(Limits()) for _ in range(MAX_IDLE + 1)]
+    for group in groups:
+        await run_in(group, "true")
+        tree.give_back(group)
+    again = {await tree.take(Limits()) for _ in range(MAX_IDLE)}
+    assert again == set(groups[1:])
 
 
 async def test_trees_of_dead_owners_are_removed(tree: GroupTree) -> None:

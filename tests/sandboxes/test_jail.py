@@ -23,10 +23,10 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Pool, SandboxSpec, Status, open_pool
-from sandboxes.cgroups import GROUP_PREFIX, hierarchies_here
+from sandboxes.cgroups import hierarchies_here
 from sandboxes.conformance.row import processes_left
 from sandboxes.inner.processes import children_of
-from sandboxes.owner import own_tag
+from sandboxes.owner import GROUP_PREFIX, own_tag
 
 
 @pytest.fixture(params=["namespaces", "bubblewrap"])
