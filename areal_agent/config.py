@@ -110,6 +110,7 @@ class Config(Section):
             require_online(self)
             return self
         require_room(self)
+        require_one_client(self)
         if self.engine.url is not None:
             raise ValueError("engine.url is for rollout.gateway_url; without that a run starts an engine: leave it out")
         if self.rollout.gateway_admin_key_file is not None:
@@ -181,6 +182,15 @@ def require_online(config: Config) -> None:
     if strangers:
         raise ValueError(
             f"{strangers[0]} has no effect with rollout.gateway_url: agents and engine are elsewhere; leave it out"
+        )
+
+
+def require_one_client(config: Config) -> None:
+    """SGLang cannot be told to let requests end first: its client sees to that, and each process has a client."""
+    if config.engine.backend == "sglang" and config.rollout.workers and config.engine.on_push != "interrupt":
+        raise ValueError(
+            f"engine.on_push is {config.engine.on_push!r}, which engine.backend sglang does within one process only, "
+            f"and rollout.workers is {config.rollout.workers}; set on_push to 'interrupt', or workers to 0"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_agent.commits import Beginning, commit, leases_of
 from areal_agent.config import Config
-from areal_agent.engine.http import HttpEngine
+from areal_agent.engine.served import ServedEngine
 from areal_agent.errors import ArealAgentError
 from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.ledger.ledger import Ledger
@@ -37,8 +37,8 @@ class OwnRollouts:
     batch_size: int
 
     @property
-    def engine(self) -> HttpEngine:
-        return self.serving.engine
+    def engine(self) -> ServedEngine:
+        return self.serving.engine.client
 
     async def produce(self) -> None:
         await self.producer.admit_forever()
@@ -82,12 +82,11 @@ class OwnRollouts:
         )
 
     def process_ids(self) -> Mapping[str, int]:
-        process = self.serving.engine_process
-        return {process.name: process.pid}
+        return {process.name: process.pid for process in self.serving.engine.processes}
 
     def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
-        process = self.serving.engine_process
-        return {process.name: process.died(), "rollouts": self.serving.rollouts.failure()}
+        deaths = {process.name: process.died() for process in self.serving.engine.processes}
+        return {**deaths, "rollouts": self.serving.rollouts.failure()}
 
 
 @asynccontextmanager

@@ -163,7 +163,7 @@ class RunMetrics:
                 wall_s=sum(trainer.values()),
                 starting_s=self._starting_s,
                 paused_s=self._paused_s,
-                busy_s=engine.busy_s,
+                busy_s=max(0.0, gateway.engine_busy_s - self._paused_s) if engine.busy_s is None else engine.busy_s,
                 in_flight_s=gateway.engine_busy_s,
                 rolling_s=stats.rolling_s,
                 producing_s=self._producing.busy_s,

@@ -7,13 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_agent.cluster.local import start_engine
+from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.cluster.workers import open_workers, shard_name
 from areal_agent.config import Config
-from areal_agent.engine.http import HttpEngine
 from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.process import ManagedProcess
 from areal_agent.rollout.executor import RolloutExecutor
 from areal_agent.rollout.group import rollout_seed, run_all, sibling_specs
 from areal_agent.rollout.local import LocalSettings, open_local
@@ -29,8 +27,7 @@ class Serving:
 
     config: Config
     ledger: Ledger
-    engine: HttpEngine
-    engine_process: ManagedProcess
+    engine: RunningEngine
     rollouts: RolloutExecutor
 
     async def run_group(self, group_id: str, task: Task) -> TrajectoryGroup:
@@ -88,27 +85,28 @@ async def open_serving(
     `workflow_path` is where workers find the workflow; needed with `rollout.workers`.
     """
     async with AsyncExitStack() as stack:
-        process, engine = await stack.enter_async_context(start_engine(config.engine, weights, version, logs))
+        engine = await stack.enter_async_context(open_engine(config.engine, weights, version, logs))
         rollouts = await stack.enter_async_context(
             _open_workers(config, workflow_path, ledger, engine, tokenizer, logs)
             if config.rollout.workers
             else _open_here(config, workflow, ledger, engine, tokenizer)
         )
-        yield Serving(config=config, ledger=ledger, engine=engine, engine_process=process, rollouts=rollouts)
+        yield Serving(config=config, ledger=ledger, engine=engine, rollouts=rollouts)
 
 
 @asynccontextmanager
 async def _open_here(
-    config: Config, workflow: Workflow, ledger: Ledger, engine: HttpEngine, tokenizer: Path
+    config: Config, workflow: Workflow, ledger: Ledger, engine: RunningEngine, tokenizer: Path
 ) -> AsyncGenerator[RolloutExecutor]:
     (settings,) = _settings_of_gateways(config, tokenizer)
-    async with open_local(settings, workflow, engine=engine, info=await engine.info(), journal=ledger) as rollouts:
+    client, info = engine.client, await engine.client.info()
+    async with open_local(settings, workflow, engine=client, info=info, journal=ledger) as rollouts:
         yield rollouts
 
 
 @asynccontextmanager
 async def _open_workers(
-    config: Config, workflow_path: str | None, ledger: Ledger, engine: HttpEngine, tokenizer: Path, logs: Path
+    config: Config, workflow_path: str | None, ledger: Ledger, engine: RunningEngine, tokenizer: Path, logs: Path
 ) -> AsyncGenerator[RolloutExecutor]:
     assert workflow_path is not None, "preflight refuses a workflow without one"
     workers = [
@@ -116,7 +114,7 @@ async def _open_workers(
             number=number,
             workflow=workflow_path,
             sys_path=tuple(sys.path),
-            engine_url=engine.base_url,
+            engine=engine.address,
             shard=str(ledger.shard_path(shard_name(number))),
             local=settings,
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from areal_agent.engine.http import HttpEngine
+from areal_agent.engine.served import ServedEngine
 from areal_agent.errors import ArealAgentError
 from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.rollout.executor import RolloutStats
@@ -33,7 +33,7 @@ class Source(Protocol):
     """Gives batches to a run. `engine` is where the weights have to go."""
 
     @property
-    def engine(self) -> HttpEngine: ...
+    def engine(self) -> ServedEngine: ...
 
     async def produce(self) -> None:
         """Let rollouts be made, until cancelled."""

@@ -33,7 +33,15 @@ COMMANDS = {
     "models.tiny",
     "trainer.__main__",
 }  # thin; may use command and process
-TORCH_ROOMS = ("algorithms", "trainer", "weights", "models", "engine.embedded", "engine.__main__")
+TORCH_ROOMS = (
+    "algorithms",
+    "trainer",
+    "weights",
+    "models",
+    "engine.embedded",
+    "engine.__main__",
+    "engine.sglang.launcher",
+)
 
 
 def modules(package: str) -> dict[str, Path]:

@@ -167,10 +167,10 @@ async def test_a_process_that_dies_ends_the_run_with_its_last_lines(
     with pytest.raises(ProcessDied, match=f"the {name} process was killed by SIGKILL"):
         async with Run(config(tmp_path, small_model), workflow=solve) as run:
             await train(run, 1)
-            victim = run._source.serving.engine_process if name == "engine" else run._trainer_process
+            victim = run._source.serving.engine.processes[0] if name == "engine" else run._trainer_process
             os.kill(victim.pid, signal.SIGKILL)
             await train(run, 100)
-    assert not run._source.serving.engine_process.is_running
+    assert not run._source.serving.engine.processes[0].is_running
     assert not run._trainer_process.is_running
 
 

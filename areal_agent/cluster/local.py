@@ -69,7 +69,7 @@ async def start_engine(
     argv += ["--kv-tokens", str(config.kv_tokens)] if config.kv_tokens is not None else []
     argv += ["--announce", str(announcement)]
     process = await ManagedProcess.start(
-        "engine", argv, log_path=logs / "engine.log", env=_thread_variables(config.threads)
+        "engine", argv, log_path=logs / "engine.log", env=thread_variables(config.threads)
     )
     try:
         base_url = await unless_it_dies(process, _announced(announcement, config.startup_timeout_s))
@@ -109,7 +109,7 @@ async def start_trainer(num_threads: int, logs: Path) -> AsyncGenerator[tuple[Ma
             "trainer",
             argv,
             log_path=logs / "trainer.log",
-            env=_thread_variables(num_threads),
+            env=thread_variables(num_threads),
             pass_fds=[theirs.fileno()],
         )
     client = TrainerClient(ours)
@@ -132,7 +132,7 @@ async def start_worker(
             f"worker {settings.number}",
             argv,
             log_path=logs / f"worker-{settings.number}.log",
-            env=_thread_variables(1),
+            env=thread_variables(1),
             pass_fds=[theirs.fileno()],
         )
     client = WorkerClient(ours, on_warning)
@@ -175,7 +175,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _thread_variables(num_threads: int) -> dict[str, str]:
+def thread_variables(num_threads: int) -> dict[str, str]:
     """Two processes that each use all cores are many times slower than one thread each: the number is explicit."""
     return {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} | {
         "TOKENIZERS_PARALLELISM": "false",

@@ -1,8 +1,8 @@
 """The config section of the inference engine."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_agent.section import Section
 
@@ -10,8 +10,19 @@ from areal_agent.section import Section
 class EngineConfig(Section):
     """How tokens are sampled. Derived from the rest of the config: the model, the seed and the weight version."""
 
-    backend: Literal["embedded"] = "embedded"
-    """`embedded`: the engine that comes with areal_agent, in a process of its own."""
+    backend: Literal["embedded", "sglang"] = "embedded"
+    """`embedded`: the engine that comes with areal_agent, in a process of its own. `sglang`: SGLang's servers, started
+    with `python` or running at `urls`."""
+    python: str | None = None
+    """The Python of an environment that has SGLang: it starts the servers. SGLang's pins are its own, so it has one."""
+    num_servers: Annotated[int, Field(ge=1, le=64)] = 1
+    """SGLang servers to start. Each turn goes to the one that has its beginning in its cache, unless that has more to
+    do than others."""
+    server_args: tuple[str, ...] = ()
+    """Further arguments of `sglang.launch_server`, for example `["--mem-fraction-static", "0.6"]`."""
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+")], ...] = ()
+    """SGLang servers that run already, for this run alone, and that see its files: they are given its weights. Implies
+    `backend: sglang`."""
     url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
     """An engine that runs already, on this machine: with `rollout.gateway_url`, the engine behind that gateway."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -32,3 +43,49 @@ class EngineConfig(Section):
     `turn_boundary`: they end under the old ones first, and the next turns wait. `drain`: whole rollouts end first."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the engine may take to load the model and answer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _urls_are_of_sglang(cls, values: Any) -> Any:
+        match values:
+            case {"urls": [_, *_]}:
+                return {"backend": "sglang"} | values
+            case _:
+                return values
+
+    @model_validator(mode="after")
+    def _fits_its_backend(self) -> Self:
+        if self.backend == "embedded":
+            self._refuse(("python", "num_servers", "server_args", "urls"), "is for engine.backend sglang")
+            return self
+        self._refuse(("url",), "is for the embedded engine")
+        if self.urls:
+            self._refuse(_OF_STARTED_SERVERS, "is for servers that are started here, and engine.urls run already")
+        elif self.python is None:
+            raise ValueError(
+                "engine.backend is 'sglang': set engine.python to the Python of an environment that has SGLang, or "
+                "engine.urls to servers that run"
+            )
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"engine.urls names a server twice: {', '.join(self.urls)}")
+        if self.port and self.num_servers > 1:
+            raise ValueError(f"engine.port is {self.port}, and engine.num_servers {self.num_servers}: leave port out")
+        return self
+
+    def _refuse(self, names: tuple[str, ...], why: str) -> None:
+        """No option is silently without effect."""
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"engine.{name} {why}; leave it out")
+
+
+_OF_STARTED_SERVERS = (
+    "python",
+    "num_servers",
+    "server_args",
+    "port",
+    "device",
+    "threads",
+    "max_running_requests",
+    "kv_tokens",
+)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest_asyncio
 
 from areal_agent.cluster.workers import WorkerPool, open_workers, shard_name
+from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.engine.http import HttpEngine
@@ -51,7 +52,7 @@ async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator:
                     number=number,
                     workflow=f"agents:{workflow}",
                     sys_path=(*sys.path, str(Path(__file__).parent)),
-                    engine_url=server.base_url,
+                    engine=EngineAddress(backend="embedded", urls=(server.base_url,)),
                     shard=str(ledger.shard_path(shard_name(number))),
                     local=LocalSettings(
                         model_name="m",

@@ -25,8 +25,8 @@ class EngineStats:
 
     num_running: int  # requests that hold a slot
     num_queued: int  # requests that wait for one
-    busy_s: float  # seconds in which a step was running
-    generated_tokens: int
+    busy_s: float | None  # seconds in which a step was running; None: it does not tell
+    generated_tokens: int | None
     weight_version: WeightVersion
 
 

@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
-from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ArealAgentError
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.observe.logging import log_to_output
@@ -66,7 +65,7 @@ async def _open(settings: WorkerSettings, channel: Channel) -> AsyncGenerator[Wo
     async with AsyncExitStack() as stack:
         shard = await LedgerShard.open(Path(settings.shard), create=True)
         stack.push_async_callback(shard.aclose)
-        engine = HttpEngine(settings.engine_url)
+        engine = settings.engine.connect()
         stack.push_async_callback(engine.aclose)
         metered = MeteredSampler(engine)
         rollouts = await stack.enter_async_context(

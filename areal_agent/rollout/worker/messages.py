@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from areal_agent.engine.address import EngineAddress
 from areal_agent.gateway.stats import GatewayStats
 from areal_agent.observe.spans import Span
 from areal_agent.rollout.local import LocalSettings
@@ -22,7 +23,7 @@ class WorkerSettings(Section):
     number: int
     workflow: str
     sys_path: tuple[str, ...]
-    engine_url: str
+    engine: EngineAddress
     shard: str
     local: LocalSettings
 

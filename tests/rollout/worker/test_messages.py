@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from areal_agent import Status, Task
+from areal_agent.engine.address import EngineAddress
 from areal_agent.gateway.stats import Counters
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
@@ -99,7 +100,7 @@ def test_settings() -> None:
         number=1,
         workflow="package.module:name",
         sys_path=("", "lib"),
-        engine_url="http://127.0.0.1:1",
+        engine=EngineAddress(backend="embedded", urls=("http://127.0.0.1:1",)),
         shard="ledger-w1.sqlite",
         local=local,
     )

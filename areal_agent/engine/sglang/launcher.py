@@ -1,0 +1,89 @@
+"""Starts SGLang's own server. Run as a file by the Python of SGLang's environment, which has no areal_agent in it.
+
+It ends with the process that started it: SGLang's server is several processes, and none may be left behind. On a
+machine without a GPU it adds what SGLang needs to run on a CPU, which PyPI's wheels are not made for:
+
+- two operators of torchvision are declared: PyPI has its CUDA build only, whose compiled half does not load there;
+- the package `sgl_kernel` has no CPU build: names are imported from a stand-in, and a call of one raises.
+
+SGLang's schedulers are spawned, so everything but the last lines here is run by them, too.
+"""
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import threading
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+LIFELINE_VARIABLE = "AREAL_AGENT_LIFELINE_FD"  # as process.py has it
+CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--dtype", "float32"),
+)
+
+
+def needs_cpu(argv: list[str]) -> bool:
+    """Whether the server is to run on the CPU: `--device` says so, or there is no GPU and nothing is said."""
+    if "--device" in argv:
+        return argv[argv.index("--device") + 1] == "cpu"
+    return not torch.cuda.is_available()
+
+
+def stand_in_for_what_cpus_lack() -> None:
+    """Make `import sglang` possible where its compiled parts have no build."""
+    for operator in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):  # the real one is there
+            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
+    if importlib.util.find_spec("sgl_kernel") is None:
+        sys.modules["sgl_kernel"] = _AbsentKernels("sgl_kernel")
+
+
+class _AbsentKernels(ModuleType):
+    """A module that has every name, so that it can be imported from; what is called raises."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.__version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def absent(*_: Any, **__: Any) -> NoReturn:
+            raise NotImplementedError(f"sgl_kernel.{name}: there is no build of sgl_kernel for CPUs")
+
+        return absent
+
+
+def end_with_parent() -> None:
+    """Kill this process and those that it started as soon as its parent is gone. They have a session of their own."""
+    lifeline = os.environ.get(LIFELINE_VARIABLE)
+    if lifeline is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to decide about
+        threading.Thread(target=_wait_for_end, args=(int(lifeline),), name="lifeline", daemon=True).start()
+
+
+def _wait_for_end(fd: int) -> NoReturn:
+    while os.read(fd, 1):
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)
+
+
+if __name__ == "__main__" and needs_cpu(sys.argv):
+    os.environ[CPU_VARIABLE] = "1"
+    sys.argv[1:1] = CPU_FLAGS  # in front: what was asked for holds
+if CPU_VARIABLE in os.environ:
+    stand_in_for_what_cpus_lack()
+if __name__ == "__main__":
+    end_with_parent()
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

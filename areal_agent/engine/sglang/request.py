@@ -1,0 +1,96 @@
+"""One request at a SGLang server, from its first byte to its last. Knows nothing of other requests, nor of weights.
+
+It is always streamed. Who closes a stream takes the request out of the server at once, wherever it stands there:
+
+    not begun, or held at a pause   close: an abort would be lost, and the next one for it, too
+    begun (a token has come)        abort, and read on: the last event has the exact version spans
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable
+
+from areal_agent.engine import wire
+from areal_agent.engine.fields import WireError
+from areal_agent.engine.sglang.answer import NOTHING, AnswerReader
+from areal_agent.engine.transport import Transport
+from areal_agent.errors import EngineRejected, EngineUnreachable
+from areal_agent.types import GenerateRequest, GenerateResult, TokenChunk
+
+_UNTOLD_STATUS = 400  # of a failure in mid-stream that names none
+
+
+class ServerRequest:
+    """One `/generate`. Its id at the server is its own and as long as any other: SGLang takes an id for a prefix."""
+
+    def __init__(self, transport: Transport, request: GenerateRequest) -> None:
+        self.rid = uuid.uuid4().hex
+        self._transport = transport
+        self._request = request
+        self._reader = AnswerReader()
+        self._reading: asyncio.Task[GenerateResult] | None = None
+        self._has_begun = False
+        self._is_given_up = False
+
+    async def run(
+        self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[None]]
+    ) -> GenerateResult:
+        """Sample to the end, once `admitted`. Cancelling it closes the stream."""
+        if self._is_given_up:
+            return NOTHING
+        self._reading = asyncio.create_task(self._read(on_chunk, admitted), name=f"reader of {self.rid}")
+        try:
+            return await self._reading
+        except asyncio.CancelledError:
+            if self._is_given_up and self._reading.cancelled() and not _is_being_cancelled():
+                return NOTHING
+            raise
+        finally:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+
+    async def abort(self) -> None:
+        """End it: `run` returns what it has."""
+        if self._has_begun:
+            await self._transport.post(wire.ABORT_REQUEST, wire.encode_abort(self.rid))
+            return
+        self._is_given_up = True
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _read(
+        self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[None]]
+    ) -> GenerateResult:
+        await admitted()
+        splitter = wire.EventSplitter()
+        body = {**wire.encode_request(self._request, is_streamed=True), "rid": self.rid}
+        async with contextlib.aclosing(self._transport.stream(wire.GENERATE, body)) as pieces:
+            async for piece in pieces:
+                for event in splitter.feed(piece):
+                    self._has_begun = True
+                    chunk = self._read_event(event)
+                    if chunk.token_ids and on_chunk is not None:
+                        on_chunk(chunk)
+        if self._reader.result is None:
+            raise EngineUnreachable(
+                f"the answer of {self._transport.base_url}{wire.GENERATE} ended before its last event; is the engine "
+                "running? see its log"
+            )
+        return self._reader.result
+
+    def _read_event(self, event: bytes) -> TokenChunk:
+        try:
+            body = wire.decode_event(event)
+            if "error" not in body:
+                return self._reader.read(body)
+        except WireError as error:
+            raise self._transport.unreadable(wire.GENERATE, error) from error
+        failure = wire.decode_failure(body, _UNTOLD_STATUS)
+        message = f"{self._transport.base_url}{wire.GENERATE} broke off with {failure.status}: {failure.message}"
+        raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

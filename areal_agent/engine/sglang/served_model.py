@@ -1,0 +1,42 @@
+"""What has to be known of the model behind a server, and what SGLang does not tell: read from the model's folder.
+
+SGLang dies of a token id outside the vocabulary, and loads weights of any shape: both are checked on this side.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from areal_agent.engine.fields import WireError, as_integer, as_object, decode_json
+from areal_agent.engine.sglang.tensors import prove_fits, read_shapes
+from areal_agent.errors import EngineError, EngineRejected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """The ids that it knows, and the names and shapes of its weights."""
+
+    folder: Path
+    vocab_size: int
+    is_tied: bool  # its head is its embedding
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a Hugging Face folder. Raises EngineRejected when it is none, or on another machine."""
+        try:
+            fields = as_object(decode_json((folder / "config.json").read_bytes()), "config.json")
+            vocab_size = as_integer(fields.get("vocab_size"), "vocab_size")
+            shapes = read_shapes(folder)
+        except (OSError, WireError, EngineError) as error:
+            raise EngineRejected(
+                f"the server says that it serves {str(folder)!r}, which cannot be read here: {error}; start it "
+                "with the path of a folder that this machine sees, too"
+            ) from error
+        is_tied = fields.get("tie_word_embeddings") is True
+        return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes)
+
+    def prove(self, weights: Path) -> None:
+        """Raises WeightUpdateError unless these weights fit, all of them."""
+        prove_fits(weights, self.shapes, is_tied=self.is_tied)

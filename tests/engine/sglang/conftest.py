@@ -1,0 +1,164 @@
+"""The adapter on a stage: in front of the embedded engine, which speaks the same wire, and of a real SGLang server.
+
+The real one is started once, in the environment that `make_environment.sh` makes; without it those tests skip.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from areal_agent.cluster.sglang import start_sglang
+from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.sglang.engine import SglangEngine
+from areal_agent.types import DiskWeights, GenerateRequest, PauseMode, SharedMemoryWeights, TokenChunk, WeightVersion
+from areal_agent.weights.push import push
+
+DEADLINE_S = 300.0  # only a hang is longer
+STARTUP_S = 600.0
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """The Python of SGLang's environment."""
+    python = os.environ.get("AREAL_AGENT_SGLANG_PYTHON")
+    if not python:
+        pytest.skip("AREAL_AGENT_SGLANG_PYTHON is not set: make it with tests/engine/sglang/make_environment.sh DIR")
+    if not Path(python).is_file():
+        pytest.skip(f"AREAL_AGENT_SGLANG_PYTHON is {python!r}, and there is no such file")
+    return python
+
+
+def with_tokenizer(model: Path, donor: Path) -> Path:
+    """Give a model the tokenizer that SGLang asks for; without an end token, so that lengths are what a test asks."""
+    shutil.copy(donor / "tokenizer.json", model)
+    settings = json.loads((donor / "tokenizer_config.json").read_text())
+    settings = {name: value for name, value in settings.items() if name not in ("eos_token", "extra_special_tokens")}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    return model
+
+
+@pytest.fixture(scope="session")
+def real_model(make_model, small_model) -> Path:
+    return with_tokenizer(make_model(vocab_size=400, seed=0), small_model)
+
+
+@pytest.fixture(scope="session")
+def real_other(make_model) -> Path:
+    """Other weights for the same model."""
+    return make_model(vocab_size=400, seed=1)
+
+
+@pytest.fixture(scope="session")
+def real_server(sglang_python, real_model, tmp_path_factory) -> Iterator[str]:
+    """The URL of a server that all tests share."""
+    config = EngineConfig(
+        backend="sglang",
+        python=sglang_python,
+        device="cpu",
+        max_context_tokens=504,  # with the margin, the model's own 512
+        kv_tokens=8192,
+        max_running_requests=16,
+        startup_timeout_s=STARTUP_S,
+    )
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        started = start_sglang(config, real_model, WeightVersion(step=7), tmp_path_factory.mktemp("sglang"))
+        _, (url,) = runner.run(stack.enter_async_context(started))
+        try:
+            yield url
+        finally:
+            runner.run(stack.aclose())
+
+
+@dataclass(kw_only=True, slots=True)
+class Stage:
+    """The adapter, what serves behind it, and the two sets of weights."""
+
+    engine: SglangEngine
+    model: Path
+    other: Path
+    old: WeightVersion
+    is_real: bool
+
+    @property
+    def new(self) -> WeightVersion:
+        """The version after the one that served at the beginning."""
+        return WeightVersion(step=self.old.step + 1)
+
+    async def push(self, weights: SharedMemoryWeights | DiskWeights, mode: PauseMode = PauseMode.RETRACT) -> None:
+        await push([self.engine], weights, self.new, mode)
+
+
+@asynccontextmanager
+async def _real_stage(url: str, model: Path, other: Path) -> AsyncGenerator[Stage]:
+    engine = SglangEngine(url)
+    try:
+        served = (await engine.info()).weight_version
+        version = WeightVersion(step=served.step + 1)
+        await engine.load(model, version)  # whatever the test before has left
+        yield Stage(engine=engine, model=model, other=other, old=version, is_real=True)
+    finally:
+        await engine.resume()
+        await engine.aclose()
+
+
+@asynccontextmanager
+async def _embedded_stage(serve, model: Path, other: Path) -> AsyncGenerator[Stage]:
+    async with serve(model) as served:
+        engine = SglangEngine(served.engine.base_url)
+        try:
+            yield Stage(engine=engine, model=model, other=other, old=WeightVersion(step=7), is_real=False)
+        finally:
+            await engine.aclose()
+
+
+@pytest.fixture(params=["embedded", pytest.param("real", marks=pytest.mark.slow)])
+def opened(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Stage]:
+    """Outside of the event loop of the test, since the server has one of its own."""
+    if request.param == "real":
+        return _real_stage(*map(request.getfixturevalue, ("real_server", "real_model", "real_other")))
+    return _embedded_stage(*map(request.getfixturevalue, ("serve", "tiny", "other")))
+
+
+@pytest.fixture
+async def stage(opened: AbstractAsyncContextManager[Stage]) -> AsyncGenerator[Stage]:
+    """The same contract in front of both."""
+    async with asyncio.timeout(DEADLINE_S), opened as stage:
+        yield stage
+
+
+async def until_one_waits(engine: SglangEngine) -> None:
+    """Until a call of `generate` has begun."""
+    while not engine.num_requests:  # noqa: ASYNC110 (a call that has begun tells nobody)
+        await asyncio.sleep(0)
+
+
+class Watched:
+    """A request in flight, and the tokens that have arrived."""
+
+    def __init__(self, engine: SglangEngine, request: GenerateRequest) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self._has_grown = asyncio.Event()
+        self.answer = asyncio.ensure_future(engine.generate(request, self._take))
+
+    def _take(self, chunk: TokenChunk) -> None:
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self._has_grown.set()
+
+    async def until(self, num_tokens: int) -> None:
+        """Wait until so many tokens have come."""
+        while len(self.token_ids) < num_tokens and not self.answer.done():
+            self._has_grown.clear()
+            growing = asyncio.ensure_future(self._has_grown.wait())
+            await asyncio.wait({growing, self.answer}, return_when=asyncio.FIRST_COMPLETED)
+            growing.cancel()
+        assert not self.answer.done(), "the answer was over too soon"

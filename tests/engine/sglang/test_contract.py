@@ -1,0 +1,166 @@
+"""What a run asks of an engine, in front of the embedded engine and (slow) of a real SGLang server:
+
+- tokens in, tokens out, with the log-probabilities that transformers computes, versions and finish reasons
+- chunks, put together, are the result; the likeliest tokens come when asked for
+- an abort ends the request that is named, and none whose id begins with that; it is not lost while paused
+- who cancels a call leaves nothing behind in the server
+- it is healthy while paused, in every mode
+- what would end the server is refused before it is sent
+"""
+
+import asyncio
+
+import pytest
+
+from areal_agent.errors import EngineRejected
+from areal_agent.types import FinishReason, PauseMode, VersionSpan
+
+from .conftest import Watched, until_one_waits
+
+TOLERANCE = 1e-4
+LONG = 400  # tokens: a request that is still under way when a test gets to it
+
+
+async def test_logprobs_are_those_of_transformers(stage, ask, truth):
+    request = ask(1, max_tokens=24)
+    result = await stage.engine.generate(request)
+    assert len(result.token_ids) == 24 and result.finish_reason is FinishReason.LENGTH
+    assert result.logprobs == pytest.approx(
+        truth(stage.model).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE
+    )
+    assert result.versions == (VersionSpan(version=stage.old, start=0, end=24),)
+
+
+async def test_logprobs_are_after_temperature(stage, ask, truth):
+    request = ask(2, max_tokens=12, temperature=0.7)
+    result = await stage.engine.generate(request)
+    expected = truth(stage.model).logprobs(request.input_ids, result.token_ids, temperature=0.7)
+    assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_a_stop_token_ends_an_answer_and_is_in_it(stage, ask):
+    whole = await stage.engine.generate(ask(3, temperature=0.0, max_tokens=20))
+    stop = whole.token_ids[7]
+    cut = await stage.engine.generate(ask(3, temperature=0.0, max_tokens=20, stop_token_ids=(stop,)))
+    assert cut.finish_reason is FinishReason.STOP
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+async def test_chunks_make_the_result(stage, ask):
+    watched = Watched(stage.engine, ask(4, max_tokens=30))
+    result = await watched.answer
+    assert tuple(watched.token_ids) == result.token_ids
+    assert tuple(watched.logprobs) == result.logprobs
+
+
+async def test_the_likeliest_tokens(stage, ask, truth):
+    request = ask(5, max_tokens=4)
+    request = type(request)(
+        request_id=request.request_id, input_ids=request.input_ids, sampling=request.sampling, num_top_logprobs=3
+    )
+    result = await stage.engine.generate(request)
+    rows = truth(stage.model).distribution([*request.input_ids, *result.token_ids])[len(request.input_ids) - 1 : -1]
+    for row, top in zip(rows, result.top_logprobs, strict=True):
+        values = row.topk(3).values.tolist()
+        assert [logprob for _, logprob in top] == pytest.approx(values, abs=TOLERANCE)
+
+
+async def test_an_abort_ends_the_request_that_it_names(stage, ask):
+    short, longer = ask(6, max_tokens=LONG), ask(7, max_tokens=60)
+    named = Watched(stage.engine, _called(short, "job-1"))
+    other = asyncio.ensure_future(stage.engine.generate(_called(longer, "job-10")))
+    await named.until(3)
+    await stage.engine.abort("job-1")
+    result = await named.answer
+    assert result.finish_reason is FinishReason.ABORT
+    assert tuple(named.token_ids) == result.token_ids and 3 <= len(result.token_ids) < LONG
+    assert result.versions == (VersionSpan(version=stage.old, start=0, end=len(result.token_ids)),)
+    assert len((await other).token_ids) == 60
+
+
+async def test_an_abort_while_paused_keeps_what_was_handed_out(stage, ask):
+    watched = Watched(stage.engine, ask(8, max_tokens=LONG))
+    await watched.until(3)
+    await stage.engine.pause(PauseMode.RETRACT)
+    await stage.engine.abort(ask(8).request_id)
+    result = await watched.answer
+    assert result.finish_reason is FinishReason.ABORT
+    assert tuple(watched.token_ids) == result.token_ids and len(result.token_ids) >= 3
+    assert result.versions[-1].end == len(result.token_ids)
+
+
+async def test_an_abort_of_a_request_that_waits_for_the_end_of_a_pause_is_not_lost(stage, ask):
+    await stage.engine.pause(PauseMode.RETRACT)
+    waiting = Watched(stage.engine, ask(9, max_tokens=LONG))
+    await until_one_waits(stage.engine)
+    await stage.engine.abort(ask(9).request_id)
+    assert (await waiting.answer).token_ids == ()
+    await stage.engine.resume()
+    await _until_idle(stage)
+    assert len((await stage.engine.generate(ask(10, max_tokens=5))).token_ids) == 5
+
+
+async def test_a_frozen_request_is_aborted_when_it_goes_on(stage, ask):
+    watched = Watched(stage.engine, ask(11, max_tokens=LONG))
+    await watched.until(3)
+    await stage.engine.pause(PauseMode.IN_PLACE)
+    await stage.engine.abort(ask(11).request_id)
+    await stage.engine.resume()
+    result = await watched.answer
+    assert result.finish_reason is FinishReason.ABORT and 3 <= len(result.token_ids) < LONG
+    assert tuple(watched.token_ids) == result.token_ids
+
+
+async def test_a_pause_that_aborts_hands_out_what_there_is(stage, ask):
+    watched = Watched(stage.engine, ask(12, max_tokens=LONG))
+    await watched.until(3)
+    await stage.engine.pause(PauseMode.ABORT)
+    result = await watched.answer
+    assert result.finish_reason is FinishReason.ABORT and tuple(watched.token_ids) == result.token_ids
+
+
+async def test_a_cancelled_call_leaves_nothing_behind(stage, ask):
+    watched = Watched(stage.engine, ask(13, max_tokens=LONG))
+    await watched.until(3)
+    watched.answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watched.answer
+    await _until_idle(stage)
+    assert stage.engine.num_requests == 0
+
+
+@pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE, PauseMode.WAIT])
+async def test_it_is_healthy_while_paused(stage, mode):
+    await stage.engine.pause(mode)
+    assert await stage.engine.health()
+    await stage.engine.resume()
+    assert await stage.engine.health()
+
+
+@pytest.mark.parametrize("token_id", [-1, 10_000, 2**40])
+async def test_an_id_that_would_end_the_server_is_refused(stage, ask, token_id):
+    request = ask(14)
+    wrong = type(request)(request_id="wrong", input_ids=(5, token_id), sampling=request.sampling)
+    with pytest.raises(EngineRejected, match=r"input_ids\[1\]"):
+        await stage.engine.generate(wrong)
+    assert len((await stage.engine.generate(request)).token_ids) == 12
+
+
+async def test_a_prompt_that_is_too_long_is_refused(stage, ask):
+    with pytest.raises(EngineRejected, match="exceed the context"):
+        await stage.engine.generate(ask(15, prompt_length=500, max_tokens=100))
+
+
+async def test_many_requests_at_once(stage, ask):
+    results = await asyncio.gather(*(stage.engine.generate(ask(100 + n, max_tokens=8)) for n in range(64)))
+    assert [len(result.token_ids) for result in results] == [8] * 64
+
+
+def _called(request, name: str):
+    return type(request)(request_id=name, input_ids=request.input_ids, sampling=request.sampling)
+
+
+async def _until_idle(stage) -> None:
+    """Wait until the server has no request; only the real one tells, the other's tests have seen to it."""
+    while stage.is_real and (stats := await stage.engine.stats()).num_running + stats.num_queued:
+        pass

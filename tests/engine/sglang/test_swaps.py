@@ -1,0 +1,188 @@
+"""New weights for a server, in front of the embedded engine and (slow) of a real SGLang server:
+
+- retract: what comes after the swap is the new model's, and the spans say from which token on
+- in place: requests go on with their old keys and values; the spans say which weights sampled; nothing is refused
+- wait: what has begun ends on the old version first
+- a push whose bytes are damaged, or that the model does not fit, changes nothing, and the next one works
+- it loads weights only while it is paused, and a version that is later than the one that serves
+"""
+
+import asyncio
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from areal_agent.errors import PushConflict, WeightUpdateError
+from areal_agent.manifest import MANIFEST, encode_manifest
+from areal_agent.types import PauseMode, VersionSpan
+from areal_agent.weights.disk import DiskChannel
+
+from .conftest import Watched, until_one_waits
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(params=["shared_memory", "disk"])
+def new_weights(request, stage, share, tmp_path):
+    """The weights of `stage.other`, as the trainer hands them over."""
+    if request.param == "shared_memory":
+        return share(stage.other)
+    model = AutoModelForCausalLM.from_pretrained(stage.other, dtype=torch.float32)
+    return DiskChannel(tmp_path / "weights", torch.float32).write(dict(model.named_parameters()))
+
+
+async def test_after_a_swap_the_new_model_goes_on(stage, ask, truth, new_weights):
+    request = ask(1, max_tokens=120)
+    watched = Watched(stage.engine, request)
+    await watched.until(5)
+    await stage.push(new_weights, PauseMode.RETRACT)
+    result = await watched.answer
+    (cut,) = {span.start for span in result.versions} - {0}
+    assert result.versions == (
+        VersionSpan(version=stage.old, start=0, end=cut),
+        VersionSpan(version=stage.new, start=cut, end=120),
+    )
+    before = truth(stage.model).logprobs(request.input_ids, result.token_ids)
+    after = truth(stage.other).logprobs(request.input_ids, result.token_ids)
+    assert result.logprobs[:cut] == pytest.approx(before[:cut], abs=TOLERANCE)
+    assert result.logprobs[cut:] == pytest.approx(after[cut:], abs=TOLERANCE)
+    assert (await stage.engine.info()).weight_version == stage.new
+    fresh = ask(2, max_tokens=10)
+    answer = await stage.engine.generate(fresh)
+    assert answer.logprobs == pytest.approx(
+        truth(stage.other).logprobs(fresh.input_ids, answer.token_ids), abs=TOLERANCE
+    )
+    assert answer.versions == (VersionSpan(version=stage.new, start=0, end=10),)
+
+
+async def test_a_request_that_was_frozen_goes_on_under_the_new_version(stage, ask, share):
+    watched = Watched(stage.engine, ask(3, max_tokens=120))
+    await watched.until(5)
+    await stage.push(share(stage.other), PauseMode.IN_PLACE)
+    result = await watched.answer
+    assert [span.version for span in result.versions] == [stage.old, stage.new]
+    assert result.versions[-1].end == 120
+
+
+async def test_what_has_begun_ends_first_and_what_comes_then_waits(stage, ask, share):
+    await stage.engine.begin_push("p")
+    await stage.engine.send_push("p", share(stage.other))
+    begun = Watched(stage.engine, ask(4, max_tokens=60))
+    await begun.until(1)
+    pausing = asyncio.ensure_future(stage.engine.pause(PauseMode.WAIT))
+    await asyncio.sleep(0)
+    late = Watched(stage.engine, ask(5, max_tokens=5))
+    assert (await begun.answer).versions == (VersionSpan(version=stage.old, start=0, end=60),)
+    await pausing
+    assert not late.token_ids
+    await stage.engine.commit_push("p", stage.new)
+    await stage.engine.resume()
+    assert (await late.answer).versions == (VersionSpan(version=stage.new, start=0, end=5),)
+
+
+async def test_a_request_that_waits_here_can_be_aborted(stage, ask):
+    await stage.engine.pause(PauseMode.WAIT)
+    waiting = Watched(stage.engine, ask(6))
+    await until_one_waits(stage.engine)
+    await stage.engine.abort(ask(6).request_id)
+    assert (await waiting.answer).token_ids == ()
+    await stage.engine.resume()
+
+
+def damage_bytes(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def rewrite(folder: Path, change) -> None:
+    """Another set of tensors, under a manifest of its own."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    (folder / MANIFEST).unlink()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / MANIFEST).write_bytes(encode_manifest(folder, {}))
+
+
+def lack_a_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop("model.norm.weight"))
+
+
+def have_one_too_many(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update(extra=torch.zeros(3)))
+
+
+def have_another_shape(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
+
+
+FAULTS = [damage_bytes, cut_short, lose_manifest, lack_a_tensor, have_one_too_many, have_another_shape, shutil.rmtree]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_folder_that_is_damaged_or_does_not_fit_changes_nothing(stage, ask, share, tmp_path, fault):
+    model = AutoModelForCausalLM.from_pretrained(stage.other, dtype=torch.float32)
+    weights = DiskChannel(tmp_path / "weights", torch.float32).write(dict(model.named_parameters()))
+    fault(Path(weights.path))
+    request = ask(7, temperature=0.0)
+    before = await stage.engine.generate(request)
+    with pytest.raises(WeightUpdateError):
+        await stage.push(weights)
+    after = await stage.engine.generate(request)
+    assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
+    await stage.push(share(stage.other))
+    assert (await stage.engine.generate(request)).versions[-1].version == stage.new
+
+
+async def test_memory_that_was_damaged_changes_nothing(stage, ask, share):
+    weights = share(stage.other)
+    with pytest.raises(WeightUpdateError, match="checksum"):
+        await stage.push(dataclasses.replace(weights, crc32=weights.crc32 ^ 1))
+    assert (await stage.engine.generate(ask(8))).versions[-1].version == stage.old
+    await stage.push(weights)
+    assert (await stage.engine.generate(ask(9))).versions[-1].version == stage.new
+
+
+async def test_weights_are_loaded_only_while_it_is_paused(stage, share):
+    await stage.engine.begin_push("p")
+    await stage.engine.send_push("p", share(stage.other))
+    with pytest.raises(WeightUpdateError, match="not paused"):
+        await stage.engine.commit_push("p", stage.new)
+    await stage.engine.abort_push("p")
+    with pytest.raises(PushConflict, match="not open"):
+        await stage.engine.send_push("p", share(stage.other))
+
+
+async def test_versions_only_go_up(stage, share):
+    await stage.engine.begin_push("p")
+    await stage.engine.send_push("p", share(stage.other))
+    await stage.engine.pause(PauseMode.RETRACT)
+    with pytest.raises(WeightUpdateError, match="not later"):
+        await stage.engine.commit_push("p", stage.old)
+    await stage.engine.resume()
+    assert (await stage.engine.info()).weight_version == stage.old
+
+
+async def test_folders_go_when_nobody_needs_them(stage, share):
+    weights = share(stage.other)
+    folders = Path(weights.path).parent / "folders"
+    await stage.engine.begin_push("p")
+    await stage.engine.send_push("p", weights)
+    assert [path.name for path in folders.iterdir()] == ["p"]
+    await stage.engine.abort_push("p")
+    assert list(folders.iterdir()) == []
