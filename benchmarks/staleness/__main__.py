@@ -1,49 +1,38 @@
 """What staleness costs and gains: final success and throughput of the quickstart, by bound and by objective.
 
-    python benchmarks/staleness --out DIR [--staleness 0 1 4 16] [--objectives naive decoupled] [--seeds 0 1 2]
-                                [--limit-s 180] [key=value ...]
+    python benchmarks/staleness --out DIR [key=value ...] [--staleness 0 1 4 16] [--objectives naive decoupled]
+                                [--seeds 0 1 2] [--limit-s 150]
 
 `naive` clips the ratio to the behaviour policy (`algorithm.proximal=behavior`); `decoupled` clips around the policy at
-the start of the step and weighs by the rest (`recompute`). Each run is `python -m areal_agent.train` in a process of
-its own; one that takes longer than the limit is interrupted, counts with the steps that it did, and is marked. Runs
-that are in DIR already are not repeated, so that the whole can be done in pieces. Writes DIR/staleness.png and prints a
-table.
+the start of the step and weighs by the rest (`recompute`). All runs of a seed begin with the same model, and train 40
+steps of 8 x 8 rollouts, each as old as the bound allows: `held_run.py` says how, and why. One that takes longer than
+the limit is cut short, graded as it is, and marked; one that fails is counted, and the grid goes on. What is in DIR is
+not repeated, so that the whole can be done in pieces; failures are. After every run DIR/staleness.png and DIR/table.md
+are written.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import platform
 import shutil
-import signal
-import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from chart import Trial, draw, table
+from held_run import Outcome, measure
+
+from areal_agent.config import Config
+from areal_agent.errors import ArealAgentError
 
 ROOT = Path(__file__).parents[2]
 PROXIMAL = {"naive": "behavior", "decoupled": "recompute"}
-COLOURS = {"naive": "#e07a5f", "decoupled": "#2a6f97"}
-QUICKSTART = ("--config", "configs/quickstart.yaml", "observe.progress=none")
-WIND_UP_S = 120.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """One run of the grid."""
-
-    objective: str
-    staleness: int
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.objective}-s{self.staleness}-seed{self.seed}"
+BASE = ("steps=40", "trainer.checkpoint_every=1000", "observe.progress=none")
+OUTCOME = "outcome.json"
 
 
 def main() -> int:
@@ -56,15 +45,22 @@ def main() -> int:
         for staleness in args.staleness
         for objective in args.objectives
     ]
-    results: dict[Trial, dict[str, Any]] = {}
-    for number, trial in enumerate(trials, start=1):
-        found = finished(out / trial.name)
-        results[trial] = found or run(trial, out, args.limit_s, args.overrides)
-        state = "found" if found else results[trial]["status"]
-        print(f"{number}/{len(trials)} {trial.name}: {state}, {results[trial]['success_after']}", flush=True)
-    print_table(results)
-    draw(results, out / "staleness.png")
-    return 0
+    results: dict[Trial, Outcome | None] = {
+        trial: outcome for trial in trials if (outcome := found(out / trial.name)) is not None
+    }
+    missing = [trial for trial in trials if trial not in results]
+    print(f"{len(results)} of {len(trials)} runs are in {out} already", flush=True)
+    started_s = time.monotonic()
+    for number, trial in enumerate(missing, start=1):
+        outcome = results[trial] = one_run(trial, out, args.limit_s, args.overrides)
+        left_s = (time.monotonic() - started_s) / number * (len(missing) - number)
+        told = "failed" if outcome is None else f"success {outcome.success:.3f}, {outcome.wall_s:.0f} s"
+        print(f"{number}/{len(missing)} {trial.name}: {told}; about {left_s / 60:.0f} minutes to go", flush=True)
+        in_order = {one: results[one] for one in trials if one in results}
+        draw(in_order, out / "staleness.png")
+        (out / "table.md").write_text(table(in_order) + "\n")
+    print("\n" + table({trial: results[trial] for trial in trials}))
+    return 1 if None in results.values() else 0
 
 
 def _parse() -> argparse.Namespace:
@@ -73,139 +69,45 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 16])
     parser.add_argument("--objectives", nargs="+", choices=list(PROXIMAL), default=list(PROXIMAL))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--limit-s", type=float, default=180.0, help="of one run, its evaluations included")
+    parser.add_argument("--limit-s", type=float, default=150.0, help="of one run's training; grading comes on top")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser.parse_args()
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
-    """What a run in `folder` came to; None when there is none, or not to its end: then the folder is removed."""
-    result = folder / "result.json"
-    if result.is_file():
-        return json.loads(result.read_text())
-    shutil.rmtree(folder, ignore_errors=True)
-    return None
+def found(folder: Path) -> Outcome | None:
+    """What a run in `folder` came to; None when there is none, or not to its end."""
+    file = folder / OUTCOME
+    return Outcome(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def run(trial: Trial, out: Path, limit_s: float, overrides: list[str]) -> dict[str, Any]:
-    """One run to its end or its limit. What it came to is kept in its folder."""
+def one_run(trial: Trial, out: Path, limit_s: float, overrides: list[str]) -> Outcome | None:
+    """One run, in place of what an earlier one that did not end has left. None when it fails."""
     folder = out / trial.name
-    train(
-        [
-            f"model={model_of(trial.seed, out)}",
-            f"run_dir={folder}",
-            f"seed={trial.seed}",
-            f"max_staleness={trial.staleness}",
-            f"algorithm.proximal={PROXIMAL[trial.objective]}",
-            *overrides,
-        ],
-        limit_s,
-    )
-    if not (folder / "summary.json").is_file():
-        raise SystemExit(f"{trial.name} did not begin to train within {limit_s:g} s, or failed: see {folder / 'logs'}")
-    result = json.loads((folder / "summary.json").read_text())
-    if result["success_after"] is None:
-        result["success_after"] = evaluate(trial, folder, result["checkpoint"], overrides)
-    (folder / "result.json").write_text(json.dumps(result))
-    return result
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = [
+        f"model={model_of(trial.seed, out)}",
+        f"run_dir={folder}",
+        f"seed={trial.seed}",
+        f"max_staleness={trial.staleness}",
+        f"algorithm.proximal={PROXIMAL[trial.objective]}",
+    ]
+    config = Config.load(ROOT / "configs" / "quickstart.yaml", [*BASE, *settings, *overrides])
+    try:
+        outcome = asyncio.run(measure(config, limit_s))
+    except ArealAgentError as error:
+        print(f"{trial.name} failed: {error}", file=sys.stderr, flush=True)
+        return None
+    (folder / OUTCOME).write_text(json.dumps(asdict(outcome)))
+    return outcome
 
 
 def model_of(seed: int, out: Path) -> Path:
     """The tiny model of a seed: built once for all runs, and in no run's time."""
     folder = out / "models" / f"seed{seed}"
     if not folder.is_dir():
-        with start(["areal_agent.models.tiny", "--out", str(folder), "--seed", str(seed), "--threads", "1"]) as process:
-            if process.wait():
-                raise SystemExit(f"the tiny model of seed {seed} could not be built")
+        build = ["areal_agent.models.tiny", "--out", str(folder), "--seed", str(seed), "--threads", "1"]
+        subprocess.run([sys.executable, "-m", *build], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
     return folder
-
-
-def train(overrides: list[str], limit_s: float) -> None:
-    """The quickstart; at the limit it is asked to end, and saves a checkpoint."""
-    with start(["areal_agent.train", *QUICKSTART, *overrides]) as process:
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            process.wait(WIND_UP_S)
-        finally:
-            process.kill()
-
-
-def evaluate(trial: Trial, folder: Path, checkpoint: str, overrides: list[str]) -> float:
-    """The success of a run that was cut short: graded as `train` would have."""
-    graded = folder.with_name(f"{folder.name}-eval")
-    shutil.rmtree(graded, ignore_errors=True)
-    settings = [f"model={checkpoint}", f"run_dir={graded}", f"seed={trial.seed}"]
-    with start(["areal_agent.eval", *QUICKSTART, *settings, *overrides]) as process:
-        process.wait()
-    return json.loads((graded / "summary.json").read_text())["success"]
-
-
-def start(module: list[str]) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-m", *module], cwd=ROOT, stdout=subprocess.DEVNULL)
-
-
-def success(result: dict[str, Any]) -> float:
-    """Of the weights at the end, on the held-out tasks."""
-    return result["success_after"]
-
-
-def throughput(result: dict[str, Any]) -> float:
-    """Trained tokens a second of the loop: without starting and evaluating."""
-    trainer = result["seconds"]["trainer"]
-    loop_s = sum(seconds for name, seconds in trainer.items() if name not in ("starting", "evaluating", "other"))
-    return result["trained_tokens"] / max(loop_s, 1e-9)
-
-
-def grid(results: dict[Trial, dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """The results of all seeds by objective and staleness."""
-    by_cell: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for trial, result in results.items():
-        by_cell.setdefault((trial.objective, trial.staleness), []).append(result)
-    return by_cell
-
-
-def print_table(results: dict[Trial, dict[str, Any]]) -> None:
-    columns = ("objective", "max_staleness", "success, by seed", "mean", "tokens/s", "staleness seen", "cut short")
-    print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for (objective, staleness), of_cell in sorted(grid(results).items()):
-        successes = [success(one) for one in of_cell]
-        cells = [
-            objective,
-            str(staleness),
-            ", ".join(f"{one:.3f}" for one in successes),
-            f"{statistics.fmean(successes):.3f}",
-        ]
-        cells += [f"{statistics.fmean(map(throughput, of_cell)):.0f}"]
-        cells += [str(max(one["max_staleness_seen"] for one in of_cell))]
-        cells += [str(sum(one["status"] != "completed" for one in of_cell))]
-        print("| " + " | ".join(cells) + " |")
-
-
-def draw(results: dict[Trial, dict[str, Any]], path: Path) -> None:
-    """Success above, throughput below, over the bound; a dot a seed, a line through the means."""
-    figure = Figure(figsize=(7.0, 6.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    success_axes, rate_axes = figure.subplots(2, 1, sharex=True)
-    by_cell = grid(results)
-    bounds = sorted({staleness for _, staleness in by_cell})
-    places = {staleness: place for place, staleness in enumerate(bounds)}
-    for objective in dict.fromkeys(objective for objective, _ in by_cell):
-        for axes, value in ((success_axes, success), (rate_axes, throughput)):
-            cells = [(places[bound], [value(one) for one in by_cell.get((objective, bound), [])]) for bound in bounds]
-            means = [(place, statistics.fmean(values)) for place, values in cells if values]
-            axes.plot(*zip(*means, strict=True), color=COLOURS[objective], label=objective)
-            dots = [(place, value) for place, values in cells for value in values]
-            axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[objective], alpha=0.4, markeredgewidth=0)
-    success_axes.set_ylim(-0.03, 1.03)
-    success_axes.set_ylabel("success after training")
-    success_axes.legend(frameon=False)
-    rate_axes.set_ylim(0, 1.1 * max(map(throughput, results.values())))
-    rate_axes.set_ylabel("trained tokens/s")
-    rate_axes.set_xlabel("max_staleness")
-    rate_axes.set_xticks(list(places.values()), [str(bound) for bound in bounds])
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

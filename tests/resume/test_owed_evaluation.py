@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from areal_agent.ledger.verify import verify
@@ -56,9 +57,11 @@ def test_an_evaluation_that_died_is_made_up_for(tmp_path: Path, small_model: Pat
     ) as process:
         try:
             read_until(process, "2/3")  # by then the evaluation of step 1 has begun, and that step is saved
+            children = psutil.Process(process.pid).children(recursive=True)
         finally:
             process.kill()
             process.communicate()
+    assert not psutil.wait_procs(children, timeout=60)[1]  # none publishes a checkpoint any more
     checkpoint = latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     assert [row["label"] for row in evaluation_rows(read_metrics(folder / "metrics.jsonl"))] == ["before"]
