@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -55,6 +56,7 @@ class Preflight:
         if source is None:
             raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
         check_ports(config)
+        check_engine(config)
         assert config.tasks is not None  # the config has seen to it
         tasks, eval_tasks = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
         make_curriculum(config, tasks)
@@ -133,6 +135,15 @@ def check_ports(config: Config) -> None:
         check_port(port, "rollout.gateway_port")
         if port and port == config.engine.port:
             raise ConfigError(f"engine.port and rollout.gateway_port are both {port}; they must differ")
+
+
+def check_engine(config: Config) -> None:
+    """Raise ConfigError when the Python that is to start SGLang is not there."""
+    python = config.engine.python
+    if python is not None and shutil.which(python) is None:
+        raise ConfigError(
+            f"engine.python = {python!r}: there is no such program; give the Python of an environment that has SGLang"
+        )
 
 
 def check_model(model: str) -> None:
