@@ -5,7 +5,6 @@ What is said to a running container goes another way (`stream.py`). It knows no 
 
 import asyncio
 import contextlib
-import io
 import logging
 import os
 import posixpath
@@ -28,8 +27,6 @@ NUM_THREADS = 4
 CALL_TIMEOUT_S = 60
 SIGNS_OF_NO_PROGRAM = ("executable file not found", "no such file or directory")
 CONFLICT = 409
-BUILD_TIMEOUT_S = 1800
-BUILD_LIMITS = {"memory": 4 * 2**30, "memswap": 4 * 2**30}
 UNIX_SCHEME = "unix://"
 DEFAULT_HOST = f"{UNIX_SCHEME}/var/run/docker.sock"
 
@@ -49,6 +46,7 @@ class Image:
     """What of an image matters to a container of it."""
 
     id: str
+    num_bytes: int  # of all its layers
     env: Mapping[str, str]
     volumes: tuple[str, ...] = ()  # places that it declares as volumes
 
@@ -89,6 +87,7 @@ class Engine:
         pairs = (text.partition("=") for text in config.get("Env") or ())
         return Image(
             id=found["Id"],
+            num_bytes=found["Size"],
             env={name: value for name, _, value in pairs},
             volumes=tuple(config.get("Volumes") or ()),
         )
@@ -109,21 +108,9 @@ class Engine:
             lambda: self._client.import_image(src=str(files), repository=repository, tag=tag, changes=changes)
         )
 
-    async def build(self, content: bytes, dockerfile: str, name: str) -> None:
-        """An image of a tar and the Dockerfile in it, without network; SandboxError with what the build said."""
-        lines: list[Mapping[str, Any]] = await self._call(
-            lambda: list(
-                self._client.build(
-                    fileobj=io.BytesIO(content), custom_context=True, dockerfile=dockerfile, tag=name, decode=True,
-                    rm=True, forcerm=True, pull=False, network_mode="none", container_limits=BUILD_LIMITS,
-                    timeout=BUILD_TIMEOUT_S,
-                )
-            )
-        )  # fmt: skip
-        for line in lines:
-            if "error" in line:
-                said = "".join(line.get("stream", "") for line in lines)[-1000:]
-                raise SandboxError(f"the image was not built: {line['error']}; {said}")
+    async def remove_image(self, name: str) -> None:
+        """With what nothing else is made of."""
+        await self._call(lambda: self._client.remove_image(name, force=True))
 
     async def create(self, config: Mapping[str, Any]) -> str:
         """A container of this configuration, not started; its id."""

@@ -3,11 +3,14 @@
 1. a Dockerfile's image runs, with its environment and its folder's files; 2. the same content is built once, other
 content anew; 3. a folder without a Dockerfile; 4. a build has no network; 5. a build that fails says why; 6. an image
 that is not here is not fetched, neither to run nor to build upon; 7. an image that declares a volume is refused, unless
-a disk of ours is in its place.
+a disk of ours is in its place; 8. a build is held to its bounds: memory, length of a file, share of CPUs, time,
+and the size of its image, which is not kept; 9. a build ends with its client; 10. a step may print much.
 """
 
+import asyncio
 import io
-from contextlib import nullcontext
+import uuid
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import docker
@@ -16,6 +19,7 @@ import pytest
 from areal_agent.errors import SandboxError
 from sandboxes.base import Program
 from sandboxes.containers.base_image import DEFAULT_IMAGE
+from sandboxes.containers.build import BuildBounds
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import build_image_with
 from sandboxes.containers.provider import DockerProvider
@@ -82,3 +86,58 @@ async def test_volumes(engine: Engine, provider: DockerProvider, place: str, is_
     finally:
         client.images.remove(name, force=True)
         client.close()
+
+
+@pytest.mark.parametrize(
+    ("step", "bounds"),
+    [
+        ("head -c 2M /dev/zero > /file", BuildBounds(file_bytes=2**20)),
+        ("head -c 200M /dev/zero | tail -c 100M > /dev/null", BuildBounds(memory_bytes=32 * 2**20)),
+    ],
+)
+async def test_step_is_bounded(engine: Engine, step: str, bounds: BuildBounds) -> None:
+    with pytest.raises(SandboxError, match="the image was not built"):
+        await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN {step}\n", bounds)
+
+
+async def test_bounds_are_the_builders(engine: Engine) -> None:
+    shown = "cat /sys/fs/cgroup/cpu/cpu.cfs_quota_us /sys/fs/cgroup/cpu.max 2> /dev/null; ulimit -n -u; exit 1"
+    with pytest.raises(SandboxError, match=r"(?s)50000.*\b77\b.*\b99\b"):
+        bounds = BuildBounds(cpus=0.5, open_files=77, processes=99)
+        await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN bash -c '{shown}'\n", bounds)
+
+
+async def test_build_that_lasts_too_long(engine: Engine) -> None:
+    with pytest.raises(SandboxError, match="within 3 s"):
+        await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN sleep 1000\n", BuildBounds(wall_s=3.0))
+
+
+async def test_build_ends_with_its_client(engine: Engine) -> None:
+    label = f"build-test={uuid.uuid4().hex}"
+    client = docker.APIClient(timeout=60)
+    starts = client.events(decode=True, filters={"label": label, "event": "start"})
+    try:
+        text = f"FROM {DEFAULT_IMAGE}\nLABEL {label}\nRUN sleep 1000\n"
+        build = asyncio.create_task(build_image_with(engine, None, text))
+        started = await asyncio.to_thread(next, starts)
+        build.cancel()
+        with suppress(docker.errors.NotFound):  # it is removed as soon as it is dead
+            await asyncio.to_thread(client.wait, started["id"])
+        assert (await asyncio.wait([build]))[0]
+    finally:
+        starts.close()
+        client.close()
+
+
+async def test_step_may_print_much(engine: Engine) -> None:
+    text = f"FROM {DEFAULT_IMAGE}\nRUN echo {uuid.uuid4().hex} && head -c 3M /dev/zero\n"
+    name = await build_image_with(engine, None, text)
+    assert await engine.has_image(name)
+    await engine.remove_image(name)
+
+
+async def test_image_that_is_too_large_is_not_kept(engine: Engine) -> None:
+    text = f"FROM {DEFAULT_IMAGE}\nRUN echo {uuid.uuid4().hex} && head -c 3M /dev/urandom > /file\n"
+    for _ in range(2):  # not found the second time either
+        with pytest.raises(SandboxError, match="leave files out"):
+            await build_image_with(engine, None, text, BuildBounds(added_bytes=2**20))
