@@ -53,7 +53,7 @@ async def measure(config: Config, limit_s: float) -> Outcome:
     is_cut_short = False
     async with run:
         try:
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + limit_s):
+            async with asyncio.timeout(limit_s):
                 while run.step < config.steps:
                     batch = await run.prepare_batch()
                     first_batch_s = first_batch_s or time.monotonic()
