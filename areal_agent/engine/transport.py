@@ -23,10 +23,16 @@ _HEADERS = {"Content-Type": "application/json"}
 
 
 class Transport:
-    """Connections to one base URL: as many as there are requests, since the engine queues and the client must not."""
+    """Connections to one base URL: as many as there are requests, since the engine queues and the client must not.
 
-    def __init__(self, base_url: str) -> None:
+    A server that closes idle connections soon may close one just as it is used again, and a call is never made twice
+    that may do something twice: for such a server, let every call but `ask` have a connection of its own
+    (`keeps_connections` False).
+    """
+
+    def __init__(self, base_url: str, *, keeps_connections: bool = True) -> None:
         self.base_url = base_url.rstrip("/")
+        self._keeps_connections = keeps_connections
         self._connections = Connections(self.base_url, connect_timeout_s=CONNECT_TIMEOUT_S)
         self._session: aiohttp.ClientSession | None = None
 
@@ -119,7 +125,7 @@ class Transport:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, force_close=not self._keeps_connections),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
                 trust_env=False,

@@ -7,6 +7,7 @@ What SGLang does otherwise than the common wire says, and what is done about it:
     `/health` samples a token: dead while paused         `/server_info` goes through the scheduler and needs no model
     a label does not move without being given            weights.py: every update gives one, and it is read back
     400 although the weights have changed                weights.py: paused first; whatever fails is undone
+    idle connections are closed after 5 s                every call has its own: none fails because of that
     what a folder lacks keeps its old value              tensors.py: proved whole and fitting before it is told of
     no pause lets requests end first (`wait`)            requests wait here, until those that have begun have ended
 """
@@ -51,7 +52,7 @@ class SglangEngine:
     def __init__(
         self, base_url: str, *, folders: WeightFolders | None = None, max_context_tokens: int | None = None
     ) -> None:
-        self._transport = Transport(base_url)
+        self._transport = Transport(base_url, keeps_connections=False)  # uvicorn closes them after 5 s
         self._folders = folders or WeightFolders()
         self._max_context_tokens = max_context_tokens
         self._info: EngineInfo | None = None

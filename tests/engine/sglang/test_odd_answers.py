@@ -5,6 +5,7 @@
 - the label is the one of `/model_info`: `/server_info` has the one of the start
 - a `/health` that never answers does not matter, a `/server_info` that fails does
 - an abort that is answered with the last id once more, with all ids, with none, or with a status
+- no call goes over a connection that the server may just be closing
 - an error in mid-stream, and a stream without an end
 """
 
@@ -37,6 +38,14 @@ class ScriptedServer:
         self.moves_label = True
         self.is_alive = True
         self.events: list[dict] = []
+        self.peers: set[object] = set()
+        self.num_calls = 0
+
+    @web.middleware
+    async def count(self, request: web.Request, handler) -> web.StreamResponse:
+        self.num_calls += 1
+        self.peers.add(request.transport.get_extra_info("peername"))
+        return await handler(request)
 
     async def server_info(self, _: web.Request) -> web.Response:
         if not self.is_alive:
@@ -78,7 +87,7 @@ class ScriptedServer:
 @pytest.fixture
 async def scripted(tiny) -> AsyncGenerator[tuple[ScriptedServer, SglangEngine]]:
     server = ScriptedServer(str(tiny))
-    app = web.Application()
+    app = web.Application(middlewares=[server.count])
     app.router.add_get(wire.SERVER_INFO, server.server_info)
     app.router.add_get(wire.MODEL_INFO, server.model_info)
     app.router.add_get(wire.HEALTH, server.hang)
@@ -157,6 +166,15 @@ async def test_a_health_that_never_answers_does_not_matter(scripted):
     assert await engine.health()
     server.is_alive = False
     assert not await engine.health()
+
+
+async def test_every_call_has_a_connection_of_its_own(scripted, ask):
+    server, engine = scripted
+    server.events = [event([5], 1, **ENDED)]
+    for number in range(3):
+        await engine.generate(ask(number))
+    await engine.stats()
+    assert len(server.peers) == server.num_calls
 
 
 async def test_loads_are_added_up(scripted):
