@@ -44,8 +44,9 @@ from areal_agent.run_metrics import RunMetrics
 from areal_agent.source import Source
 from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.client import StepReport
-from areal_agent.types import PauseMode, RolloutBatch, Task, WeightVersion
-from areal_agent.weights.push import PushReport, push
+from areal_agent.types import RolloutBatch, Task, WeightVersion
+from areal_agent.weights.policies import push_under
+from areal_agent.weights.push import PushReport
 
 WATCHER_GRACE_S = 1.0
 """How long a failed call waits for the news that its process has died."""
@@ -156,10 +157,9 @@ class Run:
 
     async def _swap(self, version: WeightVersion) -> PushReport:
         weights = await self._trainer.publish()
-        on_push = self.config.engine.on_push
-        async with self._source.drained() if on_push == "drain" else contextlib.nullcontext():
-            mode = PauseMode.RETRACT if on_push == "interrupt" else PauseMode.WAIT
-            report = await push([self._source.engine], weights, version, mode)
+        report = await push_under(
+            self.config.engine.on_push, [self._source.engine], weights, version, drained=self._source.drained
+        )
         self.version = version
         await self._source.publish(version)
         return report

@@ -3,5 +3,5 @@
 trainer ─ write ─▶ shared_memory.py (a file in memory)  ─ SharedMemoryWeights ─▶ push.py: begin, send, pause, commit,
                    disk.py (a folder with its manifest) ─ DiskWeights ─────────▶          resume engines
 
-push.py imports no torch.
+policies.py says when: in mid-answer, between turns, or between rollouts. Neither it nor push.py imports torch.
 """

@@ -1,0 +1,33 @@
+"""What new weights do to answers under way: the three policies of `engine.on_push`.
+
+    interrupt       they stop at a token, and go on under the new weights
+    turn_boundary   they end under the old ones; the turns after them wait, and begin under the new ones
+    drain           whole rollouts end under the old ones; those after them begin under the new ones
+
+It knows rollouts only as something that can be drained.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Literal
+
+from areal_agent.protocols import WeightReceiver
+from areal_agent.types import DiskWeights, PauseMode, SharedMemoryWeights, WeightVersion
+from areal_agent.weights.push import PushReport, push
+
+OnPush = Literal["interrupt", "turn_boundary", "drain"]
+
+
+async def push_under(
+    policy: OnPush,
+    receivers: Sequence[WeightReceiver],
+    weights: SharedMemoryWeights | DiskWeights,
+    version: WeightVersion,
+    *,
+    drained: Callable[[], AbstractAsyncContextManager[None]],
+) -> PushReport:
+    """As `push`. Inside `drained()` no rollout is under way, and none begins."""
+    async with drained() if policy == "drain" else contextlib.nullcontext():
+        mode = PauseMode.RETRACT if policy == "interrupt" else PauseMode.WAIT
+        return await push(receivers, weights, version, mode)
