@@ -12,7 +12,7 @@ class EngineConfig(Section):
 
     backend: Literal["embedded", "sglang"] = "embedded"
     """`embedded`: the engine that comes with areal_agent, in a process of its own. `sglang`: SGLang's servers, started
-    with `python` or running at `urls`."""
+    with `python` or running at `urls`; seeds of requests hold there with its `--enable-deterministic-inference`."""
     python: str | None = None
     """The Python of an environment that has SGLang: it starts the servers. SGLang's pins are its own, so it has one."""
     num_servers: Annotated[int, Field(ge=1, le=64)] = 1
@@ -37,7 +37,8 @@ class EngineConfig(Section):
     """Prompt and completion of one request together."""
     kv_tokens: Annotated[int, Field(ge=16)] | None = None
     """Tokens whose keys and values are kept, of running requests and of those that may be continued. Default: what fits
-    into a quarter of the machine's memory (a GPU: half of what is free), at most two contexts a running request."""
+    into a quarter of the machine's memory (a GPU: half of what is free), at most two contexts a running request; with
+    SGLang, what its `--mem-fraction-static` gives."""
     on_push: Literal["interrupt", "turn_boundary", "drain"] = "interrupt"
     """What new weights do to answers under way. `interrupt`: they stop at a token and go on under the new weights.
     `turn_boundary`: they end under the old ones first, and the next turns wait. `drain`: whole rollouts end first."""
