@@ -4,7 +4,7 @@
                                 [--seeds 0 1 2] [--limit-s 150]
 
 `naive` clips the ratio to the behaviour policy (`algorithm.proximal=behavior`); `decoupled` clips around the policy at
-the start of the step and weighs by the rest (`recompute`). All runs of a seed begin with the same model, and train 40
+the start of the step and weighs by the rest (`recompute`). All runs of a seed begin with the same model, and train 30
 steps of 8 x 8 rollouts, each as old as the bound allows: `held_run.py` says how, and why. One that takes longer than
 the limit is cut short, graded as it is, and marked; one that fails is counted, and the grid goes on. What is in DIR is
 not repeated, so that the whole can be done in pieces; failures are. After every run DIR/staleness.png and DIR/table.md
@@ -31,7 +31,7 @@ from areal_agent.errors import ArealAgentError
 
 ROOT = Path(__file__).parents[2]
 PROXIMAL = {"naive": "behavior", "decoupled": "recompute"}
-BASE = ("steps=40", "trainer.checkpoint_every=1000", "observe.progress=none")
+BASE = ("steps=30", "trainer.checkpoint_every=1000", "observe.progress=none")
 OUTCOME = "outcome.json"
 
 
