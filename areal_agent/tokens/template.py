@@ -115,7 +115,7 @@ class _JsonTexts:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        if ensure_ascii or indent or separators or sort_keys:
+        if ensure_ascii or indent is not None or separators or sort_keys:
             return json.dumps(
                 value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
             )

@@ -21,6 +21,9 @@ MAX_WORDS = 65_536
 MAX_CHARACTERS = 64
 """Longer words are not kept: they seldom come again."""
 
+MAX_MERGED = 4096
+"""A text with a longer word is left to the tokenizer: merging costs a second a megabyte, and other threads wait for it."""
+
 NUM_LEARNT = 8192
 """Tokens of the vocabulary whose words are looked up when a tokenizer is loaded: some 30 ms."""
 
@@ -92,7 +95,7 @@ class WordCache:
         return pieces
 
     def _look_up(self, word: str, *, is_added: bool) -> Sequence[int] | None:
-        if not is_added and self._words.findall(word) != [word]:
+        if not is_added and (len(word) > MAX_MERGED or self._words.findall(word) != [word]):
             return None
         known = self._tokenizer.encode(word, add_special_tokens=False).ids if is_added else self._merged(word)
         if len(word) <= MAX_CHARACTERS:

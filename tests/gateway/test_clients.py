@@ -4,6 +4,8 @@
   asynchronous and the synchronous client: each turn continues what it repeats, every exact token that was sampled is
   trained once, and `ledger verify` finds nothing wrong
 - both engines: what is streamed is what is recorded
+- `parse`: a class as the form of an answer gives an object of it, which may be echoed as it is
+- prompt tokens that the embedded engine had in its cache are told, at once and streamed
 """
 
 import asyncio
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel
 
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
@@ -34,6 +37,10 @@ ANSWERS = (
 )
 
 
+class Verdict(BaseModel):
+    is_right: bool
+
+
 @pytest.fixture
 async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
     ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
@@ -52,6 +59,7 @@ async def embedded(small_model: Path, open_world: OpenWorld, ledger: Ledger) -> 
             model=Renderer.load(small_model),
             vocab_size=info.vocab_size,
             max_context_tokens=info.max_context_tokens,
+            has_grammar=info.has_grammar,
         )
 
 
@@ -165,6 +173,38 @@ async def test_the_embedded_engine_streams_what_it_records(embedded: World, ledg
     first, second = (turn.completions[0] for turn in (await ledger.trajectory(agent.id)).turns)
     assert first.token_ids == second.token_ids
     assert [span.version for span in first.versions] == [WeightVersion(step=3)]
+
+
+async def test_the_embedded_engine_answers_in_the_form_of_a_class(
+    embedded: World, ledger: Ledger, tmp_path: Path
+) -> None:
+    pytest.importorskip("llguidance")
+    agent, renderer = await embedded.start(), embedded.renderer
+    question: Any = [{"role": "user", "content": "is it right?"}]
+    spaces = [id for id in range(renderer.vocab_size) if renderer.detokenizer.text_of([id]).isspace()]
+    reply = await agent.client.chat.completions.parse(
+        model="model",
+        messages=question,
+        response_format=Verdict,
+        logit_bias={str(id): -100 for id in spaces},  # of which JSON takes any number, and a random model gives many
+    )
+    message = reply.choices[0].message
+    assert isinstance(message.parsed, Verdict)
+    echo: Any = message.model_dump(exclude_none=True, warnings="none")
+    again = await agent.ask([*question, echo, {"role": "user", "content": "sure?"}], max_tokens=4)
+    await check(agent, ledger, tmp_path, [reply.id, again.id])
+
+
+async def test_the_embedded_engine_tells_what_it_had_in_its_cache(embedded: World) -> None:
+    agent = await embedded.start()
+    first = await agent.ask("hi", max_tokens=4)
+    again = await agent.ask("hi", max_tokens=4)
+    *_, streamed = [
+        chunk
+        async for chunk in await agent.ask("hi", max_tokens=4, stream=True, stream_options={"include_usage": True})
+    ]
+    cached = [reply.usage.prompt_tokens_details.cached_tokens for reply in (first, again, streamed)]
+    assert cached == [0, first.usage.prompt_tokens - 1, first.usage.prompt_tokens - 1]
 
 
 async def test_a_hang_up_frees_the_embedded_engine(embedded: World, ledger: Ledger) -> None:

@@ -22,6 +22,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "é", "pa
 SNIPPETS = [
     "{{ bos_token }}{{ eos_token }}",
     "{{ tools | tojson(indent=2) }}{{ messages[0] | tojson(ensure_ascii=true) }}{{ tools | tojson }}",
+    "{{ tools | tojson(indent=0) }}{{ tools | tojson(sort_keys=true) }}{{ tools | tojson(separators=(',', ':')) }}",
+    "{% for m in messages %}{{ {'a': m} | tojson }}{{ m | tojson }}{{ m | tojson(indent=1) }}{% endfor %}",
     "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ loop.index0 }}{{ m.content }}{% endfor %}",
     "{% generation %}{{ messages[1].content }}{% endgeneration %}",
     "{{ messages[0].name is defined }}{{ messages[0].items() | list | length }}{{ messages[0]['role'] }}",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from areal_agent.models.tokenizer import train_tokenizer
-from areal_agent.tokens.words import MAX_WORDS, WordCache
+from areal_agent.tokens.words import MAX_MERGED, MAX_WORDS, WordCache
 from tests.tokens.conftest import CORPUS, SPECIAL_TOKENS
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -114,6 +114,13 @@ def test_added_tokens_that_overlap_are_found_in_the_tokenizers_order(pieces: lis
 def test_text_beyond_ascii_is_left_to_the_tokenizer() -> None:
     cache = CACHES["qwen2"]
     assert cache is not None and cache.ids_of("naïve") is None
+
+
+def test_text_with_a_very_long_word_is_left_to_the_tokenizer() -> None:
+    cache = CACHES["qwen2"]
+    assert cache is not None
+    assert cache.ids_of("x" * MAX_MERGED) is not None
+    assert cache.ids_of(" so " + "x" * (MAX_MERGED + 1)) is None
 
 
 def test_more_words_than_are_kept() -> None:

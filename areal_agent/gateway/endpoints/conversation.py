@@ -27,7 +27,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
     "system": frozenset({"role", "content", "name"}),
     "developer": frozenset({"role", "content", "name"}),
     "user": frozenset({"role", "content", "name"}),
-    "assistant": frozenset({"role", "content", "name", "tool_calls", "reasoning_content"}),
+    "assistant": frozenset({"role", "content", "name", "tool_calls", "reasoning_content", "parsed"}),
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
 }
 
@@ -66,7 +66,10 @@ def _message(value: object, param: str) -> JsonObject:
 
 
 def _refuse_unsupported(message: JsonObject, keys: frozenset[str], param: str) -> None:
-    """Client libraries echo answers with all their fields: those that are empty say nothing."""
+    """Client libraries echo answers with all their fields: those that are empty say nothing.
+
+    Nor does `parsed`, which OpenAI's client adds: the content once more.
+    """
     for key in message.keys() - keys:
         if message[key]:
             raise RequestError(

@@ -33,7 +33,13 @@ _FROM_OTHERS = closed_object(
 )
 _FROM_ASSISTANT = closed_object(
     {"role": {"const": "assistant"}}
-    | optional(content=_CONTENT, name=text(), reasoning_content=text(), tool_calls=list_of(ref("ToolCall"))),
+    | optional(
+        content=_CONTENT,
+        name=text(),
+        reasoning_content=text(),
+        tool_calls=list_of(ref("ToolCall")),
+        parsed={"description": "What a client made of the content; ignored."},
+    ),
     ["role"],
 )
 _FROM_TOOL = closed_object(
