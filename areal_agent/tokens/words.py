@@ -22,7 +22,7 @@ MAX_CHARACTERS = 64
 """Longer words are not kept: they seldom come again."""
 
 MAX_MERGED = 4096
-"""A text with a longer word is left to the tokenizer: merging costs a second a megabyte, and other threads wait for it."""
+"""A text with a longer word is left to the tokenizer: merging a megabyte takes a second, in which no thread can run."""
 
 NUM_LEARNT = 8192
 """Tokens of the vocabulary whose words are looked up when a tokenizer is loaded: some 30 ms."""
