@@ -1,7 +1,8 @@
 """What a program in a sandbox costs, beside fork and exec on the host and, where an engine answers, Docker's own ways.
 
 All of them take turns within one run, so that what else the machine does falls on all alike: read the ratios.
-`python benchmarks/sandboxes [--rounds 30]` prints two tables in Markdown; times in milliseconds, medians.
+`python benchmarks/sandboxes [--rounds 30]` prints three tables in Markdown; times in milliseconds, medians. The third
+is of the judge: CPU times there are those of all processes, the starts of sandboxes included.
 """
 
 import argparse
@@ -12,21 +13,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 
 import docker
 
 from areal_agent.errors import SandboxError
 from sandboxes import Pool, Sandbox, open_pool
+from sandboxes.backends import Backend
 from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.environment import PROGRAM_PATH
+from sandboxes.judge import CallCase, StdinCase, grade
 
 TRUE = ["true"]
 PYTHON = ["python3", "-I", "-S", "-c", "pass"]
-BACKENDS = ("subprocess", "namespaces", "bubblewrap", "docker")
+BACKENDS: tuple[Backend, ...] = ("subprocess", "namespaces", "bubblewrap", "docker")
 AT_ONCE = 16
 MANY = 1000
+GRADES, CASES = 4, 50
 
 Call = Callable[[list[str]], Awaitable[object]]
 
@@ -136,6 +140,41 @@ async def measure_many(boxes: dict[str, Sandbox], num_calls: int) -> None:
         print(f"| {way} | {cpu_ms:.2f} | {lag_ms:.1f} | {num_threads} |")
 
 
+async def grade_all(
+    backend: Backend, code: str, cases: Sequence[StdinCase] | Sequence[CallCase]
+) -> tuple[float, float]:
+    """Cases a second, and milliseconds of CPU a case."""
+    num_cases = len(cases) * GRADES
+    before_s = cpu_s()
+    async with open_pool(backend=backend, wall_s=120.0) as pool:
+        await pool.warm(num_cells=GRADES)
+        started_s = time.perf_counter()
+        verdicts = await asyncio.gather(*(grade(code, cases, pool=pool) for _ in range(GRADES)))
+        elapsed_s = time.perf_counter() - started_s
+    assert all(verdict.is_passed for verdict in verdicts), verdicts
+    return num_cases / elapsed_s, (cpu_s() - before_s) * 1000 / num_cases
+
+
+def cpu_s() -> float:
+    """Of this process and of all that it has started and seen end."""
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
+async def measure_grading(backends: Iterable[Backend], rounds: int) -> None:
+    texts = [StdinCase(stdin=f"{number} 2", expected=str(number + 2)) for number in range(CASES)]
+    calls = [CallCase(function="add", args=[number, 2], expected=number + 2) for number in range(CASES)]
+    print(f"\n| {GRADES} programs at once, {CASES} cases each | texts a second | CPU | calls a second | CPU |")
+    print("|---|---|---|---|---|")
+    for backend in backends:
+        cells: list[str] = []
+        for code, cases in (("print(sum(map(int, input().split())))", texts), ("def add(a, b): return a + b", calls)):
+            found = [await grade_all(backend, code, cases) for _ in range(rounds)]
+            cpu_ms = statistics.median(cpu for _, cpu in found)
+            cells.append(f"{statistics.median(rate for rate, _ in found):.0f}")
+            cells.append("" if backend == "docker" else f"{cpu_ms:.2f}")  # its containers are no children of ours
+        print(f"| {backend} | {' | '.join(cells)} |")
+
+
 def start_container(image: str) -> str:
     """One that sleeps, for Docker's own ways."""
     command = ["docker", "run", "--rm", "--detach", "--network", "none", image, "sleep", "3600"]
@@ -169,6 +208,7 @@ async def main() -> None:
             calls.update(in_container(container))
         await measure(pools, boxes, calls, options.rounds)
         await measure_many(boxes, num_calls=100)
+    await measure_grading([backend for backend in BACKENDS if backend in pools], min(options.rounds, 5))
 
 
 asyncio.run(main())

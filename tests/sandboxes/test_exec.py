@@ -6,7 +6,8 @@ handlers finish first; 7. each program is a process of its own: nothing stays; 8
 it; 9. an executable gets its arguments, stdin, environment and folder; 10. one that does not exist ends with 127, one
 that cannot be run with 126; 11. the environment has PATH, HOME, TMPDIR and what the spec names; 12. output is bytes as
 written; 13. a megabyte of honest output within the bound is whole; 14. time and memory are measured; 15. text that the
-system cannot take is the program's failure; 16. a string for argv, a `cwd` outside and an empty argv are refused.
+system cannot take is the program's failure; 16. a string for argv, a `cwd` outside and an empty argv are refused; 17. the
+standard streams and the handler of Ctrl-C are those of a Python that has just started, whether stdin is file or pipe.
 """
 
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
+from sandboxes.jail import interpreter
 
 
 @pytest.fixture(params=["subprocess", "namespaces", "bubblewrap"])
@@ -152,3 +154,22 @@ async def test_argv_must_be_a_list_with_a_program(box: Sandbox, argv: list[str])
 async def test_cwd_stays_inside(box: Sandbox, cwd: str) -> None:
     with pytest.raises(PermissionError, match="relative and without"):
         await box.exec(["true"], cwd=cwd)
+
+
+STREAMS = """
+import signal, sys
+for stream in (sys.stdin, sys.stdout, sys.stderr):
+    print(stream.fileno(), stream.isatty(), stream.seekable(), stream.encoding, stream.errors, stream.line_buffering)
+print(signal.getsignal(signal.SIGINT).__name__, signal.getsignal(signal.SIGCHLD))
+"""
+
+
+async def test_streams_are_those_of_a_python_that_has_just_started(box: Sandbox) -> None:
+    bare = [interpreter(), "-I", "-S", "-X", "utf8", "-c", STREAMS]
+    started = await box.exec(bare, stdin=b"a file")
+    assert started.is_ok, started
+    assert (await box.exec_python(STREAMS, stdin=b"a file")).stdout == started.stdout
+    talking, expected = await box.spawn_python(STREAMS), await box.spawn(bare)
+    said = [chunk async for chunk in talking.stdout]
+    assert b"".join(said) == b"".join([chunk async for chunk in expected.stdout])
+    assert (await talking.wait()).is_ok
