@@ -15,7 +15,8 @@
       boot.py          how an agent gets into a container
     agent/           what runs there
 
-    base_image.py    the default image; images.py, those of Dockerfiles and folders, as far as dockerfile.py lets, by build.py
+    base_image.py    the default image; images.py, those of Dockerfiles and folders, as far as dockerfile.py lets
+      build.py         one build, and what it may use
 
 Named so as not to be taken for the `docker` package, which `engine.py` alone imports.
 """

@@ -6,8 +6,8 @@ handlers finish first; 7. each program is a process of its own: nothing stays; 8
 it; 9. an executable gets its arguments, stdin, environment and folder; 10. one that does not exist ends with 127, one
 that cannot be run with 126; 11. the environment has PATH, HOME, TMPDIR and what the spec names; 12. output is bytes as
 written; 13. a megabyte of honest output within the bound is whole; 14. time and memory are measured; 15. text that the
-system cannot take is the program's failure; 16. a string for argv, a `cwd` outside and an empty argv are refused; 17. the
-standard streams and the handler of Ctrl-C are those of a Python that has just started, whether stdin is file or pipe.
+system cannot take is the program's failure; 16. a string for argv, a `cwd` outside and an empty argv are refused; 17.
+the standard streams and the handler of Ctrl-C are those of a Python that has just started, be stdin a file or a pipe.
 """
 
 from collections.abc import AsyncIterator
