@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_agent.cancellation import uninterrupted
-from areal_agent.cluster.local import shared_memory_folder, start_trainer
+from areal_agent.cluster.local import start_trainer, weights_folder
 from areal_agent.cluster.models import obtain_model
 from areal_agent.commits import Beginning, begin
 from areal_agent.config import Config
@@ -290,7 +290,8 @@ class Run:
         config, folder, checkpoint = self.config, self.folder, beginning.checkpoint
         self.progress.phase("starting the trainer" if config.is_online else "starting engine and trainer")
         weights = checkpoint.path if checkpoint else model
-        shared_memory = self._stack.enter_context(shared_memory_folder())
+        in_memory = config.trainer.transfer == "shared_memory"
+        shared_memory = self._stack.enter_context(weights_folder(in_memory=in_memory))
         self._trainer_process, self._trainer = await self._stack.enter_async_context(
             start_trainer(config.trainer.threads, folder.logs)
         )

@@ -148,12 +148,13 @@ async def start_worker(
 
 
 @contextmanager
-def shared_memory_folder() -> Generator[Path]:
-    """A private folder in memory where the machine has one (/dev/shm), else on disk; removed on leaving.
+def weights_folder(*, in_memory: bool) -> Generator[Path]:
+    """A private folder, in memory if that is asked for and the machine has one (/dev/shm); removed on leaving.
 
     What killed runs left behind is removed first: the name holds the number of the process that made it.
     """
-    parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    has_memory = in_memory and os.access("/dev/shm", os.W_OK)
+    parent = Path("/dev/shm") if has_memory else Path(tempfile.gettempdir())
     for leftover in parent.glob(f"{_SHARED_PREFIX}*"):
         owner = leftover.name.removeprefix(_SHARED_PREFIX).partition("-")[0]
         if owner.isdigit() and not _is_alive(int(owner)):

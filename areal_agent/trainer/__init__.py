@@ -3,7 +3,7 @@
 main process                             trainer process (python -m areal_agent.trainer)
 client.py ◀── framing.py over a socket ──▶ worker.py ─▶ trainer.py ─┬─▶ step.py ─▶ model.py, optimizer.py
               records.py: the batch                                 ├─▶ checkpoint.py, state.py
-                                                                    └─▶ weights.shared_memory
+                                                                    └─▶ weights.shared_memory, weights.disk
 
 config.py, client.py, framing.py, records.py and checkpoint.py import no torch: the main process uses them.
 """

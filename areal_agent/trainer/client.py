@@ -18,7 +18,7 @@ from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.framing import Arrays, Frame, receive_frame
 from areal_agent.trainer.records import encode_records
 from areal_agent.trainer.reports import StepReport, TrainerInfo
-from areal_agent.types import JsonObject, RolloutBatch, SharedMemoryWeights, TensorEntry
+from areal_agent.types import DiskWeights, JsonObject, RolloutBatch, SharedMemoryWeights, TensorEntry
 
 
 class TrainerClient:
@@ -79,9 +79,11 @@ class TrainerClient:
         metrics = {name: math.nan if value is None else value for name, value in answer["metrics"].items()}
         return StepReport(step=batch.step, metrics=metrics, seconds=answer["seconds"])
 
-    async def publish(self) -> SharedMemoryWeights:
-        """Copy the weights into shared memory. What it returned last stays whole until the call after the next."""
+    async def publish(self) -> SharedMemoryWeights | DiskWeights:
+        """Copy the weights to where engines read. What it returned last stays whole until the call after the next."""
         answer = await self._call("publish", {})
+        if "entries" not in answer:
+            return DiskWeights(path=answer["path"])
         entries = tuple(_tensor_entry(one) for one in answer["entries"])
         return SharedMemoryWeights(path=answer["path"], entries=entries, crc32=answer["crc32"])
 

@@ -22,7 +22,8 @@ from areal_agent.trainer.schedule import Schedule
 from areal_agent.trainer.state import Training, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.step_input import StepInput
-from areal_agent.types import JsonObject, SharedMemoryWeights
+from areal_agent.types import DiskWeights, JsonObject, SharedMemoryWeights
+from areal_agent.weights.disk import DiskChannel
 from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 
 NOTHING: JsonObject = {}
@@ -69,10 +70,7 @@ class Trainer:
             critic=self._critic,
             group=group,
         )
-        self._channel: SharedMemoryChannel | None = None  # of rank 0
-        if group.rank == 0:
-            entries = layout(policy.named_parameters().items(), policy.publish_dtype)
-            self._channel = SharedMemoryChannel(shared_memory, entries)
+        self._channel = _open_channel(config, policy, shared_memory) if group.rank == 0 else None
 
     @classmethod
     def load(
@@ -129,7 +127,7 @@ class Trainer:
         self._step = given.step
         return StepReport(step=given.step, metrics=metrics, seconds=time.perf_counter() - started_s)
 
-    def publish(self) -> SharedMemoryWeights | None:
+    def publish(self) -> SharedMemoryWeights | DiskWeights | None:
         """Copy the weights to where engines read them. All ranks take part; None on all but rank 0."""
         parameters = self._policy.whole_parameters()
         return None if self._channel is None else self._channel.write(parameters)
@@ -175,6 +173,12 @@ class Trainer:
             critic=self._critic,
             reference=self._reference,
         )
+
+
+def _open_channel(config: TrainerConfig, policy: Policy, folder: Path) -> SharedMemoryChannel | DiskChannel:
+    if config.transfer == "disk":
+        return DiskChannel(folder / "weights", policy.publish_dtype)
+    return SharedMemoryChannel(folder, layout(policy.named_parameters().items(), policy.publish_dtype))
 
 
 def _new_critic(

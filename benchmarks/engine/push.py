@@ -16,7 +16,7 @@ import torch
 from servers import OURS, random_ids, start_ours, wait_ready
 from transformers import AutoModelForCausalLM
 
-from areal_agent.cluster.local import shared_memory_folder
+from areal_agent.cluster.local import weights_folder
 from areal_agent.engine.http import HttpEngine
 from areal_agent.types import GenerateRequest, SamplingParams, WeightVersion
 from areal_agent.weights.push import push
@@ -31,7 +31,7 @@ async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parameters = dict(model.named_parameters())
-    with shared_memory_folder() as place:
+    with weights_folder(in_memory=True) as place:
         channel = SharedMemoryChannel(place, layout(parameters.items(), torch.float32))
         log = place / "engine.log"
         server = start_ours(folder, OURS, log, max_context=2048)
@@ -50,6 +50,7 @@ async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
             writes: list[float] = []
             stalls: list[float] = []
             copies: list[float] = []
+            sends: list[float] = []
             for step in range(1, 2 if is_quick else NUM_PUSHES + 1):
                 await asyncio.sleep(0.3)
                 started_s = time.perf_counter()
@@ -58,6 +59,7 @@ async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
                 report = await push([engine], weights, WeightVersion(step=step))
                 stalls.append(report.stall_s)
                 copies.append(report.transfer_s)
+                sends.append(report.send_s)
             for request in requests:
                 await engine.abort(request.request_id)
             results = await asyncio.gather(*answers)
@@ -66,10 +68,11 @@ async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
             server.stop()
             channel.close()
     num_bytes = sum(parameter.numel() * 4 for parameter in parameters.values())
-    write, stall, copy = (1000 * statistics.median(values) for values in (writes, stalls, copies))
+    write, send, stall, copy = (1000 * statistics.median(values) for values in (writes, sends, stalls, copies))
     print(
         f"\n{folder.name}: a push of {num_bytes / 1e6:.0f} MB with {NUM_REQUESTS} requests under way: "
-        f"write {write:.1f} ms, stall {stall:.1f} ms, of which copy {copy:.1f} ms; versions in an answer: "
+        f"write {write:.1f} ms, send {send:.1f} ms while it samples, "
+        f"stall {stall:.1f} ms, of which copy {copy:.1f} ms; versions in an answer: "
         f"{statistics.fmean(len(result.versions) for result in results):.1f}",
         flush=True,
     )

@@ -27,14 +27,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.weights import WeightLayout, read_weights
+from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_weights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.process import ManagedProcess
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.framing import Frame, receive_frame
 from areal_agent.trainer.worker import Worker
-from areal_agent.types import SharedMemoryWeights
+from areal_agent.types import DiskWeights, SharedMemoryWeights
 
 
 async def init(client: TrainerClient, model: Path, shared_memory: Path):
@@ -96,6 +96,19 @@ async def test_an_engine_reads_the_published_weights(ready, make_batch, model_fo
     initial = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
     assert all(torch.equal(before[name], initial[name]) for name in initial)
     assert not torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+
+
+async def test_weights_may_go_through_a_disk(client, model_folder, tmp_path):
+    trainer = TrainerConfig(learning_rate=1e-3, transfer="disk")
+    await client.init(
+        model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path / "here"
+    )
+    published = await client.publish()
+    assert isinstance(published, DiskWeights)
+    assert Path(published.path).is_relative_to(tmp_path / "here")
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    taken = take_weights(published, WeightLayout.of(model))
+    assert all(torch.equal(taken[name], initial) for name, initial in model.named_parameters())
 
 
 async def test_what_was_saved_is_what_was_published(ready, make_batch, model_folder, tmp_path):
