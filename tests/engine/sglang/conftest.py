@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.cluster.sglang import start_sglang
+from areal_agent.cluster.sglang import CONTEXT_MARGIN, start_sglang
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.sglang.engine import SglangEngine
 from areal_agent.types import DiskWeights, GenerateRequest, PauseMode, SharedMemoryWeights, TokenChunk, WeightVersion
@@ -22,6 +22,7 @@ from areal_agent.weights.push import push
 
 DEADLINE_S = 300.0  # only a hang is longer
 STARTUP_S = 600.0
+CONTEXT = 4096
 
 
 @pytest.fixture(scope="session")
@@ -46,13 +47,25 @@ def with_tokenizer(model: Path, donor: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def real_model(make_model, small_model) -> Path:
-    return with_tokenizer(make_model(vocab_size=400, seed=0), small_model)
+    return with_tokenizer(make_model(vocab_size=400, seed=0, max_position_embeddings=CONTEXT), small_model)
 
 
 @pytest.fixture(scope="session")
 def real_other(make_model) -> Path:
     """Other weights for the same model."""
-    return make_model(vocab_size=400, seed=1)
+    return make_model(vocab_size=400, seed=1, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def long_model(make_model) -> Path:
+    """As `real_model`, for the embedded engine, which needs no tokenizer."""
+    return make_model(seed=0, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def long_other(make_model) -> Path:
+    """Other weights for the same model."""
+    return make_model(seed=1, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="session")
@@ -62,8 +75,8 @@ def real_server(sglang_python, real_model, tmp_path_factory) -> Iterator[str]:
         backend="sglang",
         python=sglang_python,
         device="cpu",
-        max_context_tokens=504,  # with the margin, the model's own 512
-        kv_tokens=8192,
+        max_context_tokens=CONTEXT - CONTEXT_MARGIN,
+        kv_tokens=8 * CONTEXT,
         max_running_requests=16,
         startup_timeout_s=STARTUP_S,
     )
@@ -92,6 +105,17 @@ class Stage:
         """The version after the one that served at the beginning."""
         return WeightVersion(step=self.old.step + 1)
 
+    async def send(self, weights: SharedMemoryWeights | DiskWeights) -> None:
+        """The first half of a push: requests go on meanwhile."""
+        await self.engine.begin_push("p")
+        await self.engine.send_push("p", weights)
+
+    async def swap(self, mode: PauseMode) -> None:
+        """The second half."""
+        await self.engine.pause(mode)
+        await self.engine.commit_push("p", self.new)
+        await self.engine.resume()
+
     async def push(self, weights: SharedMemoryWeights | DiskWeights, mode: PauseMode = PauseMode.RETRACT) -> None:
         await push([self.engine], weights, self.new, mode)
 
@@ -111,7 +135,7 @@ async def _real_stage(url: str, model: Path, other: Path) -> AsyncGenerator[Stag
 
 @asynccontextmanager
 async def _embedded_stage(serve, model: Path, other: Path) -> AsyncGenerator[Stage]:
-    async with serve(model) as served:
+    async with serve(model, max_context=CONTEXT - CONTEXT_MARGIN) as served:
         engine = SglangEngine(served.engine.base_url)
         try:
             yield Stage(engine=engine, model=model, other=other, old=WeightVersion(step=7), is_real=False)
@@ -124,7 +148,7 @@ def opened(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Stage]
     """Outside of the event loop of the test, since the server has one of its own."""
     if request.param == "real":
         return _real_stage(*map(request.getfixturevalue, ("real_server", "real_model", "real_other")))
-    return _embedded_stage(*map(request.getfixturevalue, ("serve", "tiny", "other")))
+    return _embedded_stage(*map(request.getfixturevalue, ("serve", "long_model", "long_other")))
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ async def test_requests_are_spread(two, ask):
 
 
 async def test_an_abort_finds_its_request(two, ask):
-    requests = [ask(n, max_tokens=400) for n in range(2)]
+    requests = [ask(n, max_tokens=480) for n in range(2)]
     watched = [Watched(two.fleet, request) for request in requests]
     for request, one in zip(requests, watched, strict=True):
         await one.until(1)
