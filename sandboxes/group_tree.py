@@ -52,6 +52,7 @@ class GroupTree:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="control-groups")
         self._num_made = 0
+        self._is_closed = False
         self._idle: deque[ControlGroup] = deque()
         self._dying: deque[ControlGroup] = deque()  # of the thread
 
@@ -83,6 +84,8 @@ class GroupTree:
 
     async def take(self, limits: Limits) -> ControlGroup:
         """A group for one program, in which there was no other or one that left nothing behind."""
+        if self._is_closed:
+            raise SandboxError("the sandbox pool is closed; open another")
         bounds = Bounds.of(limits)
         try:
             group = self._pop_idle(bounds) or await self._made(bounds)
@@ -107,6 +110,7 @@ class GroupTree:
 
     async def aclose(self) -> None:
         assert self._keeper.stdin is not None
+        self._is_closed = True
         await asyncio.to_thread(self._thread.shutdown)
         self._keeper.stdin.close()
         await self._keeper.wait()
@@ -132,7 +136,7 @@ class GroupTree:
             self._drop(making.result())
 
     def _drop(self, group: ControlGroup) -> None:
-        with contextlib.suppress(RuntimeError):  # the tree is closed: the keeper removes all of it
+        if not self._is_closed:  # else the keeper removes all
             self._thread.submit(self._remove, group)
 
     def _make(self, bounds: Bounds) -> ControlGroup:

@@ -4,7 +4,7 @@
 written and read as its documentation says (in a plain folder, which takes what it is given); 3. a group with processes
 is killed when it is given back, and gone; 4. a group in which nothing befell is used again for the same bounds: not one
 that was killed, not counted, or still holds memory; idle ones are bounded; 5. trees of dead owners are removed, of
-living ones not.
+living ones not; 6. a tree that is closed is gone, makes no group, and takes back those that are still out.
 """
 
 import asyncio
@@ -163,3 +163,16 @@ async def test_trees_of_dead_owners_are_removed(tree: GroupTree) -> None:
     finally:
         (alive / "1").rmdir()
         alive.rmdir()
+
+
+async def test_closed_tree_is_gone_and_makes_no_group() -> None:
+    try:
+        tree = await GroupTree.open()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    out = await tree.take(Limits())
+    await tree.aclose()
+    with pytest.raises(SandboxError, match="closed"):
+        await tree.take(Limits())
+    tree.give_back(out)
+    assert await asyncio.to_thread(out.end)  # there is nothing to end
