@@ -39,11 +39,12 @@ class ServerRequest:
         """Sample to the end, once `admitted`. Cancelling it closes the stream."""
         if self._is_given_up:
             return NOTHING
+        num_cancelled = _num_cancelled()
         self._reading = asyncio.create_task(self._read(on_chunk, admitted), name=f"reader of {self.rid}")
         try:
             return await self._reading
         except asyncio.CancelledError:
-            if self._is_given_up and self._reading.cancelled() and not _is_being_cancelled():
+            if self._is_given_up and self._reading.cancelled() and _num_cancelled() == num_cancelled:
                 return NOTHING
             raise
         finally:
@@ -91,6 +92,8 @@ class ServerRequest:
         raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
 
 
-def _is_being_cancelled() -> bool:
+def _num_cancelled() -> int:
+    """How often the task that runs here was cancelled; it may live on after that."""
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    assert task is not None
+    return task.cancelling()
