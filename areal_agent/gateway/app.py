@@ -234,7 +234,7 @@ class Gateway:
         """A handler for a turn of the session whose key the request came with."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            session = self._callers.session(request)
+            session = await self._rollouts.session_for_turn(request)
             with self._traffic.call(session.record.id, is_turn=True), self._metrics.turn():
                 return await handle(request, session, await self._bodies.agent(request, session.growing_body))
 

@@ -37,9 +37,12 @@ class BodyReader:
         return _object(await self._bytes(request), growing.decode)
 
     async def _bytes(self, request: web.Request) -> bytes:
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
             raise RequestError(
-                "the body is compressed (Content-Encoding); send it as it is", status=415, code="compressed_body"
+                f"the body is compressed (Content-Encoding: {encoding:.50}); send it as it is",
+                status=415,
+                code="compressed_body",
             )
         if (request.content_length or 0) > self._limits.max_body_bytes:
             raise self._too_large()
@@ -59,8 +62,8 @@ class BodyReader:
 
     def _too_large(self) -> RequestError:
         return RequestError(
-            f"the body has more than {self._limits.max_body_bytes} bytes; send less, or start the gateway with a "
-            "higher limit",
+            f"the body has more than {self._limits.max_body_bytes} bytes, which is all that this gateway reads; "
+            "send less",
             status=413,
             code="body_too_large",
         )

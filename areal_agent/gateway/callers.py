@@ -46,7 +46,11 @@ class Callers:
             return session
         if self._is_admin(caller):
             raise RequestError("this is the admin key; use the key that /rl/start_session gave", status=403)
-        raise RequestError("the API key is not that of any session", status=401, code="invalid_api_key")
+        raise RequestError(
+            "the API key is not that of any session; use the api_key that /rl/start_session gave",
+            status=401,
+            code="invalid_api_key",
+        )
 
     def _is_admin(self, caller: str) -> bool:
         return is_same_key(caller, self._admin_key_hash)

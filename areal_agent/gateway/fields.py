@@ -74,7 +74,8 @@ def as_flag(value: object, param: str) -> bool:
 def as_reward(value: object, param: str) -> float:
     """A number that a trainer can add up; true and false are 1 and 0."""
     if not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
-        refuse(param, value, f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, or a boolean; scale it down")
+        remedy = "; scale it down" if isinstance(value, int | float) else ""
+        refuse(param, value, f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, or a boolean{remedy}")
     return float(value)
 
 

@@ -47,7 +47,7 @@ class HostCheck:
         elif not name or name != _own_address(request):
             raise RequestError(
                 f"this gateway is not {host!r:.200}; call it by the address that it listens on, "
-                "or start it with that name among its allowed hosts",
+                "or start it with --allowed-host and that name",
                 status=403,
                 code="host_not_allowed",
             )

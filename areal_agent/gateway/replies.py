@@ -78,6 +78,11 @@ def _fault(error: Exception, call: str, headers: Mapping[str, str]) -> RequestEr
     match error:
         case RequestError():
             return error
+        case web.HTTPNotFound():
+            return RequestError(f"{call}: nothing is served there; GET /openapi.json lists every path", status=404)
+        case web.HTTPMethodNotAllowed():
+            methods = ", ".join(sorted(error.allowed_methods))
+            return RequestError(f"{call}: this path takes {methods}", status=405)
         case web.HTTPException():
             return RequestError(f"{call}: {error.reason}", status=error.status)
         case web.RequestPayloadError() | web.PayloadAccessError():

@@ -133,6 +133,18 @@ class RolloutCalls:
             trajectory = await self._archived(self._archive, session_id)
         return json_reply({"trajectory": trajectory, "records": token_records(trajectory)})
 
+    async def session_for_turn(self, request: web.Request) -> Session:
+        """Whose turn it is. Who goes on with a session of a process before hears that it ended, not of a wrong key."""
+        session = await self._session_of(request)
+        if isinstance(session, Session):
+            return session
+        raise RequestError(
+            f"session {session.session_id!r} has ended as {session.status}: it takes no calls any more; "
+            "start a new one",
+            status=409,
+            code="session_ended",
+        )
+
     # ------------------------------------------------------------------------------------------- internals
 
     def _admit(self, start: StartRequest) -> None:

@@ -56,7 +56,8 @@ class Traffic:
             raise _draining()
         if len(self._open) >= self._limits.max_sessions:
             raise RequestError(
-                f"{len(self._open)} sessions are open, which is all that this gateway takes at once; end one, or wait",
+                f"{len(self._open)} sessions are open, which is all that this gateway takes at once; end one, wait, or "
+                "start it with a higher --max-sessions",
                 status=429,
                 code="too_many_sessions",
                 retry_after_s=SESSIONS_RETRY_S,

@@ -9,7 +9,8 @@ groups; 12. drops are idempotent and all or none; 13. evaluations are leased to 
 bodies are refused; 15. an end may be said again, an export comes from the ledger; 16. a trajectory without a trained
 token is no reason to lease less; 17. a group is as large as it was after a return and a restart, a sibling that was cut
 off may come again, and a leased group takes none; 18. a lease takes fewer groups when no further one would be let in;
-19. the status counts no group that was given up.
+19. the status counts no group that was given up; 20. who goes on with a session of
+the process before hears that it is over.
 """
 
 import asyncio
@@ -295,6 +296,17 @@ async def test_an_end_may_be_said_again(online: Online, open_world: OpenWorld) -
     later = await online.restarted(open_world)
     agent.world = later.world
     assert await agent.end() == first
+    await later.ledger.aclose()
+
+
+async def test_a_session_of_the_process_before_is_over(online: Online, open_world: OpenWorld) -> None:
+    """Not 401: its key is right, and an agent is to start anew, not to look for another key."""
+    agent = await online.world.start()
+    later = await online.restarted(open_world)
+    status, answer = await later.world.call("/v1/chat/completions", {}, key=agent.key)
+    assert (status, answer["error"]["code"]) == (409, "session_ended")
+    assert "has ended as orphan" in answer["error"]["message"]
+    assert (await later.world.call("/v1/chat/completions", {}, key="sk-of-nobody"))[0] == 401
     await later.ledger.aclose()
 
 

@@ -105,12 +105,17 @@ async def test_what_a_trainer_could_not_add_up_is_refused(open_world: OpenWorld,
     assert (await world.call("/rl/set_reward", body, key=agent.key))[0] == 400
 
 
-async def test_a_refused_reward_is_told_with_the_remedy(open_world: OpenWorld) -> None:
-    status, answer = await (await (await open_world()).start()).reward(reward=1e300)
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        (1e300, "reward is 1e+300; it must be a number from -1e+30 to 1e+30, or a boolean; scale it down"),
+        ("1", "reward is '1'; it must be a number from -1e+30 to 1e+30, or a boolean"),
+    ],
+)
+async def test_a_refused_reward_is_told_with_the_remedy(open_world: OpenWorld, reward: object, told: str) -> None:
+    status, answer = await (await (await open_world()).start()).reward(reward=reward)
     assert (status, answer["error"]["param"]) == (400, "reward")
-    assert answer["error"]["message"] == (
-        "reward is 1e+300; it must be a number from -1e+30 to 1e+30, or a boolean; scale it down"
-    )
+    assert answer["error"]["message"] == told
 
 
 async def test_a_completion_has_no_parts(open_world: OpenWorld) -> None:

@@ -275,7 +275,9 @@ class Consumer:
             if not self._groups.is_waiting(session_id):
                 standing = trajectory.fate or "leased for a train step"
                 raise conflict(
-                    f"session {session_id!r} is {standing}: a reward can be set until then", code="reward_too_late"
+                    f"session {session_id!r} is {standing} already: a reward can be set until its rollout is leased or "
+                    "dropped; set it before /rl/end_session, or sooner after it",
+                    code="reward_too_late",
                 )
             rewards = with_reward(trajectory, request)
             with _refusals():

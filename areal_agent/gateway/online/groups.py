@@ -234,7 +234,8 @@ class Groups:
         """Check that the group has a place left for one more sibling."""
         if size is not None and size != group.size:
             raise RequestError(
-                f"group_size is {size}, but group {group.id!r} was started with {group.size}",
+                f"group_size is {size}, but group {group.id!r} was started with {group.size}; say that, or nothing, or "
+                "choose another group_id",
                 param="group_size",
                 code="invalid_value",
             )
