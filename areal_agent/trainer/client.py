@@ -9,16 +9,17 @@ import contextlib
 import itertools
 import math
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ArealAgentError, ConfigError, ProcessDied, TrainerError
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.framing import Arrays, Frame, receive_frame
+from areal_agent.trainer.framing import Frame, receive_frame
 from areal_agent.trainer.records import encode_records
 from areal_agent.trainer.reports import StepReport, TrainerInfo
-from areal_agent.types import DiskWeights, JsonObject, RolloutBatch, SharedMemoryWeights, TensorEntry
+from areal_agent.types import DiskWeights, JsonObject, RolloutBatch, SharedMemoryWeights, TensorEntry, TokenRecord
 
 
 class TrainerClient:
@@ -70,10 +71,9 @@ class TrainerClient:
     async def train_step(self, batch: RolloutBatch) -> StepReport:
         """Train one step on a batch's records; the baselines use the total rewards of its trajectories."""
         rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
-        names, arrays = await asyncio.to_thread(encode_records, batch.records)
         parts = {trajectory.session_id: dict(trajectory.rewards.parts) for trajectory in batch.trained}
         answer = await self._call(
-            "train_step", {"step": batch.step, "records": names, "rewards": rewards, "parts": parts}, arrays
+            "train_step", {"step": batch.step, "rewards": rewards, "parts": parts}, records=batch.records
         )
         # JSON has no NaN: what is not finite arrives as null
         metrics = {name: math.nan if value is None else value for name, value in answer["metrics"].items()}
@@ -112,12 +112,14 @@ class TrainerClient:
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
 
-    async def _call(self, command: str, arguments: JsonObject, arrays: Arrays | None = None) -> dict[str, Any]:
-        """Send one command and wait for its answer."""
+    async def _call(
+        self, command: str, arguments: JsonObject, records: Sequence[TokenRecord] | None = None
+    ) -> dict[str, Any]:
+        """Send one command and wait for its answer. Commands go in the order of the calls."""
         number = next(self._numbers)
-        frame = Frame(header={"number": number, "command": command, **arguments}, arrays=arrays or {})
-        encoded = await asyncio.to_thread(frame.encode)
-        async with self._lock:
+        request = {"number": number, "command": command, **arguments}
+        async with self._lock:  # before the encoding, which a large batch takes longer for
+            encoded = await asyncio.to_thread(_encoded, request, records)
             writer = await self._connect()
             answer = self._answers[number] = asyncio.get_running_loop().create_future()
             try:
@@ -153,6 +155,13 @@ class TrainerClient:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(error)
+
+
+def _encoded(header: JsonObject, records: Sequence[TokenRecord] | None) -> bytes:
+    if records is None:
+        return Frame(header=header).encode()
+    names, arrays = encode_records(records)
+    return Frame(header={**header, "records": names}, arrays=arrays).encode()
 
 
 def _tensor_entry(values: dict[str, Any]) -> TensorEntry:

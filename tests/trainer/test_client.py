@@ -153,7 +153,7 @@ async def test_metrics_that_are_not_finite_arrive_as_nan(ready, make_batch):
 
 async def test_commands_wait_for_each_other(ready, make_batch):
     first, published, second = await asyncio.gather(
-        ready.train_step(make_batch(1)), ready.publish(), ready.train_step(make_batch(2))
+        ready.train_step(make_batch(1, num_groups=20)), ready.publish(), ready.train_step(make_batch(2))
     )
     assert (first.step, second.step) == (1, 2)
     assert published.crc32 > 0
