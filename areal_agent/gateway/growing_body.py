@@ -7,8 +7,9 @@
                                         ────── the same bytes: the same messages, decoded before
              ────────────────────────── ▒ ─────────────────────── decoded, with a mark in their place
 
-A decoder that has read the same bytes is in the same place, so what follows means the same. It knows no field but
-`messages`, and nothing of their form.
+A decoder that has read the same bytes is in the same place, so what follows means the same. When what follows the
+messages is the same, too, as nearly always, the added messages alone are decoded. It knows no field but `messages`, and
+nothing of their form.
 """
 
 import json
@@ -17,8 +18,13 @@ from typing import Any, cast
 
 import orjson
 
+from areal_agent.types import JsonObject
+
 MAX_KEPT_BYTES = 2**20
 """A longer body is decoded anew each time: nothing of it is kept."""
+
+MAX_TAIL_BYTES = 2**16
+"""What follows the messages, and is kept decoded, too: tools mostly."""
 
 _MARK = secrets.token_hex(16)
 _MARK_JSON = orjson.dumps(_MARK)
@@ -34,21 +40,40 @@ class GrowingBody:
         self._end = 0  # of its last message; 0: nothing is known
         self._list_at = 0  # where in it the list of messages begins: behind the bracket
         self._messages: list[Any] = []
+        self._tail = b""  # what follows its last message; nothing: not known
+        self._others: JsonObject = {}  # its other fields
 
     def decode(self, payload: bytes) -> object:
         """The JSON of a body. Raises orjson.JSONDecodeError."""
         is_longer = 0 < self._end < len(payload)
-        body = self._grown(payload) if is_longer and payload[: self._end] == self._newest[: self._end] else None
+        body = None
+        if is_longer and payload[: self._end] == self._newest[: self._end]:
+            body = self._with_messages_more(payload) or self._grown(payload)
         if body is None:
             body = orjson.loads(payload)
             self._remember(payload, body)
         return body
 
-    def _grown(self, payload: bytes) -> object | None:
+    def _with_messages_more(self, payload: bytes) -> JsonObject | None:
+        """A body that differs from the one before by messages behind its last; None where that is not sure."""
+        end = len(payload) - len(self._tail)
+        if not self._tail or payload[self._end : self._end + 1] != b"," or not payload.endswith(self._tail):
+            return None
+        try:
+            added: list[Any] = orjson.loads(b"[%b]" % payload[self._end + 1 : end])
+        except orjson.JSONDecodeError:
+            return None
+        if not added or not all(isinstance(message, dict) for message in added):
+            return None
+        self._messages = [*self._messages, *added]
+        self._keep(payload, end)
+        return {**self._others, "messages": self._messages}
+
+    def _grown(self, payload: bytes) -> JsonObject | None:
         """A body that begins as the one before; None where it is not sure that it goes on with its messages."""
         rest = payload[self._end :]
         try:
-            body = orjson.loads(payload[: self._list_at] + _MARK_JSON + rest)
+            body: dict[str, Any] = orjson.loads(payload[: self._list_at] + _MARK_JSON + rest)
         except orjson.JSONDecodeError:
             return None
         marked = body["messages"]
@@ -59,11 +84,15 @@ class GrowingBody:
         if end is None:
             return None
         body["messages"] = self._messages = [*self._messages, *added]
-        self._keep(payload, self._end + end)
+        end += self._end
+        self._keep(payload, end)
+        is_short = len(payload) - end <= MAX_TAIL_BYTES
+        self._tail, self._others = (payload[end:], dict(body)) if is_short else (b"", {})
         return body
 
     def _remember(self, payload: bytes, body: object) -> None:
         self._newest, self._end, self._messages = b"", 0, []
+        self._tail, self._others = b"", {}
         if not isinstance(body, dict) or len(payload) > MAX_KEPT_BYTES:
             return
         messages = cast("dict[str, Any]", body).get("messages")

@@ -34,6 +34,8 @@ class SamplingWishes:
     @classmethod
     def read(cls, body: JsonObject, where: str = "") -> Self:
         """Take them from a body; raises RequestError naming the one that is wrong."""
+        if body.keys().isdisjoint(_KEYS):
+            return cls()
         return cls(
             temperature=_read_number(body, where, "temperature", low=0, high=2),
             top_p=_read_positive(body, where, "top_p", high=1),
@@ -78,6 +80,8 @@ class SamplingWishes:
 _NAMES = tuple(field.name for field in fields(SamplingWishes))
 
 WISH_FIELDS = frozenset(_NAMES)
+
+_KEYS = WISH_FIELDS | {"max_completion_tokens"}
 
 
 def _read_number(body: JsonObject, where: str, name: str, *, low: float, high: float) -> float | None:

@@ -20,13 +20,13 @@ from areal_agent.errors import LedgerError
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Request:
     work: Callable[[sqlite3.Connection], Any]
     future: asyncio.Future[Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Outcome:
     """What a request came to: `error` when it failed, else `result`."""
 

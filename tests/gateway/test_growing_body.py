@@ -48,6 +48,19 @@ def conversations(draw: st.DrawFn) -> list[bytes]:
     return bodies
 
 
+@st.composite
+def going_on(draw: st.DrawFn) -> list[bytes]:
+    """Bodies of one session as nearly all are: only messages are added; the last one may be damaged."""
+    layout, first, rest = draw(st.sampled_from(LAYOUTS)), draw(rests), draw(rests)
+    history: list[Any] = []
+    bodies: list[bytes] = []
+    for _ in range(draw(st.integers(3, 6))):
+        history = [*history, *draw(st.lists(messages, min_size=1, max_size=3))]
+        bodies.append(layout({**first, "messages": history, **rest}))
+    place, damage = draw(st.integers(0, len(bodies[-1]))), draw(st.sampled_from([b"", b",", b",1", b"]", b"}", b",{}"]))
+    return [*bodies[:-1], bodies[-1][:place] + damage + bodies[-1][place:]]
+
+
 def decoded(payload: bytes) -> object:
     try:
         return orjson.loads(payload)
@@ -55,7 +68,7 @@ def decoded(payload: bytes) -> object:
         return str(error)
 
 
-@given(bodies=conversations())
+@given(bodies=conversations() | going_on())
 def test_each_body_is_decoded_as_if_it_came_alone(bodies: list[bytes]) -> None:
     growing = GrowingBody()
     for payload in bodies:

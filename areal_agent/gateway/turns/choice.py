@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 
 from areal_agent.gateway.turns.draft import TokenRow
@@ -31,7 +30,7 @@ class Choice:
         has_call = any(not call.is_broken for call in self.parsed.tool_calls)
         return "tool_calls" if has_call else self.completion.finish_reason.value
 
-    @cached_property
+    @property
     def message(self) -> JsonObject:
         """As a normalised message: what the next request is expected to repeat."""
         message: dict[str, object] = {
