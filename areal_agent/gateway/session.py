@@ -105,12 +105,7 @@ class Session:
             answer_id=answer_id, model=request.model, created_s=time.time(), order=request.order, turns=turns
         )
 
-    async def answer(self, exchange: Exchange, outlet: Outlet | None = None) -> Answer:
-        """Sample and record. When this returns, the journal has the turns.
-
-        Cancelling it aborts the engine's requests. Raises EngineError when the engine failed, RequestError when the
-        session ended meanwhile.
-        """
+    async def _answer(self, exchange: Exchange, outlet: Outlet | None) -> Answer:
         with self._running():
             try:
                 return await exchange.run(outlet)
@@ -119,8 +114,12 @@ class Session:
                 raise
 
     def begin(self, exchange: Exchange, outlet: Outlet | None = None) -> "asyncio.Task[Answer]":
-        """As `answer`, in a task of the session's: it outlives an agent that hangs up, until the record is whole."""
-        task = asyncio.create_task(self.answer(exchange, outlet))
+        """Sample and record, in a task of the session's: it outlives an agent that hangs up. Do not cancel it.
+
+        When it is done, the journal has the turns. It raises EngineError when the engine failed, RequestError when the
+        session ended meanwhile.
+        """
+        task = asyncio.create_task(self._answer(exchange, outlet))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to hear of it
@@ -224,7 +223,6 @@ class Session:
         """End the engine requests in flight, and wait until their partial answers are in the journal and delivered."""
         await self._calls.abort_all()
         await self._none_runs.wait()
-        await self._log.settle()  # turns whose agent hung up
         await self.deliveries.settle(self._services.abort_grace_s)
 
     @contextlib.contextmanager

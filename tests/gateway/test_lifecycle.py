@@ -181,7 +181,7 @@ async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> Non
     session = Session(record, options=SessionOptions(), services=services, on_ended=ended.append)
     await journal.open_session(record)
     body = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
-    call = asyncio.create_task(session.answer(await session.place(ChatRequest.read(body))))
+    call = session.begin(await session.place(ChatRequest.read(body)))
     await engine.has_request.wait()
     trajectory = await session.end(EndRequest.read({"status": "timeout"}))
     assert trajectory.turns == ()

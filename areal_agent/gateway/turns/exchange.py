@@ -45,11 +45,14 @@ class Exchange:
         """Sample all turns at once; when one fails the others are ended. What is gained leaves through the outlet."""
         if len(self._turns) == 1:
             return Answer(turns=(await self._turns[0].run(outlet),))
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(turn.run(outlet)) for turn in self._turns]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        tasks = [asyncio.create_task(turn.run(outlet)) for turn in self._turns]
+        ended, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if running:
+            self.hang_up()  # not cancelled: what they have is recorded
+            await asyncio.wait(running)
+        failures = [error for task in (*ended, *running) if (error := task.exception()) is not None]
+        if failures:
+            raise failures[0]
         return Answer(turns=[task.result() for task in tasks])
 
     def hang_up(self) -> None:

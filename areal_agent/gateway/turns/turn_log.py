@@ -29,7 +29,6 @@ class TurnLog:
         self._services = services
         self._forest = Forest(services.renderer)
         self._lock = asyncio.Lock()  # of the forest
-        self._writes: set[asyncio.Task[None]] = set()
 
     @property
     def num_turns(self) -> int:
@@ -56,32 +55,8 @@ class TurnLog:
     ) -> None:
         """Make a turn part of the session and of the journal; an aborted one has no choices to continue.
 
-        Cancelling the call does not take the turn back.
+        Not to be cancelled: the turn would be in the one and not in the other.
         """
-        write = asyncio.create_task(self._record(prompt, sampling, completions, choices, started_s))
-        self._writes.add(write)
-        write.add_done_callback(self._writes.discard)
-        await asyncio.shield(write)
-
-    async def settle(self) -> None:
-        """Wait until all that is recorded is in the journal."""
-        if self._writes:
-            await asyncio.wait(self._writes)
-
-    async def close(self) -> None:
-        """Prove every conversation once more by rendering it whole, then forget them: nothing continues them."""
-        async with self._lock:
-            self._services.counters.history_mismatches += await asyncio.to_thread(self._forest.audit)
-            self._forest = Forest(self._services.renderer)
-
-    async def _record(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        completions: Sequence[Completion],
-        choices: Sequence[Choice],
-        started_s: float,
-    ) -> None:
         sampled = [packed(completion.token_ids) for completion in completions]
         replies = [choice.reply(token_ids) for choice, token_ids in zip(choices, sampled, strict=False)]
         async with self._lock:
@@ -102,6 +77,12 @@ class TurnLog:
         await self._services.journal.append_turn(self._session_id, turn)
         self._turns.append(PackedTurn.of(turn, prompt.new, sampled))
         self.completion_ids.update(completion.id for completion in completions)
+
+    async def close(self) -> None:
+        """Prove every conversation once more by rendering it whole, then forget them: nothing continues them."""
+        async with self._lock:
+            self._services.counters.history_mismatches += await asyncio.to_thread(self._forest.audit)
+            self._forest = Forest(self._services.renderer)
 
     def _count(self, turn: Turn, choices: Sequence[Choice]) -> None:
         counters = self._services.counters
