@@ -2,9 +2,9 @@
 
     callers (event loop) ── work, future ──▶ group ──▶ writer thread: BEGIN, work*, COMMIT ──▶ futures resolve
 
-One commit serves everybody who waited for it (group commit): who comes while one is under way, or in the same turn of
-the event loop, is in the next group. Work that fails is undone alone; its neighbours stay. It knows nothing of the
-tables.
+One commit serves everybody who waited for it (group commit): who comes while one is under way, in the same turn of the
+event loop, or too soon behind the last group, is in the next one. So a quiet ledger answers at once, and a busy one
+spends no more on commits. Work that fails is undone alone; its neighbours stay. It knows nothing of the tables.
 """
 
 import asyncio
@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 from areal_agent.errors import LedgerError
 
 Result = TypeVar("Result")
+
+GROUP_S = 0.002
+"""The least time between two groups: each costs a commit, two threads' turns and a wake-up."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +50,7 @@ class GroupCommitWriter:
         self._queue: queue.SimpleQueue[Sequence[_Request] | None] = queue.SimpleQueue()
         self._waiting: list[_Request] = []
         self._is_busy = False  # a group is on its way, or about to leave
+        self._sent_s = -GROUP_S  # when the last group left, by the loop's clock
         self._is_closed = False
         # A daemon: what it has not committed was promised to nobody, so it must not keep a dying process alive.
         self._thread = threading.Thread(target=self._serve, name="ledger-writer", daemon=True)
@@ -65,7 +69,7 @@ class GroupCommitWriter:
         self._waiting.append(_Request(work=work, future=future))
         if not self._is_busy:
             self._is_busy = True
-            self._loop.call_soon(self._send)
+            self._send_soon()
         return await future
 
     def stop(self) -> None:
@@ -80,11 +84,15 @@ class GroupCommitWriter:
         self._thread.join()
         self._connection.close()
 
+    def _send_soon(self) -> None:
+        self._loop.call_at(self._sent_s + GROUP_S, self._send)
+
     def _send(self) -> None:
         """In the event loop: let the writer have all who wait."""
         group, self._waiting = self._waiting, []
         self._is_busy = bool(group)
         if group:
+            self._sent_s = self._loop.time()
             self._queue.put(group)
 
     def _serve(self) -> None:
@@ -93,7 +101,9 @@ class GroupCommitWriter:
 
     def _deliver(self, outcomes: Sequence[_Outcome]) -> None:
         """In the event loop: answer those who still wait, and send those who came meanwhile."""
-        self._send()
+        self._is_busy = bool(self._waiting)
+        if self._is_busy:
+            self._send_soon()
         for outcome in outcomes:
             future = outcome.request.future
             if future.done():  # its caller was cancelled
