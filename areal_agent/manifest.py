@@ -2,10 +2,12 @@
 
     manifest.json   {"files": {"model.safetensors": {"num_bytes": 4194304, "sha256": "..."}}, ...}
 
-It knows nothing of what the files hold. A manifest is written last, so a folder without one is not complete.
+It knows nothing of what the files hold. A manifest is written last, so a folder without one is not complete. A folder
+is brought to the disk before it gets the name by which readers find it.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,3 +63,18 @@ def sha256_of(path: Path) -> str:
     """Of a file's bytes, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def bring_to_disk(folder: Path) -> None:
+    """All files and folders in it, and itself: what a power loss leaves."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """One file, or the names in one folder."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

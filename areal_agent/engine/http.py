@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from areal_agent.engine import wire
 from areal_agent.engine.fields import WireError
 from areal_agent.engine.limits import check_request
+from areal_agent.engine.readiness import wait_until_healthy
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport
 from areal_agent.engine.wire import EngineStats, WeightUpdate
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
@@ -27,7 +28,6 @@ from areal_agent.types import (
 )
 
 HEALTH_TIMEOUT_S = 5.0
-READY_POLL_S = 0.05
 
 _UNTOLD_STATUS = 400  # of a failure in mid-stream that names none: SGLang sends those for wrong requests
 
@@ -126,15 +126,7 @@ class HttpEngine:
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until it serves. Raises EngineUnreachable when it does not within `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not await self.health():  # noqa: ASYNC110 (nothing in this process tells when another one serves)
-                    await asyncio.sleep(READY_POLL_S)
-        except TimeoutError:
-            raise EngineUnreachable(
-                f"the engine at {self.base_url} did not serve within {timeout_s:g} s; "
-                "see its log, or raise engine.startup_timeout_s"
-            ) from None
+        await wait_until_healthy(f"the engine at {self.base_url}", self.health, timeout_s)
 
     async def aclose(self) -> None:
         """Close the connections. Harmless when done before."""

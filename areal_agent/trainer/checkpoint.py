@@ -10,7 +10,6 @@ removed or replaced steps aside first, by a rename too. A directory has one writ
 """
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import orjson
 
-from areal_agent.manifest import MANIFEST, encode_manifest, read_manifest
+from areal_agent.manifest import MANIFEST, bring_to_disk, encode_manifest, read_manifest, sync
 from areal_agent.trainer.commit_points import CommitPoint, Passing, pass_by
 from areal_agent.types import JsonObject
 
@@ -69,12 +68,12 @@ def publish_checkpoint(
         (folder / RUN_STATE).write_bytes(orjson.dumps(run_state))
         (folder / MANIFEST).write_bytes(encode_manifest(folder, {"step": step, "incarnation": incarnation}))
         passing(CommitPoint.WRITTEN)
-        _bring_to_disk(folder)
+        bring_to_disk(folder)
         passing(CommitPoint.DURABLE)
         target = _name(directory, step)
         _step_aside(target, passing)
         folder.rename(target)
-        _sync(directory)
+        sync(directory)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         recover(directory)
@@ -151,20 +150,6 @@ def _published(directory: Path) -> list[Path]:
 
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
-
-
-def _bring_to_disk(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _step_aside(target: Path, passing: Passing) -> None:

@@ -7,7 +7,6 @@ A folder is written under a hidden name, brought to the disk, then renamed: unde
 written to again. It knows nothing of engines and versions.
 """
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_agent.manifest import MANIFEST, encode_manifest
+from areal_agent.manifest import MANIFEST, bring_to_disk, encode_manifest
 from areal_agent.types import DiskWeights
 
 NUM_KEPT = 2
@@ -60,13 +59,4 @@ class DiskChannel:
         tensors = {name: one.detach().to("cpu", self._dtype).contiguous() for name, one in parameters.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / MANIFEST).write_bytes(encode_manifest(folder, {}))
-        for path in (*folder.iterdir(), folder):
-            _sync(path)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        bring_to_disk(folder)

@@ -21,6 +21,7 @@ from typing import TypeVar
 from areal_agent.engine import wire
 from areal_agent.engine.fields import WireError
 from areal_agent.engine.limits import check_request
+from areal_agent.engine.readiness import wait_until_healthy
 from areal_agent.engine.sglang.info import LOADS, decode_loads, decode_served, decode_start
 from areal_agent.engine.sglang.request import ServerRequest
 from areal_agent.engine.sglang.served_model import ServedModel
@@ -28,7 +29,7 @@ from areal_agent.engine.sglang.weight_folders import WeightFolders
 from areal_agent.engine.sglang.weights import ServerWeights
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport
 from areal_agent.engine.wire import EngineStats
-from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
 from areal_agent.types import (
     DiskWeights,
     EngineInfo,
@@ -41,7 +42,6 @@ from areal_agent.types import (
 )
 
 HEALTH_TIMEOUT_S = 5.0
-READY_POLL_S = 0.2
 
 T = TypeVar("T")
 
@@ -179,15 +179,7 @@ class SglangEngine:
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until it serves. Raises EngineUnreachable when it does not within `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not await self.health():  # noqa: ASYNC110 (nothing in this process tells when another one serves)
-                    await asyncio.sleep(READY_POLL_S)
-        except TimeoutError:
-            raise EngineUnreachable(
-                f"the SGLang server at {self.base_url} did not serve within {timeout_s:g} s; see its log, or raise "
-                "engine.startup_timeout_s"
-            ) from None
+        await wait_until_healthy(f"the SGLang server at {self.base_url}", self.health, timeout_s)
 
     async def aclose(self) -> None:
         """Close the connections. Harmless when done before."""

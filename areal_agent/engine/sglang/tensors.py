@@ -8,15 +8,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import orjson
 
 from areal_agent.engine.fields import WireError, as_ids, as_object, decode_json, get
+from areal_agent.engine.stored_weights import weight_files
 from areal_agent.errors import WeightUpdateError
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 TIED_HEAD = "lm_head.weight"
 
 ITEM_BYTES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2}
@@ -38,7 +37,7 @@ class StoredTensor:
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a Hugging Face folder. Raises WeightUpdateError for files that are not whole."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
+    for file in _files(folder):
         try:
             with file.open("rb") as opened:
                 tensors, header_bytes = _read_header(opened.read(_LENGTH_BYTES), opened.read)
@@ -51,16 +50,11 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights of a Hugging Face folder."""
-    index = folder / INDEX
-    if not index.exists():
-        return [folder / SINGLE]
+def _files(folder: Path) -> list[Path]:
     try:
-        weight_map = get(as_object(decode_json(index.read_bytes()), INDEX), "weight_map", dict)
-    except (OSError, WireError) as error:
-        raise WeightUpdateError(f"cannot read {str(index)!r}: {error}") from error
-    return [folder / str(name) for name in sorted(set(cast(dict[str, Any], weight_map).values()))]
+        return [folder / name for name in weight_files(folder)]
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise WeightUpdateError(f"cannot read the index of the weights in {str(folder)!r}: {error!r}") from error
 
 
 def prove_fits(folder: Path, expected: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> None:

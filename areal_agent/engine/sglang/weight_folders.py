@@ -14,7 +14,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from areal_agent.engine.sglang.tensors import SINGLE, StoredTensor, encode_header
+from areal_agent.engine.sglang.tensors import StoredTensor, encode_header
+from areal_agent.engine.stored_weights import WEIGHTS
 from areal_agent.errors import WeightUpdateError
 from areal_agent.manifest import MANIFEST, encode_manifest, read_manifest
 from areal_agent.types import DiskWeights, SharedMemoryWeights, TensorEntry
@@ -65,7 +66,7 @@ def publish(weights: SharedMemoryWeights, folder: Path) -> None:
     try:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True, mode=0o700)
-        _copy(weights, hidden / SINGLE)
+        _copy(weights, hidden / WEIGHTS)
         (hidden / MANIFEST).write_bytes(encode_manifest(hidden, {}))
         os.replace(hidden, folder)
     except (OSError, ValueError) as error:

@@ -101,9 +101,6 @@ class ServerWeights:
         except EngineError as failure:
             await self._undo(failure, before, flush_cache=flush_cache)
             raise WeightUpdateError(f"{failure}; the weights before were loaded again") from failure
-        except asyncio.CancelledError:
-            self._broken = f"the load of version {wanted.label} was cut short"
-            raise
         self.serving, self._broken = wanted, None
         await self._folders.release(before.folder)
 
@@ -118,11 +115,14 @@ class ServerWeights:
         """Let it load a folder under a label. The answer is believed when the label has moved."""
         folder = os.path.abspath(wanted.folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
         body = {"model_path": folder, "weight_version": wanted.label, "flush_cache": flush_cache}
-        await self._transport.post(wire.UPDATE_FROM_DISK, body, refusal=WeightUpdateError)
         try:
+            await self._transport.post(wire.UPDATE_FROM_DISK, body, refusal=WeightUpdateError)
             served = decode_served(await self._transport.get(wire.MODEL_INFO))
         except WireError as error:
             raise self._transport.unreadable(wire.MODEL_INFO, error) from error
+        except asyncio.CancelledError:
+            self._broken = f"the load of version {wanted.label} was cut short"
+            raise
         if served.label != wanted.label:
             raise WeightUpdateError(
                 f"{self._transport.base_url} says that it serves {served.label} after an update to {wanted.label}"

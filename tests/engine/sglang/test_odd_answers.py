@@ -1,6 +1,7 @@
 """A server that answers as SGLang does where that surprises, scripted here, so that every answer can be had at will:
 
-- 400 although the weights have changed: the weights before are loaded again; where that fails too, nothing is sampled
+- 400 although the weights have changed: the weights before are loaded again; where that fails too, or is cut short,
+  nothing is sampled
 - an update that is answered with success and does not move the label is none
 - the label is the one of `/model_info`: `/server_info` has the one of the start
 - a `/health` that never answers does not matter, a `/server_info` that fails does
@@ -35,6 +36,8 @@ class ScriptedServer:
         self.label = str(OLD)
         self.loaded: list[tuple[str, str]] = []
         self.update_statuses: list[int] = []
+        self.hangs_at = 0  # which update is never answered
+        self.is_hanging = asyncio.Event()
         self.moves_label = True
         self.is_alive = True
         self.events: list[dict] = []
@@ -60,6 +63,9 @@ class ScriptedServer:
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.loaded.append((body["model_path"], body["weight_version"]))
+        if self.hangs_at == len(self.loaded):
+            self.is_hanging.set()
+            await asyncio.Event().wait()
         status = self.update_statuses.pop(0) if self.update_statuses else 200
         self.model = body["model_path"]
         if status == 200 and self.moves_label:
@@ -142,6 +148,19 @@ async def test_nothing_is_sampled_from_weights_that_nobody_knows(scripted, ask, 
     await push([engine], share(other), NEXT)
     assert (await engine.generate(ask(1))).token_ids == (5,)
     assert await engine.health()
+
+
+@pytest.mark.parametrize("hangs_at", [1, 2], ids=["the new weights", "the old ones again"])
+async def test_nothing_is_sampled_after_a_load_that_was_cut_short(scripted, ask, share, other, hangs_at):
+    server, engine = scripted
+    server.update_statuses, server.hangs_at = [400], hangs_at
+    pushing = asyncio.create_task(push([engine], share(other), NEW))
+    await server.is_hanging.wait()
+    pushing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pushing
+    with pytest.raises(EngineUnreachable, match="nobody knows which weights"):
+        await engine.generate(ask(1))
 
 
 async def test_a_label_that_does_not_move_is_no_success(scripted, share, other):
