@@ -52,8 +52,8 @@ def error_boundary(handle: Handler, on_error: Callable[[int], None]) -> Handler:
         try:
             return await handle(request)
         except Exception as error:  # the boundary: whatever fails, the agent gets an error that it understands
-            if request.transport is None:  # nobody is left to hear of it
-                raise ConnectionResetError("the client hung up") from error
+            if request.transport is None or request.transport.is_closing():
+                return web.Response()  # nobody is left to hear of it, and it is no error for the log
             fault = as_request_error(error, request)
             on_error(fault.status)
             if request.writer.output_size:  # a part of another answer has left already
