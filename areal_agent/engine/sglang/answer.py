@@ -14,11 +14,8 @@ from areal_agent.engine.wire.tokens import decode_tokens, top_entries
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateResult, JsonObject, TokenChunk, TopLogprobs
 
-NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
-"""What a request gave that was ended before it gave anything."""
 
-
-class AnswerReader:
+class SglangAnswer:
     """Puts the events of one answer together. `result` is there after the last one."""
 
     def __init__(self) -> None:

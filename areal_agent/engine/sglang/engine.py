@@ -3,12 +3,12 @@
 What SGLang does otherwise than the common wire says, and what is done about it:
 
     an id outside the vocabulary ends the server         checked here, against the model's config.json
-    an abort takes ids by prefix, is lost at a pause     request.py: ids of equal length, streams that can be closed
+    an abort takes ids by prefix, is lost at a pause     foreign/request.py: ids of equal length, streams to close
     `/health` samples a token: dead while paused         `/server_info` goes through the scheduler and needs no model
-    a label does not move without being given            weights.py: every update gives one, and it is read back
-    400 although the weights have changed                weights.py: paused first; whatever fails is undone
+    a label does not move without being given            loader.py: every update gives one, and it is read back
+    400 although the weights have changed                foreign/weights.py: paused first; whatever fails is undone
     idle connections are closed after 5 s                every call has its own: none fails because of that
-    what a folder lacks keeps its old value              tensors.py: proved whole and fitting before it is told of
+    what a folder lacks keeps its old value              foreign/tensors.py: proved whole before it is told of
     no pause lets requests end first (`wait`)            requests wait here, until those that have begun have ended
 """
 
@@ -20,13 +20,15 @@ from typing import TypeVar
 
 from areal_agent.engine import wire
 from areal_agent.engine.fields import WireError
+from areal_agent.engine.foreign.request import ServerRequest
+from areal_agent.engine.foreign.served_model import ServedModel
+from areal_agent.engine.foreign.weight_folders import WeightFolders
+from areal_agent.engine.foreign.weights import ServerWeights
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.readiness import wait_until_healthy
+from areal_agent.engine.sglang.dialect import SglangDialect
 from areal_agent.engine.sglang.info import LOADS, decode_loads, decode_served, decode_start
-from areal_agent.engine.sglang.request import ServerRequest
-from areal_agent.engine.sglang.served_model import ServedModel
-from areal_agent.engine.sglang.weight_folders import WeightFolders
-from areal_agent.engine.sglang.weights import ServerWeights
+from areal_agent.engine.sglang.loader import SglangLoader
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
@@ -84,7 +86,7 @@ class SglangEngine:
         """
         if request.request_id in self._requests:
             raise EngineRejected(f"a request {request.request_id!r} is in flight; give every request an id of its own")
-        sent = self._requests[request.request_id] = ServerRequest(self._transport, request)
+        sent = self._requests[request.request_id] = ServerRequest(self._transport, SglangDialect(), request)
         try:
             check_request(request, self._info or await self.info())
             return await sent.run(on_chunk, self._admitted)
@@ -151,7 +153,7 @@ class SglangEngine:
         served = self._decode(decode_served, wire.MODEL_INFO, await self._transport.get(wire.MODEL_INFO))
         model = await asyncio.to_thread(ServedModel.read, Path(started.model_path))
         if self._weights is None:
-            self._weights = ServerWeights(self._transport, self._folders, model, served)
+            self._weights = ServerWeights(SglangLoader(self._transport), self._folders, model, served)
         limit = self._max_context_tokens or started.max_context_tokens
         self._info = replace(
             started,

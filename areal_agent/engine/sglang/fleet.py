@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
+from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.engine.sglang.engine import SglangEngine
 from areal_agent.engine.sglang.routing import Router
-from areal_agent.engine.sglang.weight_folders import WeightFolders
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineRejected
 from areal_agent.types import (

@@ -1,33 +1,17 @@
 """What a SGLang server says of itself. `/model_info` is what serves now; `/server_info` is what it was started with."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_agent.engine import wire
 from areal_agent.engine.fields import as_integer, as_object, get
+from areal_agent.engine.foreign.weights import Served
 from areal_agent.engine.wire import EngineStats
 from areal_agent.types import EngineInfo, WeightVersion
 
 LOADS = "/v1/loads"
 
 _UNLABELLED = "default"  # SGLang's label of weights that nobody labelled
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """The weights that a server has now, and how it calls them."""
-
-    folder: Path
-    label: str
-
-    @property
-    def version(self) -> WeightVersion | None:
-        """None when the label is none of ours."""
-        try:
-            return WeightVersion.parse(self.label)
-        except ValueError:
-            return None
 
 
 def decode_served(model_info: object) -> Served:

@@ -14,15 +14,14 @@ import importlib.machinery
 import importlib.util
 import os
 import runpy
-import signal
 import sys
-import threading
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 
-LIFELINE_VARIABLE = "AREAL_AGENT_LIFELINE_FD"  # as process.py has it
+LIFELINE = str(Path(__file__).parents[1] / "foreign" / "lifeline.py")
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -64,26 +63,11 @@ class _AbsentKernels(ModuleType):
         return absent
 
 
-def end_with_parent() -> None:
-    """Kill this process and those that it started as soon as its parent is gone. They have a session of their own."""
-    lifeline = os.environ.get(LIFELINE_VARIABLE)
-    if lifeline is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to decide about
-        threading.Thread(target=_wait_for_end, args=(int(lifeline),), name="lifeline", daemon=True).start()
-
-
-def _wait_for_end(fd: int) -> NoReturn:
-    while os.read(fd, 1):
-        pass
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
-
-
 if __name__ == "__main__" and needs_cpu(sys.argv):
     os.environ[CPU_VARIABLE] = "1"
     sys.argv[1:1] = CPU_FLAGS  # in front: what was asked for holds
 if CPU_VARIABLE in os.environ:
     stand_in_for_what_cpus_lack()
 if __name__ == "__main__":
-    end_with_parent()
+    runpy.run_path(LIFELINE)["end_with_parent"]()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

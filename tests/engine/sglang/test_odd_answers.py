@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from areal_agent.engine import wire
-from areal_agent.engine.sglang.answer import AnswerReader
+from areal_agent.engine.sglang.answer import SglangAnswer
 from areal_agent.engine.sglang.engine import SglangEngine
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, VersionSpan, WeightVersion
@@ -233,7 +233,7 @@ ABORTED = {"type": "abort", "message": "Abort in waiting queue"}
     ],
 )
 def test_an_aborted_answer_has_what_arrived(ids, entries, new):
-    reader = AnswerReader()
+    reader = SglangAnswer()
     reader.read(event([5, 6], 2))
     last = event(ids, 3, ABORTED, weight_versions=spans(3))
     last["meta_info"]["output_token_logprobs"] = [[-0.5, token_id, None] for token_id in entries]
@@ -245,7 +245,7 @@ def test_an_aborted_answer_has_what_arrived(ids, entries, new):
 
 
 def test_an_abort_before_the_first_token():
-    reader = AnswerReader()
+    reader = SglangAnswer()
     reader.read({"text": "", "output_ids": [], "meta_info": {"finish_reason": ABORTED, "completion_tokens": 0}})
     assert reader.result is not None
     assert (reader.result.token_ids, reader.result.versions) == ((), ())
@@ -254,4 +254,4 @@ def test_an_abort_before_the_first_token():
 @pytest.mark.parametrize(("status", "error"), [(400, EngineRejected), (503, EngineUnreachable)])
 def test_an_abort_with_a_status_is_a_failure(status, error):
     with pytest.raises(error, match=f"{status}: no room"):
-        AnswerReader().read(event([], 0, ABORTED | {"message": "no room", "status_code": status}))
+        SglangAnswer().read(event([], 0, ABORTED | {"message": "no room", "status_code": status}))

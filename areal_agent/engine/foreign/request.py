@@ -1,34 +1,77 @@
-"""One request at a SGLang server, from its first byte to its last. Knows nothing of other requests, nor of weights.
+"""One request at a server, from its first byte to its last. Knows nothing of other requests, nor of weights.
 
 It is always streamed. Who closes a stream takes the request out of the server at once, wherever it stands there:
 
-    not begun, or held at a pause   close: an abort would be lost, and the next one for it, too
-    begun (a token has come)        abort, and read on: the last event has the exact version spans
+    not begun, or held at a pause   close: an abort would be lost (SGLang: and the next one for it, too)
+    begun (a token has come)        abort, and read on: what was sampled is told to the end
+
+How a server is asked, and how it answers, is its `Dialect`.
 """
 
 import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from areal_agent.engine import wire
 from areal_agent.engine.fields import WireError
-from areal_agent.engine.sglang.answer import NOTHING, AnswerReader
 from areal_agent.engine.transport import Transport
 from areal_agent.errors import EngineRejected, EngineUnreachable
-from areal_agent.types import GenerateRequest, GenerateResult, TokenChunk
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, JsonObject, TokenChunk
+
+NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+"""What a request gave that was ended before it gave anything."""
 
 _UNTOLD_STATUS = 400  # of a failure in mid-stream that names none
 
 
-class ServerRequest:
-    """One `/generate`. Its id at the server is its own and as long as any other: SGLang takes an id for a prefix."""
+class AnswerReader(Protocol):
+    """Puts the events of one answer together."""
 
-    def __init__(self, transport: Transport, request: GenerateRequest) -> None:
+    @property
+    def result(self) -> GenerateResult | None:
+        """All of it, once the events that make it have been read."""
+        ...
+
+    def read(self, fields: JsonObject) -> TokenChunk:
+        """Read one event; the tokens that are new, perhaps none.
+
+        Raises WireError for what cannot be read, and an EngineError when the server says that it failed.
+        """
+        ...
+
+
+class Dialect(Protocol):
+    """How one kind of server is asked for a completion."""
+
+    @property
+    def path(self) -> str:
+        """Where requests are posted."""
+        ...
+
+    def encode(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
+        """The body of a request, to be answered in events. The server knows it by `rid`."""
+        ...
+
+    def reader(self, request: GenerateRequest) -> AnswerReader:
+        """For the events of its answer."""
+        ...
+
+    async def abort(self, transport: Transport, rid: str) -> None:
+        """Let the server end a request that has begun."""
+        ...
+
+
+class ServerRequest:
+    """One call of `generate`. Its id at the server is its own, as long as any other: SGLang takes ids for prefixes."""
+
+    def __init__(self, transport: Transport, dialect: Dialect, request: GenerateRequest) -> None:
         self.rid = uuid.uuid4().hex
         self._transport = transport
+        self._dialect = dialect
         self._request = request
-        self._reader = AnswerReader()
+        self._reader = dialect.reader(request)
         self._reading: asyncio.Task[GenerateResult] | None = None
         self._has_begun = False
         self._is_given_up = False
@@ -54,7 +97,7 @@ class ServerRequest:
     async def abort(self) -> None:
         """End it: `run` returns what it has."""
         if self._has_begun:
-            await self._transport.post(wire.ABORT_REQUEST, wire.encode_abort(self.rid))
+            await self._dialect.abort(self._transport, self.rid)
             return
         self._is_given_up = True
         if self._reading is not None:
@@ -65,8 +108,8 @@ class ServerRequest:
     ) -> GenerateResult:
         await admitted()
         splitter = wire.EventSplitter()
-        body = {**wire.encode_request(self._request, is_streamed=True), "rid": self.rid}
-        async with contextlib.aclosing(self._transport.stream(wire.GENERATE, body)) as pieces:
+        body = self._dialect.encode(self._request, self.rid)
+        async with contextlib.aclosing(self._transport.stream(self._dialect.path, body)) as pieces:
             async for piece in pieces:
                 for event in splitter.feed(piece):
                     self._has_begun = True
@@ -75,8 +118,8 @@ class ServerRequest:
                         on_chunk(chunk)
         if self._reader.result is None:
             raise EngineUnreachable(
-                f"the answer of {self._transport.base_url}{wire.GENERATE} ended before its last event; is the engine "
-                "running? see its log"
+                f"the answer of {self._transport.base_url}{self._dialect.path} ended before its last event; is the "
+                "engine running? see its log"
             )
         return self._reader.result
 
@@ -86,9 +129,9 @@ class ServerRequest:
             if "error" not in body:
                 return self._reader.read(body)
         except WireError as error:
-            raise self._transport.unreadable(wire.GENERATE, error) from error
+            raise self._transport.unreadable(self._dialect.path, error) from error
         failure = wire.decode_failure(body, _UNTOLD_STATUS)
-        message = f"{self._transport.base_url}{wire.GENERATE} broke off with {failure.status}: {failure.message}"
+        message = f"{self._transport.base_url}{self._dialect.path} broke off with {failure.status}: {failure.message}"
         raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
 
 

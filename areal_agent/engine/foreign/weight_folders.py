@@ -1,4 +1,4 @@
-"""Turns weights in shared memory into folders that SGLang loads, each published whole or not at all.
+"""Turns weights in shared memory into folders that a server loads, each published whole or not at all.
 
     shared memory ── copied, its checksum proved ──▶ hidden folder, manifest.json last ── rename ──▶ folders/PUSH_ID/
 
@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from areal_agent.engine.sglang.tensors import StoredTensor, encode_header
+from areal_agent.engine.foreign.tensors import StoredTensor, encode_header
 from areal_agent.engine.stored_weights import WEIGHTS
 from areal_agent.errors import WeightUpdateError
 from areal_agent.manifest import MANIFEST, encode_manifest, read_manifest

@@ -1,25 +1,52 @@
-"""The weights of one SGLang server: pushed, proved, loaded while it is paused, and put back where that fails.
+"""The weights of one server: pushed, proved, loaded while it is paused, and put back where that fails.
 
     push     begin ──▶ send: a folder is written and proved ──▶ commit: the server loads it, and says so
-    failed   SGLang answers 400 although the weights have changed: the folder before is loaded again. Where that fails,
-             too, nobody knows what serves, and nothing may be sampled until a commit succeeds
+    failed   a server may answer with a failure although its weights have changed: the folder before is loaded again.
+             Where that fails, too, or nobody here knows the folder before, nobody knows what serves, and nothing may be
+             sampled until a commit succeeds
 
-Knows the server through HTTP alone, and nothing of requests.
+Knows the server by its `Loader` alone, and nothing of requests.
 """
 
 import asyncio
-import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from areal_agent.engine import wire
-from areal_agent.engine.fields import WireError
-from areal_agent.engine.sglang.info import Served, decode_served
-from areal_agent.engine.sglang.served_model import ServedModel
-from areal_agent.engine.sglang.weight_folders import WeightFolders
-from areal_agent.engine.transport import Transport
+from areal_agent.engine.foreign.served_model import ServedModel
+from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.errors import EngineError, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """The weights that a server has now, and how it calls them."""
+
+    folder: Path | None
+    """None: they were loaded by somebody else, and this server does not tell from where."""
+    label: str
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """None when the label is none of ours."""
+        try:
+            return WeightVersion.parse(self.label)
+        except ValueError:
+            return None
+
+
+class Loader(Protocol):
+    """One server, as far as its weights go."""
+
+    @property
+    def base_url(self) -> str:
+        """Where the server listens."""
+        ...
+
+    async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
+        """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,9 +60,9 @@ class _Push:
 class ServerWeights:
     """What one server serves, and what it is to serve next. `serving` is what it was found with."""
 
-    def __init__(self, transport: Transport, folders: WeightFolders, model: ServedModel, serving: Served) -> None:
+    def __init__(self, loader: Loader, folders: WeightFolders, model: ServedModel, serving: Served) -> None:
         self.serving = serving
-        self._transport = transport
+        self._loader = loader
         self._folders = folders
         self._model = model
         self._push: _Push | None = None
@@ -45,7 +72,7 @@ class ServerWeights:
         """Raises EngineUnreachable when nobody knows which weights serve."""
         if self._broken is not None:
             raise EngineUnreachable(
-                f"nobody knows which weights {self._transport.base_url} serves, so it may not sample: {self._broken}"
+                f"nobody knows which weights {self._loader.base_url} serves, so it may not sample: {self._broken}"
             )
 
     async def begin(self, push_id: str) -> None:
@@ -71,8 +98,8 @@ class ServerWeights:
             if push.folder is None:
                 raise WeightUpdateError(f"push {push_id!r} has sent no weights: send them before it is committed")
             if served is not None and version <= served:
-                raise WeightUpdateError(f"{self._transport.base_url} serves version {served}: {version} is not later")
-            await self._load(Served(folder=push.folder, label=str(version)), flush_cache=flush_cache)
+                raise WeightUpdateError(f"{self._loader.base_url} serves version {served}: {version} is not later")
+            await self._load(push.folder, str(version), flush_cache=flush_cache)
         except BaseException:
             await self.forget_push()
             raise
@@ -92,43 +119,37 @@ class ServerWeights:
     async def load(self, folder: Path, version: WeightVersion) -> None:
         """Let the paused server load a model folder, whatever it has served."""
         await asyncio.to_thread(self._model.prove, folder)
-        await self._load(Served(folder=folder, label=str(version)), flush_cache=True)
+        await self._load(folder, str(version), flush_cache=True)
 
-    async def _load(self, wanted: Served, *, flush_cache: bool) -> None:
+    async def _load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
         before = self.serving
         try:
-            await self._tell(wanted, flush_cache=flush_cache)
+            await self._tell(folder, label, flush_cache=flush_cache)
         except EngineError as failure:
             await self._undo(failure, before, flush_cache=flush_cache)
             raise WeightUpdateError(f"{failure}; the weights before were loaded again") from failure
-        self.serving, self._broken = wanted, None
-        await self._folders.release(before.folder)
+        self.serving, self._broken = Served(folder=folder, label=label), None
+        if before.folder is not None:
+            await self._folders.release(before.folder)
 
     async def _undo(self, failure: EngineError, before: Served, *, flush_cache: bool) -> None:
+        if before.folder is None:
+            self._broken = f"{failure}; where the weights before came from is not known here"
+            raise WeightUpdateError(self._broken) from failure
         try:
-            await self._tell(before, flush_cache=flush_cache)
+            await self._tell(before.folder, before.label, flush_cache=flush_cache)
         except EngineError as error:
             self._broken = f"{failure}; to load the weights before again failed, too: {error}"
             raise WeightUpdateError(self._broken) from failure
 
-    async def _tell(self, wanted: Served, *, flush_cache: bool) -> None:
-        """Let it load a folder under a label. The answer is believed when the label has moved."""
-        folder = os.path.abspath(wanted.folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
-        body = {"model_path": folder, "weight_version": wanted.label, "flush_cache": flush_cache}
+    async def _tell(self, folder: Path, label: str, *, flush_cache: bool) -> None:
         try:
-            await self._transport.post(wire.UPDATE_FROM_DISK, body, refusal=WeightUpdateError)
-            served = decode_served(await self._transport.get(wire.MODEL_INFO))
-        except WireError as error:
-            raise self._transport.unreadable(wire.MODEL_INFO, error) from error
+            await self._loader.load(folder, label, flush_cache=flush_cache)
         except asyncio.CancelledError:
-            self._broken = f"the load of version {wanted.label} was cut short"
+            self._broken = f"the load of version {label} was cut short"
             raise
-        if served.label != wanted.label:
-            raise WeightUpdateError(
-                f"{self._transport.base_url} says that it serves {served.label} after an update to {wanted.label}"
-            )
 
     def _open_push(self, push_id: str) -> _Push:
         if self._push is None or self._push.id != push_id:
-            raise PushConflict(f"push {push_id!r} is not open at {self._transport.base_url}; begin one")
+            raise PushConflict(f"push {push_id!r} is not open at {self._loader.base_url}; begin one")
         return self._push

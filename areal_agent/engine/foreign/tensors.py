@@ -1,6 +1,6 @@
 """Folders of safetensors: what one holds, without reading the numbers, and whether another fits in its place.
 
-SGLang loads whatever a folder has: what is missing there keeps its old value, and what does not fit ends the server.
+A server loads whatever a folder has: what is missing there keeps its old value, and what does not fit may end it.
 So a folder is proved here before a server hears of it. Knows no torch, no server and no versions.
 """
 

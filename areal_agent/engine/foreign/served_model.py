@@ -1,6 +1,6 @@
-"""What has to be known of the model behind a server, and what SGLang does not tell: read from the model's folder.
+"""What has to be known of the model behind a server, and what servers do not tell: read from the model's folder.
 
-SGLang dies of a token id outside the vocabulary, and loads weights of any shape: both are checked on this side.
+SGLang dies of a token id outside the vocabulary, and servers load weights of any shape: both are checked on this side.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.engine.fields import WireError, as_integer, as_object, decode_json
-from areal_agent.engine.sglang.tensors import prove_fits, read_shapes
+from areal_agent.engine.foreign.tensors import prove_fits, read_shapes
 from areal_agent.errors import EngineError, EngineRejected
 
 

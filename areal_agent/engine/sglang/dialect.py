@@ -1,0 +1,27 @@
+"""How a SGLang server is asked for a completion. Knows no server."""
+
+from typing import Any
+
+from areal_agent.engine import wire
+from areal_agent.engine.sglang.answer import SglangAnswer
+from areal_agent.engine.transport import Transport
+from areal_agent.types import GenerateRequest
+
+
+class SglangDialect:
+    """`foreign.request.Dialect`: the common wire, but for the end of an aborted answer."""
+
+    path = wire.GENERATE
+
+    def encode(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
+        """The body of a request."""
+        return {**wire.encode_request(request, is_streamed=True), "rid": rid}
+
+    def reader(self, request: GenerateRequest) -> SglangAnswer:
+        """For the events of its answer, which needs nothing of the request."""
+        del request
+        return SglangAnswer()
+
+    async def abort(self, transport: Transport, rid: str) -> None:
+        """Let the server end a request that has begun."""
+        await transport.post(wire.ABORT_REQUEST, wire.encode_abort(rid))
