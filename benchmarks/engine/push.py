@@ -1,7 +1,8 @@
 """What a push costs: 16 requests are under way, weights come through shared memory, as in a run.
 
-`write` is the trainer's part, beside sampling; `stall` is from the first pause to the last resume, of which `copy` is
-the engine's checksum and copy. After it the keys and values of all requests are computed again.
+`write` is the trainer's part and `send` the engine's checksum, both beside sampling; `stall` is from the first pause to
+the last resume: `pause`, until no step is under way, `copy`, and `resume`. After it the keys and values of all requests
+are computed again.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from areal_agent.cluster.local import weights_folder
 from areal_agent.engine.http import HttpEngine
 from areal_agent.types import GenerateRequest, SamplingParams, WeightVersion
-from areal_agent.weights.push import push
+from areal_agent.weights.push import PushReport, push
 from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 
 NUM_REQUESTS = 16
@@ -48,18 +49,13 @@ async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
             ]
             answers = [asyncio.create_task(engine.generate(request)) for request in requests]
             writes: list[float] = []
-            stalls: list[float] = []
-            copies: list[float] = []
-            sends: list[float] = []
+            reports: list[PushReport] = []
             for step in range(1, 2 if is_quick else NUM_PUSHES + 1):
                 await asyncio.sleep(0.3)
                 started_s = time.perf_counter()
                 weights = channel.write(parameters)
                 writes.append(time.perf_counter() - started_s)
-                report = await push([engine], weights, WeightVersion(step=step))
-                stalls.append(report.stall_s)
-                copies.append(report.transfer_s)
-                sends.append(report.send_s)
+                reports.append(await push([engine], weights, WeightVersion(step=step)))
             for request in requests:
                 await engine.abort(request.request_id)
             results = await asyncio.gather(*answers)
@@ -68,11 +64,16 @@ async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
             server.stop()
             channel.close()
     num_bytes = sum(parameter.numel() * 4 for parameter in parameters.values())
-    write, send, stall, copy = (1000 * statistics.median(values) for values in (writes, sends, stalls, copies))
+    steps = ("send_s", "stall_s", "pause_s", "transfer_s", "resume_s")
+    send, stall, pause, copy, resume = (
+        1000 * statistics.median(getattr(report, step) for report in reports) for step in steps
+    )
+    worst = 1000 * max(report.stall_s for report in reports)
     print(
         f"\n{folder.name}: a push of {num_bytes / 1e6:.0f} MB with {NUM_REQUESTS} requests under way: "
-        f"write {write:.1f} ms, send {send:.1f} ms while it samples, "
-        f"stall {stall:.1f} ms, of which copy {copy:.1f} ms; versions in an answer: "
+        f"write {1000 * statistics.median(writes):.1f} ms, send {send:.1f} ms while it samples, "
+        f"stall {stall:.1f} ms (at most {worst:.1f}): pause {pause:.1f}, copy {copy:.1f}, resume {resume:.1f}; "
+        f"versions in an answer: "
         f"{statistics.fmean(len(result.versions) for result in results):.1f}",
         flush=True,
     )

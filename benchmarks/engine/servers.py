@@ -70,7 +70,12 @@ def start_vllm(folder: Path, python: str, log: Path) -> Server:
     return _start(argv, log, port, "/v1/completions", _vllm_body, environment)
 
 
+class NotServing(Exception):
+    """A server did not start, or did not answer as it should."""
+
+
 async def wait_ready(client: aiohttp.ClientSession, server: Server, log: Path) -> None:
+    """Raises NotServing when it ends or takes too long."""
     deadline_s = time.monotonic() + READY_S
     while time.monotonic() < deadline_s:
         if server.process.poll() is not None:
@@ -82,7 +87,7 @@ async def wait_ready(client: aiohttp.ClientSession, server: Server, log: Path) -
         except aiohttp.ClientError:
             pass
         await asyncio.sleep(0.5)
-    raise SystemExit(f"{server.url} does not serve; the end of its log:\n" + "\n".join(_tail(log)))
+    raise NotServing(f"{server.url} does not serve; the end of its log:\n" + "\n".join(_tail(log)))
 
 
 def _tail(log: Path) -> list[str]:
