@@ -106,6 +106,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        require_one_gpu(self)
         if self.is_online:
             require_online(self)
             return self
@@ -192,6 +193,23 @@ def require_one_client(config: Config) -> None:
             f"engine.on_push is {config.engine.on_push!r}, which engine.backend sglang does within one process only, "
             f"and rollout.workers is {config.rollout.workers}; set on_push to 'interrupt', or workers to 0"
         )
+
+
+def require_one_gpu(config: Config) -> None:
+    """Weights within the memory of a GPU: the embedded engine and the trainer are both there."""
+    if config.trainer.transfer != "cuda_ipc":
+        return
+    if config.engine.backend != "embedded":
+        raise ValueError(
+            f"trainer.transfer is 'cuda_ipc', which engine.backend {config.engine.backend} does not take; use "
+            "'shared_memory' or 'disk'"
+        )
+    for name, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
+        if device == "cpu":
+            raise ValueError(
+                f"trainer.transfer is 'cuda_ipc', which needs engine and trainer on one GPU, and {name} is 'cpu'; set "
+                "it to 'cuda', or transfer to 'shared_memory'"
+            )
 
 
 def require_room(config: Config) -> None:

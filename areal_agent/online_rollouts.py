@@ -8,6 +8,7 @@ A run has a name at the gateway, kept in its own ledger. One that begins takes t
 what that one trained stays trained, and what waits is this one's.
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -71,6 +72,10 @@ class OnlineRollouts:
 
     def drained(self) -> AbstractAsyncContextManager[None]:
         raise ConfigError("engine.on_push 'drain' needs rollouts of the run's own; leave it out")
+
+    def memory_lent(self) -> AbstractAsyncContextManager[None]:
+        """The engine is somebody else's: it keeps what it has."""
+        return contextlib.nullcontext()
 
     async def publish(self, version: WeightVersion) -> None:
         self._state = await self.gateway.publish(

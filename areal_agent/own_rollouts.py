@@ -52,6 +52,17 @@ class OwnRollouts:
     def drained(self) -> AbstractAsyncContextManager[None]:
         return self.producer.drained()
 
+    @asynccontextmanager
+    async def memory_lent(self) -> AsyncGenerator[None]:
+        memory = self.serving.engine.memory
+        if memory is not None:
+            await memory.release_memory()
+        try:
+            yield
+        finally:
+            if memory is not None:
+                await memory.resume_memory()
+
     async def publish(self, version: WeightVersion) -> None:
         self.producer.publish(version.step)
 

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from areal_agent.types import (
-    DiskWeights,
     GenerateRequest,
     GenerateResult,
     PauseMode,
     SessionRecord,
-    SharedMemoryWeights,
     TokenChunk,
     Trajectory,
     Turn,
+    Weights,
     WeightVersion,
 )
 
@@ -52,6 +51,18 @@ class Pausable(Protocol):
         ...
 
 
+class MemoryHolder(Protocol):
+    """Keeps keys and values in memory that a trainer on the same GPU may need for a while."""
+
+    async def release_memory(self) -> None:
+        """Give it back. Requests wait until it is there again, and lose no token."""
+        ...
+
+    async def resume_memory(self) -> None:
+        """Take it again, and go on. Harmless when it was not released. Raises EngineRejected when it is not there."""
+        ...
+
+
 class WeightReceiver(Pausable, Protocol):
     """Takes new weights while it serves, in pushes: one at a time, and until its commit the old version serves.
 
@@ -63,7 +74,7 @@ class WeightReceiver(Pausable, Protocol):
         """Open a push; its sender names it."""
         ...
 
-    async def send_push(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+    async def send_push(self, push_id: str, weights: Weights) -> None:
         """Take the weights, all of them, and prove them. What becomes of their files afterwards changes nothing."""
         ...
 

@@ -141,7 +141,8 @@ class Run:
 
     async def _train_step(self, batch: RolloutBatch) -> StepReport:
         with self._metrics.during("training"):
-            report = await self._trainer.train_step(batch)
+            async with self._source.memory_lent():
+                report = await self._trainer.train_step(batch)
         self.step = batch.step
         self._metrics.trained(batch, report)
         return report

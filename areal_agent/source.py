@@ -51,6 +51,10 @@ class Source(Protocol):
         """Entering waits for the rollouts under way to end; inside, none begins."""
         ...
 
+    def memory_lent(self) -> AbstractAsyncContextManager[None]:
+        """Inside, the engine needs no memory for keys and values, where the config has it so."""
+        ...
+
     async def publish(self, version: WeightVersion) -> None:
         """This version serves: the bound moves."""
         ...

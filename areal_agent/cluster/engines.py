@@ -13,16 +13,21 @@ from areal_agent.engine.served import ServedEngine
 from areal_agent.engine.sglang.fleet import Fleet
 from areal_agent.errors import ConfigError, EngineError
 from areal_agent.process import ManagedProcess
+from areal_agent.protocols import MemoryHolder
 from areal_agent.types import WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningEngine:
-    """A client, where others find the same engine, and the processes that were started for it."""
+    """A client, where others find the same engine, and the processes that were started for it.
+
+    `memory` is what is to be released while a trainer trains, if anything.
+    """
 
     client: ServedEngine
     address: EngineAddress
     processes: tuple[ManagedProcess, ...]
+    memory: MemoryHolder | None = None
 
 
 @asynccontextmanager
@@ -33,7 +38,8 @@ async def open_engine(
     if config.backend == "embedded":
         async with start_engine(config, model, version, logs) as (process, engine):
             address = EngineAddress(backend="embedded", urls=(engine.base_url,))
-            yield RunningEngine(client=engine, address=address, processes=(process,))
+            memory = engine if config.release_kv else None
+            yield RunningEngine(client=engine, address=address, processes=(process,), memory=memory)
     elif config.urls:
         async with _connected(config, config.urls) as (fleet, address):
             await _take_over(fleet, config, model, version)

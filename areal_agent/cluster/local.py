@@ -67,6 +67,7 @@ async def start_engine(
     argv += ["--device", config.device, "--threads", str(config.threads), "--weight-version", str(version)]
     argv += ["--max-running", str(config.max_running_requests), "--max-context", str(config.max_context_tokens)]
     argv += ["--kv-tokens", str(config.kv_tokens)] if config.kv_tokens is not None else []
+    argv += ["--leave-gib", str(config.leave_gib)] if config.leave_gib is not None else []
     argv += ["--announce", str(announcement)]
     process = await ManagedProcess.start(
         "engine", argv, log_path=logs / "engine.log", env=thread_variables(config.threads)

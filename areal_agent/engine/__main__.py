@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_slots=config.max_running_requests,
         max_context_tokens=config.max_context_tokens,
         kv_tokens=config.kv_tokens,
+        leave_bytes=None if config.leave_gib is None else int(config.leave_gib * 2**30),
     )
     asyncio.run(_serve(runner, options.host, config.port, version, options.announce, options.drain))
     return 0
@@ -73,6 +74,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--kv-tokens", type=int, help="tokens whose keys and values are kept (default: by the memory there is)"
     )
+    parser.add_argument(
+        "--leave-gib", type=float, metavar="GIB", help="what they leave free of the memory there is, for a trainer, say"
+    )
     parser.add_argument("--weight-version", default="0:0", help="label of the weights it starts with (default 0:0)")
     parser.add_argument(
         "--drain",
@@ -95,10 +99,12 @@ def _config(options: Namespace) -> EngineConfig:
             max_running_requests=options.max_running,
             max_context_tokens=options.max_context,
             kv_tokens=options.kv_tokens,
+            leave_gib=options.leave_gib,
         )
     except ValidationError as error:
         fault = error.errors()[0]
-        raise ConfigError(f"{fault['loc'][0]} is {fault['input']!r}; {fault['msg'].lower()}") from None
+        where = f"{fault['loc'][0]} is {fault['input']!r}; " if fault["loc"] else ""
+        raise ConfigError(f"{where}{fault['msg'].removeprefix('Value error, ').lower()}") from None
 
 
 def _weight_version(text: str) -> WeightVersion:

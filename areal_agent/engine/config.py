@@ -39,6 +39,13 @@ class EngineConfig(Section):
     """Tokens whose keys and values are kept, of running requests and of those that may be continued. Default: what fits
     into a quarter of the machine's memory (a GPU: half of what is free), at most two contexts a running request; with
     SGLang, what its `--mem-fraction-static` gives."""
+    leave_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """GiB that keys and values leave free, for a trainer on the same GPU above all: they take the rest of what is free
+    once the engine's model is loaded, at most two contexts a running request. A trainer takes 16 bytes a parameter
+    (weights, gradients, AdamW's two moments), 2 bytes for each that it publishes, and its activations."""
+    release_kv: bool = False
+    """Give the memory of keys and values back while the trainer trains, for a trainer on the same GPU that needs it.
+    Answers under way wait for the end of the train step and are computed again up to where they were."""
     on_push: Literal["interrupt", "turn_boundary", "drain"] = "interrupt"
     """What new weights do to answers under way. `interrupt`: they stop at a token and go on under the new weights.
     `turn_boundary`: they end under the old ones first, and the next turns wait. `drain`: whole rollouts end first."""
@@ -58,8 +65,13 @@ class EngineConfig(Section):
     def _fits_its_backend(self) -> Self:
         if self.backend == "embedded":
             self._refuse(("python", "num_servers", "server_args", "urls"), "is for engine.backend sglang")
+            if self.kv_tokens is not None and self.leave_gib is not None:
+                raise ValueError(
+                    f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}: each alone says "
+                    "how much keys and values take; leave one out"
+                )
             return self
-        self._refuse(("url",), "is for the embedded engine")
+        self._refuse(("url", "leave_gib", "release_kv"), "is for the embedded engine")
         if self.urls:
             self._refuse(_OF_STARTED_SERVERS, "is for servers that are started here, and engine.urls run already")
         elif self.python is None:

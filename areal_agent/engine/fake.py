@@ -53,6 +53,7 @@ from areal_agent.types import (
     PauseMode,
     SharedMemoryWeights,
     TokenChunk,
+    Weights,
     WeightVersion,
 )
 
@@ -92,7 +93,7 @@ class FakeEngine:
         self.paused: PauseMode | None = None
         self.requests: list[GenerateRequest] = []  # every request that was accepted, in order
         self.aborted_ids: list[str] = []  # every abort that was asked for, cancelled calls included
-        self.weights: list[SharedMemoryWeights | DiskWeights] = []  # every update that was taken
+        self.weights: list[Weights] = []  # every update that was taken
         self._script = script
         self._vocab_size = vocab_size
         self._max_context_tokens = max_context_tokens
@@ -157,7 +158,7 @@ class FakeEngine:
         await self._faults.strike(Operation.BEGIN_PUSH)
         self._pushes.begin(push_id)
 
-    async def send_push(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+    async def send_push(self, push_id: str, weights: Weights) -> None:
         await self._faults.strike(Operation.SEND_PUSH)
         await self._pushes.send(push_id, weights)
 

@@ -24,6 +24,7 @@ from areal_agent.types import (
     PauseMode,
     SharedMemoryWeights,
     TokenChunk,
+    Weights,
     WeightVersion,
 )
 
@@ -82,11 +83,19 @@ class HttpEngine:
         await self._transport.post(wire.CONTINUE_GENERATION, {})
         self._paused = None
 
+    async def release_memory(self) -> None:
+        """Let it give the memory of keys and values back. Requests wait until `resume_memory`, and lose no token."""
+        await self._transport.post(wire.RELEASE_MEMORY, wire.encode_memory())
+
+    async def resume_memory(self) -> None:
+        """Let it take that memory again and go on. Raises EngineRejected when it is not there."""
+        await self._transport.post(wire.RESUME_MEMORY, wire.encode_memory())
+
     async def begin_push(self, push_id: str) -> None:
         """Open a push of weights. Raises PushConflict while another one is open."""
         await self._push(wire.BEGIN_PUSH, wire.encode_push(push_id))
 
-    async def send_push(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+    async def send_push(self, push_id: str, weights: Weights) -> None:
         """Let it take and prove the weights; the old version serves."""
         await self._push(wire.SEND_PUSH, wire.encode_push_send(wire.PushSend(push_id=push_id, weights=weights)))
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from areal_agent.errors import PushConflict, WeightUpdateError
-from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
+from areal_agent.types import Weights, WeightVersion
 
 PUSH_TIMEOUT_S = 60.0
 
@@ -38,7 +38,7 @@ class PushTarget(Protocol[T]):
         """That serves."""
         ...
 
-    async def take(self, weights: SharedMemoryWeights | DiskWeights) -> T:
+    async def take(self, weights: Weights) -> T:
         """Read and prove a set of weights, beside whatever goes on. Raises WeightUpdateError."""
         ...
 
@@ -74,7 +74,7 @@ class Pushes(Generic[T]):
             self._give_up_if_dead(self._open)
         self._open = _Push(id=push_id, heard_s=time.monotonic())
 
-    async def send(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+    async def send(self, push_id: str, weights: Weights) -> None:
         """Take and prove all weights of a push. Raises WeightUpdateError, and the push is no more."""
         push = self._find(push_id)
         if push.is_sending or push.taken is not None:

@@ -5,7 +5,7 @@ What is returned is this process's own: whatever becomes of the files, or of who
 
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from areal_agent.errors import WeightUpdateError
 from areal_agent.manifest import read_manifest
-from areal_agent.types import DiskWeights, SharedMemoryWeights
+from areal_agent.types import DiskWeights, SharedMemoryWeights, TensorEntry
 
 Bytes = NDArray[np.uint8]
 
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None) -> Bytes:
     """The whole file, its checksum found right. Raises WeightUpdateError."""
-    _check_places(weights)
+    check_places(weights.entries)
     num_bytes = max(entry.offset + entry.num_bytes for entry in weights.entries)
     try:
         with Path(weights.path).open("rb") as file:
@@ -49,14 +49,15 @@ def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None)
     return data
 
 
-def _check_places(weights: SharedMemoryWeights) -> None:
-    if not weights.entries:
+def check_places(entries: Sequence[TensorEntry]) -> None:
+    """Raises WeightUpdateError where these cannot be the places of tensors."""
+    if not entries:
         raise WeightUpdateError("the new weights have no tensor at all; publish the model that the engine loaded")
-    names = [entry.name for entry in weights.entries]
+    names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise WeightUpdateError(f"{twice!r} is there twice; every tensor is sent once: the manifest is damaged")
-    for entry in weights.entries:
+    for entry in entries:
         if entry.offset < 0 or entry.num_bytes <= 0:
             raise WeightUpdateError(
                 f"{entry.name!r} lies at byte {entry.offset} and has {entry.num_bytes} bytes; the manifest is damaged"

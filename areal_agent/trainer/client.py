@@ -19,7 +19,17 @@ from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.framing import Frame, receive_frame
 from areal_agent.trainer.records import encode_records
 from areal_agent.trainer.reports import StepReport, TrainerInfo
-from areal_agent.types import DiskWeights, JsonObject, RolloutBatch, SharedMemoryWeights, TensorEntry, TokenRecord
+from areal_agent.types import (
+    CudaMemory,
+    CudaWeights,
+    DiskWeights,
+    JsonObject,
+    RolloutBatch,
+    SharedMemoryWeights,
+    TensorEntry,
+    TokenRecord,
+    Weights,
+)
 
 
 class TrainerClient:
@@ -79,9 +89,12 @@ class TrainerClient:
         metrics = {name: math.nan if value is None else value for name, value in answer["metrics"].items()}
         return StepReport(step=batch.step, metrics=metrics, seconds=answer["seconds"])
 
-    async def publish(self) -> SharedMemoryWeights | DiskWeights:
-        """Copy the weights to where engines read. What it returned last stays whole until the call after the next."""
+    async def publish(self) -> Weights:
+        """Copy the weights to where engines read. What it returned stays whole until the next call, at least."""
         answer = await self._call("publish", {})
+        if "path" not in answer:
+            memory, entries = CudaMemory(**answer["memory"]), tuple(_tensor_entry(one) for one in answer["entries"])
+            return CudaWeights(memory=memory, entries=entries, checksum=answer["checksum"])
         if "entries" not in answer:
             return DiskWeights(path=answer["path"])
         entries = tuple(_tensor_entry(one) for one in answer["entries"])

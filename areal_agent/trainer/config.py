@@ -42,9 +42,10 @@ class TrainerConfig(Section):
     """CPU threads of each trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda when there is one. Weights are float32; on cuda the matrices are multiplied in bfloat16."""
-    transfer: Literal["shared_memory", "disk"] = "shared_memory"
-    """How new weights reach the engine: through /dev/shm, or through folders in the machine's temporary directory, for
-    where /dev/shm is too small, as it is in many containers."""
+    transfer: Literal["shared_memory", "disk", "cuda_ipc"] = "shared_memory"
+    """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
+    temporary directory, for where /dev/shm is too small, as it is in many containers. `cuda_ipc`: within the memory of
+    the one GPU that the trainer and the embedded engine share."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Train steps between checkpoints."""
     keep_last: Annotated[int, Field(ge=1)] = 2

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.engine.embedded.cuda_memory import CudaSharing
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig
@@ -22,7 +23,8 @@ from areal_agent.trainer.schedule import Schedule
 from areal_agent.trainer.state import Training, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.step_input import StepInput
-from areal_agent.types import DiskWeights, JsonObject, SharedMemoryWeights
+from areal_agent.types import JsonObject, Weights
+from areal_agent.weights.cuda_ipc import CudaChannel
 from areal_agent.weights.disk import DiskChannel
 from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 
@@ -125,9 +127,11 @@ class Trainer:
         started_s = time.perf_counter()
         metrics = self._stepper.train(given)
         self._step = given.step
+        if self._policy.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep what only a step needs, and an engine may share the GPU
         return StepReport(step=given.step, metrics=metrics, seconds=time.perf_counter() - started_s)
 
-    def publish(self) -> SharedMemoryWeights | DiskWeights | None:
+    def publish(self) -> Weights | None:
         """Copy the weights to where engines read them. All ranks take part; None on all but rank 0."""
         parameters = self._policy.whole_parameters()
         return None if self._channel is None else self._channel.write(parameters)
@@ -175,10 +179,20 @@ class Trainer:
         )
 
 
-def _open_channel(config: TrainerConfig, policy: Policy, folder: Path) -> SharedMemoryChannel | DiskChannel:
+def _open_channel(
+    config: TrainerConfig, policy: Policy, folder: Path
+) -> SharedMemoryChannel | DiskChannel | CudaChannel:
     if config.transfer == "disk":
         return DiskChannel(folder / "weights", policy.publish_dtype)
-    return SharedMemoryChannel(folder, layout(policy.named_parameters().items(), policy.publish_dtype))
+    entries = layout(policy.named_parameters().items(), policy.publish_dtype)
+    if config.transfer == "shared_memory":
+        return SharedMemoryChannel(folder, entries)
+    if policy.device.type != "cuda":
+        raise ConfigError(
+            f"trainer.transfer is 'cuda_ipc', and the trainer runs on {policy.device}: that way needs trainer and "
+            "engine on one GPU; use 'shared_memory'"
+        )
+    return CudaChannel(entries, policy.device, CudaSharing())
 
 
 def _new_critic(

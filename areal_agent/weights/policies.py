@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Literal
 
 from areal_agent.protocols import WeightReceiver
-from areal_agent.types import DiskWeights, PauseMode, SharedMemoryWeights, WeightVersion
+from areal_agent.types import PauseMode, Weights, WeightVersion
 from areal_agent.weights.push import PushReport, push
 
 OnPush = Literal["interrupt", "turn_boundary", "drain"]
@@ -22,7 +22,7 @@ OnPush = Literal["interrupt", "turn_boundary", "drain"]
 async def push_under(
     policy: OnPush,
     receivers: Sequence[WeightReceiver],
-    weights: SharedMemoryWeights | DiskWeights,
+    weights: Weights,
     version: WeightVersion,
     *,
     drained: Callable[[], AbstractAsyncContextManager[None]],

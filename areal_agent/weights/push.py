@@ -18,7 +18,7 @@ from typing import Any
 
 from areal_agent.errors import EngineError, WeightUpdateError
 from areal_agent.protocols import WeightReceiver
-from areal_agent.types import DiskWeights, PauseMode, SharedMemoryWeights, WeightVersion
+from areal_agent.types import PauseMode, Weights, WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class PushReport:
 
 async def push(
     receivers: Sequence[WeightReceiver],
-    weights: SharedMemoryWeights | DiskWeights,
+    weights: Weights,
     version: WeightVersion,
     mode: PauseMode = PauseMode.RETRACT,
 ) -> PushReport:

@@ -63,7 +63,7 @@ class SharedMemoryChannel:
 
         Raises ValueError when their names or shapes are not those of the layout.
         """
-        self._check(parameters)
+        check_parameters(self._entries, parameters)
         slot = self._slots[self._next]
         self._next = (self._next + 1) % NUM_SLOTS
         crc32 = 0
@@ -76,12 +76,14 @@ class SharedMemoryChannel:
         for slot in self._slots:
             slot.close()
 
-    def _check(self, parameters: Mapping[str, Tensor]) -> None:
-        expected = {entry.name: entry.shape for entry in self._entries}
-        received = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        if received != expected:
-            wrong = sorted(dict(received.items() ^ expected.items()))
-            raise ValueError(f"these parameters are not those of the channel's layout: {', '.join(wrong[:5])}")
+
+def check_parameters(entries: Iterable[TensorEntry], parameters: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless names and shapes are those of the layout."""
+    expected = {entry.name: entry.shape for entry in entries}
+    received = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if received != expected:
+        wrong = sorted(dict(received.items() ^ expected.items()))
+        raise ValueError(f"these parameters are not those of the channel's layout: {', '.join(wrong[:5])}")
 
 
 class _Slot:

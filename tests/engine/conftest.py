@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.server import EngineServer
@@ -165,10 +166,17 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 def serve() -> Serve:
     @asynccontextmanager
     async def serving(
-        folder: Path, *, num_slots: int = 8, max_context: int = MAX_CONTEXT, push_timeout_s: float = DEADLINE_S
+        folder: Path,
+        *,
+        num_slots: int = 8,
+        max_context: int = MAX_CONTEXT,
+        push_timeout_s: float = DEADLINE_S,
+        sharing: DeviceSharing | None = None,
     ):
         gate = Gate(ModelRunner.load(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
-        server = await EngineServer.start(gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s)
+        server = await EngineServer.start(
+            gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s, sharing=sharing
+        )
         engine = HttpEngine(server.base_url)
         try:
             async with asyncio.timeout(DEADLINE_S):

@@ -3,7 +3,7 @@
 - a prompt longer than a chunk is prefilled in chunks, between which other rows decode
 - rows that outgrow the room are retracted and computed again: same log-probabilities, nothing lost
 - what is kept never exceeds the room; slots give their memory back
-- the room is what was asked for or what fits, and at least one context
+- the room is what was asked for or what fits beside what is left free, and at least one context
 - 2,000 requests at once are all answered
 """
 
@@ -130,12 +130,14 @@ def test_a_released_slot_reads_as_zeros_and_its_neighbours_stay():
 
 
 def test_the_room_is_what_was_asked_for():
-    room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=250, token_bytes=1000, device=CPU)
+    room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=250, leave_bytes=None, token_bytes=1000, device=CPU)
     assert (room.num_slots, room.kv_tokens) == (4, 250)
 
 
 def test_the_room_is_two_contexts_a_slot_where_memory_allows():
-    room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, token_bytes=1000, device=CPU)
+    room = plan_room(
+        num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=None, token_bytes=1000, device=CPU
+    )
     assert room.kv_tokens == 800
 
 
@@ -144,7 +146,14 @@ def test_the_room_is_two_contexts_a_slot_where_memory_allows():
 )
 def test_room_for_less_than_one_context_is_refused(kv_tokens, token_bytes, remedy):
     with pytest.raises(ConfigError, match=rf"max_context_tokens = 100; .*{remedy}"):
-        plan_room(num_slots=4, max_context_tokens=100, kv_tokens=kv_tokens, token_bytes=token_bytes, device=CPU)
+        plan_room(
+            num_slots=4,
+            max_context_tokens=100,
+            kv_tokens=kv_tokens,
+            leave_bytes=None,
+            token_bytes=token_bytes,
+            device=CPU,
+        )
 
 
 def test_two_thousand_rows_are_all_answered(tiny, ask):
@@ -154,3 +163,11 @@ def test_two_thousand_rows_are_all_answered(tiny, ask):
         work.add(row)
     to_the_end(work)
     assert all(len(row.answer.result().token_ids) == 2 for row in rows)
+
+
+def test_the_room_is_what_is_left_free_by_order():
+    """Whatever is free now: leaving all of the machine's memory free leaves nothing."""
+    with pytest.raises(ConfigError, match="leave_gib"):
+        plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=2**60, token_bytes=1000, device=CPU)
+    room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=0, token_bytes=1000, device=CPU)
+    assert room.kv_tokens == 800

@@ -13,6 +13,7 @@
        │      adjustments.py  penalties and biases of logits     grammar.py  which tokens may come next
        │      sampler.py  logits to tokens and log-probabilities
        └─▶ weights.py        reads and proves a new set of weights, then copies it in place; model_weights.py: in pushes
+             cuda_memory.py  weights in the memory of a GPU that the trainer shares
 
 One thread owns the model, the KV cache and all rows; everything else talks to it through its queue.
 """

@@ -7,11 +7,13 @@
 
 The weights stay parameters of transformers' model, under transformers' names. Those that multiply the same input lie
 side by side in one tensor, and the parameters become views of it: whoever copies into a parameter changes the product.
-It knows attention by the `Step` alone, and nothing of requests, slots or sampling.
+It knows attention by the `Step` alone, and nothing of requests, slots or sampling. A pass whose result nobody needs any
+more is given up between two layers.
 
 Shapes: N tokens, E hidden size, Q query heads, H key-value heads, D head dimension.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -20,6 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 from transformers import PreTrainedModel
+
+
+class StepGivenUp(Exception):
+    """A forward pass ended early, as it was told to: keys and values of its tokens are not whole."""
 
 
 class Step(Protocol):
@@ -120,11 +126,16 @@ class Decoder:
         self._head: Tensor = cast(Any, model).lm_head.weight
         self._cos, self._sin = _rotations(inner.rotary_emb, max_positions, like=self._embedding)
 
-    def hidden(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
-        """The last hidden states `[N, E]` of tokens `[N]` at `positions` `[N]` of their sequences."""
+    def hidden(self, ids: Tensor, positions: Tensor, step: Step, *, unneeded: threading.Event) -> Tensor:
+        """The last hidden states `[N, E]` of tokens `[N]` at `positions` `[N]` of their sequences.
+
+        Raises StepGivenUp once `unneeded` is set.
+        """
         hidden = embedding(ids, self._embedding)
         cos, sin = self._cos[positions], self._sin[positions]
         for number, layer in enumerate(self._layers):
+            if unneeded.is_set():
+                raise StepGivenUp
             queries, keys, values = self._project(layer, layer.input_norm(hidden), cos, sin)
             layer.output.add_to(hidden, step.attend(number, queries, keys, values))
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)

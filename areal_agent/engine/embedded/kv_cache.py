@@ -38,15 +38,31 @@ class KVCache:
     def __init__(
         self, shape: KVShape, *, num_slots: int, num_positions: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        size = (2 * shape.num_layers, num_slots, shape.num_kv_heads, num_positions, shape.head_dim)
-        self._memory = _Memory(math.prod(size) * dtype.itemsize) if _can_release(device) else None
+        self._size = (2 * shape.num_layers, num_slots, shape.num_kv_heads, num_positions, shape.head_dim)
+        self._slots = torch.arange(num_slots, device=device)
+        self._dtype = dtype
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Have memory for all slots; they read as zeros. Raises OSError or RuntimeError when there is none."""
+        self._hold(self._size)
+
+    def free(self) -> None:
+        """Give all memory back: there are no slots until `allocate`."""
+        num_parts, _, *rest = self._size
+        self._hold((num_parts, 0, *rest))
+
+    def _hold(self, size: Sequence[int]) -> None:
+        device, num_bytes = self._slots.device, math.prod(size) * self._dtype.itemsize
+        self._memory = _Memory(num_bytes) if num_bytes and _can_release(device) else None
         # Zeros, not empty: a masked position weighs 0, and 0 times a stray NaN would be NaN.
         self._tensor = (
-            torch.zeros(size, device=device, dtype=dtype) if self._memory is None else self._memory.tensor(size, dtype)
+            torch.zeros(size, device=device, dtype=self._dtype)
+            if self._memory is None
+            else self._memory.tensor(size, self._dtype)
         )
         parts = self._tensor.unbind(0)
         self._keys, self._values = parts[0::2], parts[1::2]
-        self._slots = torch.arange(num_slots, device=device)
 
     def append(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         """One position of each of the first n slots; positions `[n]`, keys and values `[n, H, D]`."""

@@ -12,10 +12,11 @@ import torch
 from areal_agent.errors import ConfigError
 
 GPU_SHARE = 0.5
-"""Of the memory that is free when the model has been loaded; the rest is for activations, and for a trainer."""
+"""Of the memory that is free when the model has been loaded, unless it is said what to leave; the rest is for
+activations, and for a trainer."""
 
 CPU_SHARE = 0.25
-"""Of the machine's memory."""
+"""Of the machine's memory, unless it is said what to leave free."""
 
 CONTEXTS_A_SLOT = 2
 """As many contexts are kept for each request that may run: its own, and one that has ended, to be continued."""
@@ -30,13 +31,20 @@ class KVRoom:
 
 
 def plan_room(
-    *, num_slots: int, max_context_tokens: int, kv_tokens: int | None, token_bytes: int, device: torch.device
+    *,
+    num_slots: int,
+    max_context_tokens: int,
+    kv_tokens: int | None,
+    leave_bytes: int | None,
+    token_bytes: int,
+    device: torch.device,
 ) -> KVRoom:
-    """What was asked for, or what fits. Raises ConfigError where not even one whole context does."""
+    """What was asked for, or what fits when `leave_bytes` stay free. Raises ConfigError where not even one context
+    does."""
     if kv_tokens is None:
-        fitting = int(_memory_bytes(device)) // token_bytes
+        fitting = max(0, int(_memory_bytes(device, leave_bytes))) // token_bytes
         kv_tokens = min(fitting, CONTEXTS_A_SLOT * num_slots * max_context_tokens)
-        remedy = "lower max_context_tokens, or free memory"
+        remedy = "lower max_context_tokens or leave_gib, or free memory"
     else:
         remedy = "raise kv_tokens, or lower max_context_tokens"
     if kv_tokens < max_context_tokens:
@@ -49,7 +57,16 @@ def plan_room(
     return KVRoom(num_slots=num_slots, kv_tokens=kv_tokens)
 
 
-def _memory_bytes(device: torch.device) -> float:
+def _memory_bytes(device: torch.device, leave_bytes: int | None) -> float:
+    """For keys and values: a share, or all that is free but `leave_bytes`."""
+    if leave_bytes is not None:
+        return _free_bytes(device) - leave_bytes
     if device.type == "cuda":
-        return GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+        return GPU_SHARE * _free_bytes(device)
     return CPU_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

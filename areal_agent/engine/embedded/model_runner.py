@@ -1,8 +1,10 @@
 """A transformers model as two functions: `prefill` and `decode`, token ids to logits. Owns weights and KV cache.
 
-It knows nothing of requests, sampling or time. Everything runs in the thread that calls it, under inference_mode.
+It knows nothing of requests, sampling or time. Everything runs in the thread that calls it, under inference_mode; other
+threads may only say that the step under way is not needed.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, cast
@@ -14,11 +16,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal_agent.engine.embedded.attention import decode_step, prefill_step
-from areal_agent.engine.embedded.decoder import Decoder
+from areal_agent.engine.embedded.decoder import Decoder, Step
 from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
 from areal_agent.engine.embedded.kv_room import plan_room
 from areal_agent.engine.embedded.weights import WeightLayout
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, EngineRejected
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders of one shape (decoder.py), which have no other state than keys and values."""
@@ -47,6 +49,7 @@ class ModelRunner:
         num_slots: int,
         max_context_tokens: int,
         kv_tokens: int | None = None,
+        leave_bytes: int | None = None,
     ) -> None:
         config = model.config
         self.model_path = model_path
@@ -55,6 +58,7 @@ class ModelRunner:
         self.eos_token_ids = _eos_token_ids(model)
         self.device = model.device
         self.layout = WeightLayout.of(model)
+        self.unneeded = threading.Event()  # set: `prefill` and `decode` raise StepGivenUp between two layers
         self._decoder = Decoder(model, max_positions=max_context_tokens)
         shape = KVShape(
             num_layers=self._decoder.num_layers,
@@ -65,6 +69,7 @@ class ModelRunner:
             num_slots=num_slots,
             max_context_tokens=max_context_tokens,
             kv_tokens=kv_tokens,
+            leave_bytes=leave_bytes,
             token_bytes=shape.num_bytes(model.dtype),
             device=model.device,
         )
@@ -84,6 +89,7 @@ class ModelRunner:
         num_slots: int,
         max_context_tokens: int,
         kv_tokens: int | None = None,
+        leave_bytes: int | None = None,
     ) -> Self:
         """Load a Hugging Face folder: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
         place = _resolve_device(device)
@@ -105,6 +111,7 @@ class ModelRunner:
             num_slots=num_slots,
             max_context_tokens=max_context_tokens,
             kv_tokens=kv_tokens,
+            leave_bytes=leave_bytes,
         )
 
     @torch.inference_mode()
@@ -114,7 +121,7 @@ class ModelRunner:
         step = prefill_step(self._cache, places)
         ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces])).to(self.device)
         positions = np.concatenate([np.arange(begin, begin + length) for _, begin, length in places])
-        hidden = self._decoder.hidden(ids, torch.from_numpy(positions).to(self.device), step)
+        hidden = self._hidden(ids, torch.from_numpy(positions).to(self.device), step)
         last = torch.tensor([segment.stop - 1 for segment in step.segments], device=self.device)
         return self._decoder.logits(hidden[last])
 
@@ -123,7 +130,7 @@ class ModelRunner:
         """One more token for each of the first n slots; `lengths` count that token. The logits after it, `[n, V]`."""
         step = decode_step(self._cache, lengths, like=self._like)
         ids = torch.tensor(last_ids, device=self.device)
-        return self._decoder.logits(self._decoder.hidden(ids, step.positions, step))
+        return self._decoder.logits(self._hidden(ids, step.positions, step))
 
     @torch.inference_mode()
     def move(self, source: int, target: int, num_positions: int) -> None:
@@ -144,9 +151,28 @@ class ModelRunner:
         """Nothing in this slot is needed any more."""
         self._cache.release(slot)
 
+    def release_memory(self) -> None:
+        """Give the memory of all keys and values back. Nothing can be computed until `resume_memory`."""
+        self._cache.free()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep it for this process
+
+    def resume_memory(self) -> None:
+        """Take it again. Raises EngineRejected when it is not there."""
+        try:
+            self._cache.allocate()
+        except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is the latter
+            raise EngineRejected(
+                f"there is no memory for the keys and values of {self.num_slots} requests of {self.max_context_tokens} "
+                f"tokens: {str(error)[:200]}; let the trainer free its memory, and resume again"
+            ) from error
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights that `layout` has proved, in place."""
         self.layout.copy(weights)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+        return self._decoder.hidden(ids, positions, step, unneeded=self.unneeded)
 
 
 def _resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:

@@ -6,12 +6,14 @@ Reading and proving happen beside the model thread; only the copy in place happe
 import asyncio
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from areal_agent.cancellation import uninterrupted
+from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.scheduler import Scheduler
-from areal_agent.engine.embedded.weights import WeightLayout, take_weights
-from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
+from areal_agent.engine.embedded.weights import WeightLayout, take_cuda_weights, take_weights
+from areal_agent.types import CudaWeights, Weights, WeightVersion
 
 Taken = Mapping[str, Tensor]
 
@@ -19,15 +21,21 @@ Taken = Mapping[str, Tensor]
 class ModelWeights:
     """A `pushes.PushTarget`."""
 
-    def __init__(self, scheduler: Scheduler, layout: WeightLayout) -> None:
+    def __init__(
+        self, scheduler: Scheduler, layout: WeightLayout, device: torch.device, sharing: DeviceSharing
+    ) -> None:
         self._scheduler = scheduler
         self._layout = layout
+        self._device = device
+        self._sharing = sharing
 
     @property
     def version(self) -> WeightVersion:
         return self._scheduler.stats().weight_version
 
-    async def take(self, weights: SharedMemoryWeights | DiskWeights) -> Taken:
+    async def take(self, weights: Weights) -> Taken:
+        if isinstance(weights, CudaWeights):
+            return await asyncio.to_thread(take_cuda_weights, weights, self._layout, self._device, self._sharing)
         return await asyncio.to_thread(take_weights, weights, self._layout)
 
     async def holds(self, taken: Taken) -> bool:

@@ -14,8 +14,10 @@ What happens to the rows that hold a slot (workload.py):
     pause in_place   keep their slot and their KV
     pause wait       go on to their end, and the pause is done then; no further row begins
     swap             become waiting if `flush_cache`, paused or not: their KV belongs to weights that are gone
+    release memory   become waiting, until memory is there again
 
-Nothing is lost while paused: new requests wait, and an abort answers at once, with what was sampled.
+Nothing is lost while paused: new requests wait, and an abort answers at once, with what was sampled. A command that
+takes the rows' KV away does not wait for the step under way, whose result would be lost: that is given up.
 """
 
 import logging
@@ -46,6 +48,7 @@ T = TypeVar("T")
 class _Command:
     action: Callable[[], Any]
     done: Future[Any]
+    is_urgent: bool = False  # the step under way is not needed
 
     def obey(self) -> None:
         """Run it. A refusal is an answer; anything else ends the thread."""
@@ -65,6 +68,7 @@ class Scheduler:
         self._work = Workload(runner, version)
         self._metrics = Metrics(self._work, model_name=runner.model_path)
         self._on_failure = on_failure  # called from the model thread when it dies of an error
+        self._unneeded = runner.unneeded  # of the step under way
         self._paused: PauseMode | None = None
         self._at_rest: list[Future[None]] = []  # pauses that wait for rows to end
         self._commands: SimpleQueue[_Command] = SimpleQueue()
@@ -95,7 +99,7 @@ class Scheduler:
         """Stop sampling. Once the future is done, no token is sampled until `resume`."""
         if mode is PauseMode.WAIT:
             return self._pause_when_done()
-        return self._command(lambda: self._pause(mode))
+        return self._command(lambda: self._pause(mode), is_urgent=mode is not PauseMode.IN_PLACE)
 
     def _pause_when_done(self) -> Future[None]:
         at_rest: Future[None] = Future()
@@ -109,7 +113,15 @@ class Scheduler:
 
     def swap(self, weights: Mapping[str, Tensor], version: WeightVersion, *, flush_cache: bool) -> Future[None]:
         """Copy proved weights into the model; every token sampled afterwards bears `version`."""
-        return self._command(lambda: self._work.swap(weights, version, flush_cache=flush_cache))
+        return self._command(lambda: self._work.swap(weights, version, flush_cache=flush_cache), is_urgent=flush_cache)
+
+    def release_memory(self) -> Future[None]:
+        """Give the memory of keys and values back. No token is sampled then until `resume_memory`."""
+        return self._command(self._work.release_memory, is_urgent=True)
+
+    def resume_memory(self) -> Future[None]:
+        """Take it again. The future fails with EngineRejected when it is not there: it may be tried again."""
+        return self._command(self._work.resume_memory)
 
     def stats(self) -> EngineStats:
         """What it has done so far."""
@@ -133,17 +145,22 @@ class Scheduler:
     def close(self) -> None:
         """Answer every request with what it has and end the thread. Harmless when done before."""
         with self._lock:
-            self._commands.put(_Command(action=self._close, done=Future()))
+            self._put(_Command(action=self._close, done=Future(), is_urgent=True))
         self._thread.join()
 
-    def _command(self, action: Callable[[], T]) -> Future[T]:
+    def _command(self, action: Callable[[], T], *, is_urgent: bool = False) -> Future[T]:
         done: Future[T] = Future()
         done.set_running_or_notify_cancel()
         with self._lock:
             if self._is_closed:
                 raise EngineUnreachable("the engine is ending and takes no further requests; start another one")
-            self._commands.put(_Command(action=action, done=done))
+            self._put(_Command(action=action, done=done, is_urgent=is_urgent))
         return done
+
+    def _put(self, command: _Command) -> None:
+        if command.is_urgent:
+            self._unneeded.set()
+        self._commands.put(command)
 
     # --------------------------------------------------------------------------------- in the model thread
 
@@ -170,10 +187,13 @@ class Scheduler:
                 command = self._commands.get(block=not self._can_step())
             except Empty:
                 return
+            if command.is_urgent:
+                self._unneeded.clear()
             command.obey()
 
     def _can_step(self) -> bool:
-        return self._paused in (None, PauseMode.WAIT) and self._work.has_work() and not self._is_closed
+        is_free = self._paused in (None, PauseMode.WAIT) and self._work.has_memory and not self._is_closed
+        return is_free and self._work.has_work()
 
     def _come_to_rest(self, at_rest: Future[None]) -> None:
         self._at_rest.append(at_rest)

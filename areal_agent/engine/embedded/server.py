@@ -17,6 +17,7 @@ import orjson
 from aiohttp import web
 
 from areal_agent.engine import wire
+from areal_agent.engine.embedded.cuda_memory import CudaSharing, DeviceSharing
 from areal_agent.engine.embedded.grammar import Grammars, Matcher
 from areal_agent.engine.embedded.metrics import CONTENT_TYPE
 from areal_agent.engine.embedded.model_runner import ModelRunner
@@ -43,7 +44,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class EngineServer:
     """One model, served on one port. Make it with `start`, end it with `aclose`."""
 
-    def __init__(self, runner: ModelRunner, *, version: WeightVersion, push_timeout_s: float) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, version: WeightVersion, push_timeout_s: float, sharing: DeviceSharing
+    ) -> None:
         self._runner = runner
         self._grammars = Grammars.of(
             Path(runner.model_path), vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
@@ -53,7 +56,7 @@ class EngineServer:
         self._scheduler = Scheduler(
             runner, version=version, on_failure=lambda: loop.call_soon_threadsafe(self._failed.set)
         )
-        self._weights = ModelWeights(self._scheduler, runner.layout)
+        self._weights = ModelWeights(self._scheduler, runner.layout, runner.device, sharing)
         self._pushes = Pushes(self._weights, timeout_s=push_timeout_s)
         self._web: web.AppRunner | None = None
         self.base_url = ""
@@ -67,9 +70,18 @@ class EngineServer:
         port: int = 0,
         version: WeightVersion | None = None,
         push_timeout_s: float = PUSH_TIMEOUT_S,
+        sharing: DeviceSharing | None = None,
     ) -> Self:
-        """Serve; port 0 picks a free one. Raises ConfigError when the address cannot be bound."""
-        server = cls(runner, version=version or WeightVersion(), push_timeout_s=push_timeout_s)
+        """Serve; port 0 picks a free one. Weights in a GPU's memory come by `sharing`, CUDA IPC by default.
+
+        Raises ConfigError when the address cannot be bound.
+        """
+        server = cls(
+            runner,
+            version=version or WeightVersion(),
+            push_timeout_s=push_timeout_s,
+            sharing=sharing or CudaSharing(),
+        )
         try:
             await server._listen(host, port)
         except BaseException:
@@ -115,6 +127,8 @@ class EngineServer:
         app.router.add_post(wire.ABORT_REQUEST, self._abort)
         app.router.add_post(wire.PAUSE_GENERATION, self._pause)
         app.router.add_post(wire.CONTINUE_GENERATION, self._continue)
+        app.router.add_post(wire.RELEASE_MEMORY, self._release_memory)
+        app.router.add_post(wire.RESUME_MEMORY, self._resume_memory)
         app.router.add_post(wire.UPDATE_FROM_DISK, self._update_from_disk)
         app.router.add_post(wire.UPDATE_FROM_SHARED_MEMORY, self._update_from_shared_memory)
         app.router.add_post(wire.BEGIN_PUSH, self._begin_push)
@@ -173,6 +187,16 @@ class EngineServer:
 
     async def _continue(self, http: web.Request) -> web.Response:
         await asyncio.wrap_future(self._scheduler.resume())
+        return _success("generation goes on")
+
+    async def _release_memory(self, http: web.Request) -> web.Response:
+        wire.check_memory(await _json(http), wire.RELEASE_MEMORY)
+        await asyncio.wrap_future(self._scheduler.release_memory())
+        return _success("the memory of keys and values is free; requests wait")
+
+    async def _resume_memory(self, http: web.Request) -> web.Response:
+        wire.check_memory(await _json(http), wire.RESUME_MEMORY)
+        await asyncio.wrap_future(self._scheduler.resume_memory())
         return _success("generation goes on")
 
     async def _update_from_disk(self, http: web.Request) -> web.Response:

@@ -15,9 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from areal_agent.engine.stored_weights import take_folder, take_shared_memory, weight_files
+from areal_agent.engine.embedded.cuda_memory import BLOCK_BYTES, DeviceSharing, checksum
+from areal_agent.engine.stored_weights import check_places, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import DiskWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -99,6 +100,28 @@ def take_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout
     return layout.prove(weights)
 
 
+def take_cuda_weights(
+    source: CudaWeights, layout: WeightLayout, device: torch.device, sharing: DeviceSharing
+) -> Mapping[str, Tensor]:
+    """As `take_weights`, out of the memory of the GPU that trainer and engine share."""
+    for entry in source.entries:
+        _check_entry(entry)
+    check_places(source.entries)
+    num_bytes = source.memory.num_bytes
+    end = max(entry.offset + entry.num_bytes for entry in source.entries)
+    is_aligned = all(entry.offset % DTYPES[entry.dtype].itemsize == 0 for entry in source.entries)
+    if num_bytes % BLOCK_BYTES or end > num_bytes or not is_aligned:
+        raise WeightUpdateError(f"the weights do not lie within the {num_bytes} bytes shared; the manifest is damaged")
+    data = sharing.open(source.memory, device).clone()
+    found = checksum(data)
+    if found != source.checksum:
+        raise WeightUpdateError(
+            f"the weights in GPU {source.memory.gpu} have checksum {found:#010x} and the manifest says "
+            f"{source.checksum:#010x}; they were overwritten while being read: publish them again"
+        )
+    return layout.prove({entry.name: _part(entry, data) for entry in source.entries})
+
+
 def _take_folder(source: DiskWeights) -> dict[str, Tensor]:
     try:
         parts = [load(data) for data in take_folder(source).values()]
@@ -156,3 +179,8 @@ def _view(entry: TensorEntry, data: NDArray[np.uint8]) -> Tensor:
     """A tensor over these bytes; it keeps them alive."""
     flat = torch.frombuffer(data.data, dtype=DTYPES[entry.dtype], count=math.prod(entry.shape), offset=entry.offset)
     return flat.view(entry.shape)
+
+
+def _part(entry: TensorEntry, data: Tensor) -> Tensor:
+    """The same over a tensor of bytes, which may be in a GPU."""
+    return data[entry.offset : entry.offset + entry.num_bytes].view(DTYPES[entry.dtype]).view(entry.shape)

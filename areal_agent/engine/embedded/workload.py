@@ -9,9 +9,11 @@ most between two steps. A step is a chunk of prefill or one token for every deco
 long prompt nor a long answer holds the other up.
 
 Room for keys and values is counted in tokens: what rows have comes first, what they do not need is prefix cache. When
-the decoding rows outgrow it, the youngest goes back to wait. It knows no thread, no queue and no pause.
+the decoding rows outgrow it, the youngest goes back to wait. A step that is given up leaves its rows as they were
+before. It knows no thread, no queue and no pause.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from areal_agent.engine.embedded.batch import SamplingBatch
 from areal_agent.engine.embedded.counts import Counts
+from areal_agent.engine.embedded.decoder import StepGivenUp
 from areal_agent.engine.embedded.model_runner import ModelRunner, Piece
 from areal_agent.engine.embedded.prefix_cache import PrefixCache
 from areal_agent.engine.embedded.row import Row
@@ -48,6 +51,7 @@ class Workload:
         self.kv_tokens = runner.kv_tokens
         self.counts = Counts()
         self.admits_new = True  # False: rows that have sampled nothing go on waiting
+        self.has_memory = True  # for keys and values: without it no row gets a slot
         self._runner = runner
         self._rows: dict[str, Row] = {}  # every row in flight
         self._waiting: deque[Row] = deque()
@@ -123,6 +127,19 @@ class Workload:
         self._runner.load_weights(weights)
         self.version = version
 
+    def release_memory(self) -> None:
+        """Give the memory of keys and values back: rows wait with the tokens that they have."""
+        self.retract()
+        self._prefixes.clear()
+        self._runner.release_memory()
+        self.has_memory = False
+
+    def resume_memory(self) -> None:
+        """Take it again, if it was released; rows are computed anew. Raises EngineRejected when it is not there."""
+        if not self.has_memory:
+            self._runner.resume_memory()
+            self.has_memory = True
+
     # ----------------------------------------------------------------------------------------------- steps
 
     def step(self) -> None:
@@ -131,10 +148,8 @@ class Workload:
         pieces: Sequence[Piece] = ()
         if self._prefilled_tokens < TURN_TOKENS or not self._num_decoding:
             pieces = self._next_pieces()
-        if pieces:
-            self._prefill(pieces)
-        else:
-            self._decode()
+        with contextlib.suppress(StepGivenUp):
+            self._prefill(pieces) if pieces else self._decode()
         self.counts.busy_s += time.perf_counter() - started_s
 
     def _next_pieces(self) -> list[Piece]:

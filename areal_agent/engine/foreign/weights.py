@@ -16,7 +16,7 @@ from typing import Protocol
 from areal_agent.engine.foreign.served_model import ServedModel
 from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.errors import EngineError, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
+from areal_agent.types import Weights, WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class ServerWeights:
         await self.forget_push()
         self._push = _Push(id=push_id)
 
-    async def send(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+    async def send(self, push_id: str, weights: Weights) -> None:
         """Have the weights in a folder that the server can load. It hears nothing of it."""
         push = self._open_push(push_id)
         try:

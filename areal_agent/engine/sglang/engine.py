@@ -33,13 +33,12 @@ from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
 from areal_agent.types import (
-    DiskWeights,
     EngineInfo,
     GenerateRequest,
     GenerateResult,
     PauseMode,
-    SharedMemoryWeights,
     TokenChunk,
+    Weights,
     WeightVersion,
 )
 
@@ -120,7 +119,7 @@ class SglangEngine:
         """Open a push of weights; one that is open is forgotten: no other client pushes to this server."""
         await (await self._known_weights()).begin(push_id)
 
-    async def send_push(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+    async def send_push(self, push_id: str, weights: Weights) -> None:
         """Have the weights where the server can load them, proved; the old version serves."""
         await (await self._known_weights()).send(push_id, weights)
 

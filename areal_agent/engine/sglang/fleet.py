@@ -15,13 +15,12 @@ from areal_agent.engine.sglang.routing import Router
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineRejected
 from areal_agent.types import (
-    DiskWeights,
     EngineInfo,
     GenerateRequest,
     GenerateResult,
     PauseMode,
-    SharedMemoryWeights,
     TokenChunk,
+    Weights,
     WeightVersion,
 )
 
@@ -61,7 +60,7 @@ class Fleet:
     async def begin_push(self, push_id: str) -> None:
         await _all(server.begin_push(push_id) for server in self.servers)
 
-    async def send_push(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> None:
+    async def send_push(self, push_id: str, weights: Weights) -> None:
         """The folder is written once for all of them."""
         await _all(server.send_push(push_id, weights) for server in self.servers)
 

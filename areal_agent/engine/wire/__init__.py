@@ -6,8 +6,9 @@
     tokens.py     what is said of every token: log-probability, likeliest tokens
     versions.py   weight versions, and the spans of tokens that they sampled
     control.py    abort, pause, continue
-    weights.py    weight updates in one call
+    weights.py    weight updates in one call      cuda_weights.py  weights in the memory of a GPU
     pushes.py     the same in a push: begin, send, commit, abort
+    memory.py     the memory of keys and values, released and resumed
     info.py       what an engine says of itself
     failure.py    what an engine says when it cannot
 
@@ -43,6 +44,7 @@ from areal_agent.engine.wire.info import (
     decode_stats,
     encode_info,
 )
+from areal_agent.engine.wire.memory import RELEASE_MEMORY, RESUME_MEMORY, check_memory, encode_memory
 from areal_agent.engine.wire.pushes import (
     ABORT_PUSH,
     BEGIN_PUSH,
@@ -87,6 +89,8 @@ __all__ = [
     "METRICS",
     "MODEL_INFO",
     "PAUSE_GENERATION",
+    "RELEASE_MEMORY",
+    "RESUME_MEMORY",
     "SEND_PUSH",
     "SERVER_INFO",
     "STREAM_END",
@@ -100,6 +104,7 @@ __all__ = [
     "PushSend",
     "ResultReader",
     "WeightUpdate",
+    "check_memory",
     "decode_abort",
     "decode_call",
     "decode_disk_update",
@@ -118,6 +123,7 @@ __all__ = [
     "encode_event",
     "encode_failure",
     "encode_info",
+    "encode_memory",
     "encode_pause",
     "encode_push",
     "encode_push_commit",

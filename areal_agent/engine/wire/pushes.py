@@ -1,20 +1,23 @@
 """The four calls of a push as JSON, and back: our extension of SGLang's API, beside its weight updates in one call.
 
     POST /begin_weight_push   {"push_id"}
-    POST /send_weight_push    {"push_id", "shared_memory": {"path", "entries", "crc32"}}, or "disk": {"model_path"}
+    POST /send_weight_push    {"push_id", "shared_memory": {"path", "entries", "crc32"}}, or "disk": {"model_path"},
+                              or "cuda_ipc": {"memory", "entries", "checksum"}
     POST /commit_weight_push  {"push_id", "weight_version", "flush_cache"?}
     POST /abort_weight_push   {"push_id"}
 
 The sender names its push. 400: the weights or the version are refused. 409: another push is open, or this one is not.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from areal_agent.engine.fields import WireError, as_object, get, refuse_unknown
+from areal_agent.engine.wire.cuda_weights import decode_cuda, encode_cuda
 from areal_agent.engine.wire.versions import decode_version
 from areal_agent.engine.wire.weights import decode_disk, decode_shared_memory, encode_disk, encode_shared_memory
-from areal_agent.types import DiskWeights, JsonObject, SharedMemoryWeights, WeightVersion
+from areal_agent.types import CudaWeights, DiskWeights, JsonObject, SharedMemoryWeights, Weights, WeightVersion
 
 BEGIN_PUSH = "/begin_weight_push"
 SEND_PUSH = "/send_weight_push"
@@ -29,7 +32,7 @@ class PushSend:
     """The body of `/send_weight_push`."""
 
     push_id: str
-    weights: SharedMemoryWeights | DiskWeights
+    weights: Weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,19 +58,33 @@ def decode_push(body: object, path: str) -> str:
 
 def encode_push_send(send: PushSend) -> dict[str, Any]:
     """The body of `/send_weight_push`."""
-    if isinstance(send.weights, DiskWeights):
-        return {"push_id": send.push_id, "disk": encode_disk(send.weights)}
-    return {"push_id": send.push_id, "shared_memory": encode_shared_memory(send.weights)}
+    match send.weights:
+        case DiskWeights() as weights:
+            body = {"disk": encode_disk(weights)}
+        case CudaWeights() as weights:
+            body = {"cuda_ipc": encode_cuda(weights)}
+        case SharedMemoryWeights() as weights:
+            body = {"shared_memory": encode_shared_memory(weights)}
+    return {"push_id": send.push_id, **body}
 
 
 def decode_push_send(body: object) -> PushSend:
     """Read it."""
     fields = as_object(body, "the body")
-    refuse_unknown(fields, {"push_id", "shared_memory", "disk"}, SEND_PUSH)
-    if ("shared_memory" in fields) == ("disk" in fields):
-        raise WireError(f"{SEND_PUSH} takes one of shared_memory and disk; it was given {' and '.join(sorted(fields))}")
-    weights = decode_disk(fields["disk"]) if "disk" in fields else decode_shared_memory(fields["shared_memory"])
+    refuse_unknown(fields, {"push_id", *_DECODERS}, SEND_PUSH)
+    given = sorted(_DECODERS.keys() & fields.keys())
+    if len(given) != 1:
+        told = " and ".join(given) or "none"
+        raise WireError(f"{SEND_PUSH} takes one of {', '.join(_DECODERS)}; it was given {told}")
+    weights = _DECODERS[given[0]](fields[given[0]])
     return PushSend(push_id=_push_id(fields), weights=weights)
+
+
+_DECODERS: Mapping[str, Callable[[object], Weights]] = {
+    "shared_memory": decode_shared_memory,
+    "disk": decode_disk,
+    "cuda_ipc": decode_cuda,
+}
 
 
 def encode_push_commit(commit: PushCommit) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 `/update_weights_from_shared_memory` is our one extension of SGLang's API: its body is a `SharedMemoryWeights`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +42,15 @@ def encode_disk(weights: DiskWeights) -> dict[str, Any]:
 
 def encode_shared_memory(weights: SharedMemoryWeights) -> dict[str, Any]:
     """Where a file of weights is, what lies where in it, and its checksum."""
-    entries = [
+    return {"path": weights.path, "entries": encode_entries(weights.entries), "crc32": weights.crc32}
+
+
+def encode_entries(entries: Sequence[TensorEntry]) -> list[dict[str, Any]]:
+    """What lies where."""
+    return [
         {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "offset": e.offset, "num_bytes": e.num_bytes}
-        for e in weights.entries
+        for e in entries
     ]
-    return {"path": weights.path, "entries": entries, "crc32": weights.crc32}
 
 
 def decode_disk_update(body: object) -> WeightUpdate:
@@ -73,7 +78,7 @@ def decode_shared_memory(value: object) -> SharedMemoryWeights:
     refuse_unknown(fields, {"path", "entries", "crc32"}, "a file of weights")
     return SharedMemoryWeights(
         path=get(fields, "path", str),
-        entries=tuple(_decode_entry(entry) for entry in get(fields, "entries", list)),
+        entries=decode_entries(fields),
         crc32=as_integer(fields.get("crc32"), "crc32"),
     )
 
@@ -85,6 +90,11 @@ def _without_label(fields: JsonObject) -> JsonObject:
 def _labelled(fields: JsonObject, weights: SharedMemoryWeights | DiskWeights) -> WeightUpdate:
     flush_cache = get({"flush_cache": True, **fields}, "flush_cache", bool)
     return WeightUpdate(weights=weights, version=decode_version(fields.get("weight_version")), flush_cache=flush_cache)
+
+
+def decode_entries(fields: JsonObject) -> tuple[TensorEntry, ...]:
+    """Read what lies where."""
+    return tuple(_decode_entry(entry) for entry in get(fields, "entries", list))
 
 
 def _decode_entry(entry: object) -> TensorEntry:

@@ -1,0 +1,157 @@
+"""The memory of keys and values, released and taken again:
+
+- a release gives it back to the machine
+- requests under way wait and lose nothing: the same tokens and log-probabilities as undisturbed; those that arrive wait
+- weights that come meanwhile are those under which they go on
+- an abort answers at once with what was sampled
+- releasing twice is harmless; resuming what was not released too, and keeps what the prefix cache has
+- where the memory is not there, resuming is refused, the engine lives, and it may be tried again
+- of keys and values alone: weights are not released
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_agent.engine import wire
+from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.scheduler import Scheduler
+from areal_agent.engine.fields import WireError
+from areal_agent.errors import EngineRejected
+from areal_agent.types import FinishReason, VersionSpan, WeightVersion
+from tests.engine.conftest import DEADLINE_S, MAX_CONTEXT
+
+OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
+TOLERANCE = 1e-4
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_release_gives_the_memory_back():
+    shape = KVShape(num_layers=4, num_kv_heads=8, head_dim=64)
+    cache = KVCache(shape, num_slots=4, num_positions=2048, device=torch.device("cpu"), dtype=torch.float32)
+    ones = torch.ones(8, 2048, 64)
+    for slot in range(4):
+        for layer in range(4):
+            cache.write(layer, slot, 0, ones, ones)
+    num_bytes = 4 * 2048 * shape.num_bytes(torch.float32)
+    before = resident_bytes()
+    cache.free()
+    assert before - resident_bytes() > num_bytes / 2
+    cache.allocate()
+    assert not cache.copy_out(3, 0, 2048).any()
+
+
+async def test_requests_wait_and_lose_nothing(tiny, serve, ask, truth):
+    request, late = ask(1, max_tokens=40), ask(2)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.release_memory())
+        served.gate.open()
+        second = asyncio.create_task(served.engine.generate(late))
+        await served.until(lambda stats: stats.num_queued == 2)
+        assert (await served.engine.stats()).num_running == 0
+        assert not answer.done() and not second.done()
+        await served.engine.resume_memory()
+        result, _ = await answer, await second
+        undisturbed = await served.engine.generate(request)
+    assert result.token_ids == undisturbed.token_ids
+    assert result.versions == (VersionSpan(version=OLD, start=0, end=40),)
+    assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+
+
+async def test_they_go_on_under_the_weights_that_came_meanwhile(tiny, other, serve, ask, truth, share):
+    request = ask(1, max_tokens=40)
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(request))
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.release_memory())
+        served.gate.open()
+        await served.engine.update_weights(share(other), NEW)
+        await served.engine.resume_memory()
+        result = await answer
+    split = result.versions[0].end
+    assert [span.version for span in result.versions] == [OLD, NEW]
+    new = truth(other).logprobs(request.input_ids, result.token_ids)
+    assert result.logprobs[split:] == pytest.approx(new[split:], abs=TOLERANCE)
+
+
+async def test_an_abort_meanwhile_answers_with_what_was_sampled(tiny, serve, ask):
+    async with serve(tiny) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=40)))
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.release_memory())
+        served.gate.open()
+        await served.engine.abort(ask(1).request_id)
+        result = await answer
+        await served.engine.resume_memory()
+        assert len((await served.engine.generate(ask(2))).token_ids) == 12
+    assert result.finish_reason is FinishReason.ABORT and 5 <= len(result.token_ids) < 40
+
+
+async def test_releasing_and_resuming_twice_is_harmless(tiny, serve, ask):
+    async with serve(tiny) as served:
+        first = await served.engine.generate(ask(1, prompt_length=100))
+        await served.engine.resume_memory()
+        again = await served.engine.generate(ask(1, prompt_length=100))
+        assert (first.cached_tokens, again.cached_tokens) == (0, 99)
+        await served.engine.release_memory()
+        await served.engine.release_memory()
+        await served.engine.resume_memory()
+        await served.engine.resume_memory()
+        last = await served.engine.generate(ask(1, prompt_length=100))
+    assert last.cached_tokens == 0 and last.token_ids == first.token_ids
+
+
+class Short:
+    """A ModelRunner whose memory is taken by somebody else the first time that it is wanted back."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.is_taken = True
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name)
+
+    def resume_memory(self) -> None:
+        if self.is_taken:
+            raise EngineRejected("there is no memory")
+        self._runner.resume_memory()
+
+
+def test_where_the_memory_is_not_there_it_may_be_tried_again(tiny, ask):
+    runner = Short(ModelRunner.load(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT))
+    scheduler = Scheduler(runner, version=OLD, on_failure=lambda: None)
+    try:
+        scheduler.release_memory()
+        answer = scheduler.submit(ask(1))
+        with pytest.raises(EngineRejected, match="no memory"):
+            scheduler.resume_memory().result(DEADLINE_S)
+        assert scheduler.is_alive and not answer.done()
+        runner.is_taken = False
+        scheduler.resume_memory()
+        assert len(answer.result(DEADLINE_S).token_ids) == 12
+    finally:
+        scheduler.close()
+
+
+@pytest.mark.parametrize("tags", [["weights"], ["kv_cache", "weights"], [], "kv_cache"])
+def test_weights_are_not_released(tags):
+    with pytest.raises(WireError, match="tags"):
+        wire.check_memory({"tags": tags}, wire.RELEASE_MEMORY)
+
+
+def test_no_tags_are_keys_and_values():
+    wire.check_memory({}, wire.RELEASE_MEMORY)
+    wire.check_memory(wire.encode_memory(), wire.RESUME_MEMORY)
