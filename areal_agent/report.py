@@ -65,6 +65,7 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
         },
         "advice": advice(Spent.of(rows)),
         "loop_blocked_s": round(totals.loop_blocked_s, 2),
+        "num_skipped_updates": totals.num_skipped_updates,
         "checkpoint": None if facts.checkpoint is None else str(facts.checkpoint),
     }
     if facts.error is not None:
@@ -108,6 +109,11 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
         lines.append(
             f"workflows blocked the event loop that they share for {summary['loop_blocked_s']:.0f} s; "
             f"the warnings in {folder.logs} name the lines"
+        )
+    if summary["num_skipped_updates"]:
+        lines.append(
+            f"{summary['num_skipped_updates']} optimiser updates were left out, for their gradient was not finite: "
+            "their rollouts taught nothing; trainer/num_skipped_updates in metrics.jsonl says in which steps"
         )
     lines.append(f"in {folder.path}: summary.json, curve.png, metrics.jsonl, checkpoint {summary['checkpoint']}")
     if summary["status"] != RunStatus.COMPLETED:

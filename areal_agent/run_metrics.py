@@ -102,6 +102,8 @@ class RunMetrics:
         self._row = describe_batch(batch, self._success_reward, self._source_names)
         self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
         self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
+        if num_skipped := report.metrics.get("num_skipped_updates"):
+            self._progress.note(f"step {report.step}: {num_skipped:.0f} updates left out, their gradient is not finite")
 
     async def pushed(self, report: PushReport, *, held_s: float) -> None:
         """The step's row ends: it is written, and shown. For `held_s` the push held the engine.

@@ -1,6 +1,6 @@
 """The lines at the end of a run: 1. blocked event loops are told when they cost time, and only then; 2. where the time
 went, and the advice, which summary.json has, too; 3. evaluations beside training are in the curve;
-4. success is compared only with what was graded before training.
+4. success is compared only with what was graded before training; 5. updates that were left out are told.
 """
 
 from pathlib import Path
@@ -28,6 +28,7 @@ SUMMARY = {
     "seconds": {"wall": 100.0, "engine": {"generating": 90.0, "other": 10.0}, "trainer": {"training": 100.0}},
     "advice": "neither side waited much for the other",
     "loop_blocked_s": 0.0,
+    "num_skipped_updates": 0,
     "checkpoint": None,
 }
 
@@ -36,6 +37,12 @@ SUMMARY = {
 def test_blocked_event_loops(blocked_s: float, is_told: bool) -> None:
     text = closing_lines(RunFolder(Path("runs/x")), SUMMARY | {"loop_blocked_s": blocked_s})
     assert ("blocked the event loop that they share for 12 s" in text) is is_told
+
+
+@pytest.mark.parametrize(("num_skipped", "is_told"), [(0, False), (7, True)])
+def test_updates_that_were_left_out(num_skipped: int, is_told: bool) -> None:
+    text = closing_lines(RunFolder(Path("runs/x")), SUMMARY | {"num_skipped_updates": num_skipped})
+    assert ("7 optimiser updates were left out" in text) is is_told
 
 
 def test_where_the_time_went_is_told() -> None:

@@ -41,8 +41,9 @@ class AlgorithmConfig(Section):
     critic. `gspo`: loss gspo, sequence_mean, clips 0.0003 and 0.0004. `cispo`: loss cispo, proximal behavior, clips 1
     (none below) and 4. `dapo`: clip_high 0.28, dynamic_sampling."""
     advantage: str = "grpo"
-    """`grpo`: return minus the group's mean. `dr_grpo`: the same, never divided. `rloo`: minus the mean of the others.
-    `reinforce_pp`: return, normalised over the batch. `gae`: of a critic. Or a function, `package.module:function`."""
+    """`grpo`: return minus the group's mean at that turn. `dr_grpo`: the same, never divided. `rloo`: minus the mean of
+    the others. `reinforce_pp`: return, normalised over the batch. `gae`: of a critic. Or a function,
+    `package.module:function`."""
     normalize_by_std: bool | None = None
     """Divide advantages by a standard deviation: grpo, dr_grpo and rloo that of the group's rewards; reinforce_pp and
     gae that of the batch, whose mean they subtract. By default as the paper: grpo, reinforce_pp and gae yes."""

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.config import AlgorithmConfig, is_import_path
 from areal_agent.algorithms.divergence import MAX_LOG_RATIO, divergence
 from areal_agent.algorithms.loss_stats import LossStats
 from areal_agent.algorithms.loss_tokens import LossTokens
@@ -41,11 +41,8 @@ def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objectiv
     """The loss above, to be minimised, and its statistics. Shapes: LossTokens of M -> scalar."""
     uncapped = importance_weights(tokens, config)
     values = objective(tokens, config)
-    if values.shape != tokens.logprobs.shape:
-        raise ValueError(
-            f"loss {config.loss!r} returned a tensor of shape {tuple(values.shape)} for {len(tokens)} loss tokens; "
-            "return the objective of each token"
-        )
+    if is_import_path(config.loss):
+        _check_own(values, tokens, config)
     loss = -(tokens.weights * uncapped.clamp_max(config.behavior_weight_cap) * values).sum()
     if config.kl_coefficient > 0 and config.kl_in == "loss":
         assert tokens.reference is not None, "a divergence needs a reference"
@@ -55,6 +52,24 @@ def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objectiv
         loss = loss - config.entropy_coefficient * (tokens.weights * tokens.entropy).sum()
     ratio = sequence_ratio(tokens) if config.loss == "gspo" else tokens.log_ratio.exp()
     return loss, LossStats.of(tokens, ratio.detach(), uncapped, config)
+
+
+def _check_own(values: object, tokens: LossTokens, config: AlgorithmConfig) -> None:
+    """Raise ValueError unless a user's objective is one that can be trained."""
+    if not isinstance(values, Tensor) or values.shape != tokens.logprobs.shape:
+        what = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{type(values).__name__}"
+        raise ValueError(
+            f"loss {config.loss!r} returned {what} for {len(tokens)} loss tokens; return the objective of each token"
+        )
+    if tokens.logprobs.requires_grad and not values.requires_grad:
+        raise ValueError(
+            f"loss {config.loss!r} returned what has no gradient; compute it from tokens.logprobs, not detached"
+        )
+    if not bool(values.isfinite().all()) and bool(tokens.logprobs.isfinite().all()):
+        raise ValueError(
+            f"loss {config.loss!r} returned NaN or infinity: nothing could be learned of the whole batch; return "
+            "finite numbers"
+        )
 
 
 def ppo_clip(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:

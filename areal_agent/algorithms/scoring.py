@@ -25,6 +25,7 @@ from areal_agent.algorithms.advantages import (
 from areal_agent.algorithms.config import AlgorithmConfig, is_import_path
 from areal_agent.algorithms.plugins import load_function
 from areal_agent.algorithms.timeline import Timeline
+from areal_agent.algorithms.turn_returns import returns_by_turn, rollouts_of
 from areal_agent.types import TokenRecord
 
 Records = Sequence[TokenRecord]
@@ -45,19 +46,31 @@ def own_advantages(
     function: AdvantageFunction, records: Records, rewards: Mapping[str, float], config: AlgorithmConfig
 ) -> list[Tensor]:
     """What the user's function gives, checked: [T] a record."""
-    given = list(function(records, rewards, config))
-    expected = [len(record.token_ids) for record in records]
-    if [tuple(one.shape) for one in given] != [(length,) for length in expected]:
+    returned = cast(object, function(records, rewards, config))
+    given = list(cast(Sequence[object], returned)) if isinstance(returned, Sequence) else [returned]
+    tensors = [one.detach().float() for one in given if isinstance(one, Tensor)]
+    if len(tensors) != len(given):
         raise ValueError(
-            f"advantage {config.advantage!r} returned tensors of shapes {[tuple(one.shape) for one in given][:4]} for "
-            f"records of {expected[:4]} tokens; return one value a token of each record"
+            f"advantage {config.advantage!r} returned {type(returned).__name__} of "
+            f"{', '.join(sorted({type(one).__name__ for one in given}))}; return a list of one torch tensor a record"
         )
-    return [one.float() for one in given]
+    expected = [len(record.token_ids) for record in records]
+    if [tuple(one.shape) for one in tensors] != [(length,) for length in expected]:
+        raise ValueError(
+            f"advantage {config.advantage!r} returned tensors of shapes {[tuple(one.shape) for one in tensors][:4]} "
+            f"for records of {expected[:4]} tokens; return one value a token of each record"
+        )
+    for record, one in zip(records, tensors, strict=True):
+        if not bool(one[torch.from_numpy(record.loss_mask)].isfinite().all()):
+            raise ValueError(
+                f"advantage {config.advantage!r} returned NaN or infinity for a loss token of session "
+                f"{record.session_id!r}: nothing could be learned of the whole batch; return finite numbers"
+            )
+    return tensors
 
 
 def token_advantages(
     records: Records,
-    rewards: Mapping[str, float],
     config: AlgorithmConfig,
     *,
     values: PerLossToken | None = None,
@@ -65,8 +78,8 @@ def token_advantages(
 ) -> list[Tensor]:
     """The advantage of every token; 0 where `loss_mask` is False. Observations do not enter it.
 
-    `rewards` holds the total reward of each rollout that has a record, by session id. `values` are those of a critic
-    (gae); `penalties` are subtracted from the reward of each loss token (a divergence in the reward).
+    `values` are those of a critic (gae); `penalties` are subtracted from the reward of each loss token (a divergence in
+    the reward).
     Shapes: values and penalties [M] a record -> one [T] float32 tensor a record, in order.
     """
     lines = [Timeline.of(record, config.discount) for record in records]
@@ -80,7 +93,7 @@ def token_advantages(
             returns = _returns(lines, taken)
             scored = _normalised(returns) if config.divides_by_std else returns
         case _:
-            scored = _against_the_group(records, rewards, lines, taken, config)
+            scored = _against_the_group(records, lines, taken, config)
     return [_laid_out(record, of_record) for record, of_record in zip(records, scored, strict=True)]
 
 
@@ -125,45 +138,33 @@ def _normalised(scores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _against_the_group(
-    records: Records,
-    rewards: Mapping[str, float],
-    lines: Sequence[Timeline],
-    penalties: PerLossToken,
-    config: AlgorithmConfig,
+    records: Records, lines: Sequence[Timeline], penalties: PerLossToken, config: AlgorithmConfig
 ) -> list[Tensor]:
-    """The return-to-go of each token minus a baseline, over the spread of its group.
+    """The return-to-go of each token against what its group earned from the same turn on.
 
-    A_m = (G_m - b_rollout) / s_group, where b is `group_mean` (grpo, arXiv 2402.03300; dr_grpo, 2503.20783) or
-    `leave_one_out` (rloo) of the rollouts' *total* rewards, less their penalties, and s is `group_std` + STD_EPSILON,
-    or 1 without normalisation. 0 in groups of one rollout.
+    A_m = (G_m - b_ik) / s_ik for a token of turn k of rollout i, where b is `group_mean` (grpo, arXiv 2402.03300;
+    dr_grpo, 2503.20783) or `leave_one_out` (rloo) of the group's returns from turn k on, and s is their `group_std` +
+    STD_EPSILON, or 1 without normalisation. 0 in groups of one rollout. With one reward at the end, not discounted,
+    those returns are the total rewards at every turn, as in the papers. Otherwise totals would not do: rollouts that
+    are all alike would be blamed in each turn for what earlier ones earned, and their spread of 0 would blow that up.
     """
     returns = _returns(lines, penalties)
-    totals, groups = _totals(records, rewards, penalties)
-    baselines = leave_one_out(totals, groups) if config.advantage == "rloo" else group_mean(totals, groups)
-    scales = _scales(totals, groups, config)
-    rollout_of = {session_id: number for number, session_id in enumerate(_rollouts(records))}
-    chosen = [rollout_of[record.session_id] for record in records]
-    scored = [(one - baselines[i]) * scales[i] for one, i in zip(returns, chosen, strict=True)]
+    if not records:
+        return returns
+    compared = torch.from_numpy(returns_by_turn(records, [one.double().numpy() for one in penalties], config.discount))
+    groups = _numbered(list(rollouts_of(records).values()))
+    baseline = leave_one_out if config.advantage == "rloo" else group_mean
+    baselines = torch.stack([baseline(of_turn, groups) for of_turn in compared.unbind(1)], dim=1)  # [R, K]
+    scales = torch.stack([_scales(of_turn, groups, config) for of_turn in compared.unbind(1)], dim=1)  # [R, K]
+    number_of = {session_id: number for number, session_id in enumerate(rollouts_of(records))}
+    scored: list[Tensor] = []
+    for record, line, of_record in zip(records, lines, returns, strict=True):
+        place = number_of[record.session_id], torch.from_numpy(line.turns)
+        scored.append((of_record - baselines[place]) * scales[place])
     if config.step_group_weight == 0.0:
         return scored
     extra = step_advantages(records, lines, returns, config)
     return [one + config.step_group_weight * other for one, other in zip(scored, extra, strict=True)]
-
-
-def _rollouts(records: Records) -> dict[str, str]:
-    """The group of each rollout that has a record."""
-    return {record.session_id: record.group_id for record in records}
-
-
-def _totals(records: Records, rewards: Mapping[str, float], penalties: PerLossToken) -> tuple[Tensor, Tensor]:
-    """Total reward, less penalties, and group number of each rollout: [R] float64, [R]."""
-    group_of = _rollouts(records)
-    # in float32 first, as records hold rewards: equal rewards then cancel exactly
-    totals = torch.tensor([rewards[session_id] for session_id in group_of], dtype=torch.float32).double()
-    rollout_of = {session_id: number for number, session_id in enumerate(group_of)}
-    for record, penalty in zip(records, penalties, strict=True):
-        totals[rollout_of[record.session_id]] -= penalty.double().sum()
-    return totals, _numbered(list(group_of.values()))
 
 
 def _scales(values: Tensor, groups: Tensor, config: AlgorithmConfig) -> Tensor:

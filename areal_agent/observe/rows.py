@@ -125,6 +125,7 @@ class Totals:
     max_staleness_seen: int
     idle_fraction: Mapping[str, float]
     loop_blocked_s: float  # in which workflows blocked the event loop that they share
+    num_skipped_updates: int  # of the optimiser, whose gradient was not finite
 
 
 def living_rows(rows: Iterable[Row]) -> list[Row]:
@@ -154,6 +155,7 @@ def total(rows: Iterable[Row]) -> Totals:
             "trainer": spent.share(spent.trainer.get("waiting_for_rollouts", 0.0)),
         },
         loop_blocked_s=_add(living, "rollouts/loop_blocked_s"),
+        num_skipped_updates=int(_add(living, "trainer/num_skipped_updates")),
     )
 
 

@@ -79,7 +79,7 @@ class TrainerClient:
         return TrainerInfo(**answer, rank_process_ids=process_ids)
 
     async def train_step(self, batch: RolloutBatch) -> StepReport:
-        """Train one step on a batch's records; the baselines use the total rewards of its trajectories."""
+        """Train one step on a batch's records, with the total rewards of its trajectories and their named parts."""
         rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
         parts = {trajectory.session_id: dict(trajectory.rewards.parts) for trajectory in batch.trained}
         answer = await self._call(

@@ -165,9 +165,7 @@ class Stepper:
         penalties = [self._penalty(one) for one in samples] if self._is_penalised else None
         values = [one.values for one in samples if one.values is not None] if self._critic is not None else None
         if self._own_advantage is None:
-            advantages = token_advantages(
-                given.records, given.rewards, self._algorithm, values=values, penalties=penalties
-            )
+            advantages = token_advantages(given.records, self._algorithm, values=values, penalties=penalties)
         else:
             advantages = own_advantages(self._own_advantage, given.records, given.rewards, self._algorithm)
         scored = [

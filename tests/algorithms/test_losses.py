@@ -7,7 +7,8 @@
 - The importance weight is of a token, of a sequence, or 1. Divergence and entropy enter the loss with coefficients.
 - Parts add up to the whole, of loss, gradient and statistics; nothing at all still back-propagates; absurd ratios stay
   finite.
-- A user's own objective takes the place of ours; one of a wrong shape, or that cannot be imported, is refused.
+- A user's own objective takes the place of ours; one of a wrong shape, without a gradient, not finite, or that
+  cannot be imported, is refused.
 """
 
 import math
@@ -258,6 +259,20 @@ def test_a_users_objective_of_a_wrong_shape_is_refused():
     config = AlgorithmConfig(loss=f"{__name__}:one_number")
     with pytest.raises(ValueError, match=r"returned a tensor of shape \(\) for 5 loss tokens"):
         policy_loss(case(), config, choose_objective(config))
+
+
+@pytest.mark.parametrize(
+    ("objective", "fault"),
+    [
+        (lambda tokens, _: tokens.logprobs / 0.0, "returned NaN or infinity"),
+        (lambda tokens, _: tokens.logprobs.detach(), "returned what has no gradient"),
+        (lambda *_: None, "returned NoneType for 5 loss tokens"),
+    ],
+)
+def test_a_users_objective_that_cannot_be_trained_is_refused(objective, fault):
+    config = AlgorithmConfig(loss=f"{__name__}:reinforce")
+    with pytest.raises(ValueError, match=fault):
+        policy_loss(case(), config, objective)
 
 
 @pytest.mark.parametrize(("path", "reason"), [("no_such_module:loss", "No module"), ("math:tau2", "no attribute")])

@@ -42,10 +42,10 @@ estimator = pytest.mark.parametrize("config", ESTIMATORS.values(), ids=ESTIMATOR
 observation = st.lists(st.integers(0, 300), min_size=1, max_size=30)
 
 
-def advantages_of_actions(records: list[TokenRecord], rewards: dict[str, float], config: AlgorithmConfig):
+def advantages_of_actions(records: list[TokenRecord], config: AlgorithmConfig):
     """One list of numbers a record; the critic of gae says 0.1, 0.2, ..."""
     values = [torch.arange(int(one.loss_mask.sum())) * 0.1 for one in records] if config.critic else None
-    scored = token_advantages(records, rewards, config, values=values)
+    scored = token_advantages(records, config, values=values)
     return [one[torch.from_numpy(record.loss_mask)].tolist() for one, record in zip(scored, records, strict=True)]
 
 
@@ -56,7 +56,7 @@ def test_case_01_observations_do_not_change_the_advantages_of_actions(make_recor
         turns = [[(False, [1]), (True, [2, 3])], [(False, seen), (True, [4])], [(False, seen), (True, [5])]]
         records = [make_record(f"s{i}", "g", turns, [0.0, 0.2, float(i)]) for i in range(3)]
         discounted = config.model_copy(update={"discount": discount})
-        return advantages_of_actions(records, {f"s{i}": 0.2 + i for i in range(3)}, discounted)
+        return advantages_of_actions(records, discounted)
 
     assert advantages(first) == advantages(second)
 
@@ -66,8 +66,7 @@ def test_case_01_observations_do_not_change_the_advantages_of_actions(make_recor
 def test_case_02_the_reward_reaches_turn_1(make_record, config, trailing):
     turns = [[(False, [1]), (True, [2])], [(False, [3, 3]), (True, [4]), (False, trailing)]]
     records = [make_record(f"s{i}", "g", turns, [0.0, float(i == 0)]) for i in range(4)]
-    rewards = {f"s{i}": float(i == 0) for i in range(4)}
-    scored = advantages_of_actions(records, rewards, config)
+    scored = advantages_of_actions(records, config)
     spread = {"grpo": 0.5 + STD_EPSILON, "reinforce_pp": 0.1875**0.5 + STD_EPSILON}.get(config.advantage, 1.0)
     if config.advantage == "gae":
         assert all(scored[0][0] > other[0] + 1.0 for other in scored[1:])

@@ -30,6 +30,7 @@ def test_totals() -> None:
         "rollouts/trained": 4,
         "rollouts/spanning": 1,
         "rollouts/interrupted_completions": 3,
+        "trainer/num_skipped_updates": 1,
         "seconds/wall": 10.0,
         "seconds/engine/generating": 8.0,
         "seconds/trainer/waiting_for_rollouts": 4.0,
@@ -37,6 +38,7 @@ def test_totals() -> None:
     totals = total([row, row | {"step": 2, "staleness/max": 1}])
     assert (totals.steps, totals.trained_tokens, totals.generated_tokens) == (2, 20, 24)
     assert (totals.spanning_fraction, totals.interrupted_completions, totals.max_staleness_seen) == (0.25, 6, 2)
+    assert totals.num_skipped_updates == 2
     assert totals.idle_fraction == {"engine": pytest.approx(0.2), "trainer": pytest.approx(0.4)}
 
 

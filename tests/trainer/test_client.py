@@ -140,13 +140,9 @@ async def test_a_model_that_cannot_be_loaded_is_a_config_error_and_init_may_be_r
 
 async def test_metrics_that_are_not_finite_arrive_as_nan(ready, make_batch):
     batch = make_batch(1)
-    groups = tuple(
-        replace(
-            group, trajectories=tuple(replace(t, rewards=replace(t.rewards, final=1e100)) for t in group.trajectories)
-        )
-        for group in batch.groups
-    )
-    report = await ready.train_step(replace(batch, groups=groups))
+    poison = np.full(2, np.nan, dtype=np.float32)
+    records = tuple(replace(record, turn_rewards=poison) for record in batch.records)
+    report = await ready.train_step(replace(batch, records=records))
     assert report.metrics["num_skipped_updates"] == 1
     assert math.isnan(report.metrics["grad_norm"])
 

@@ -33,7 +33,7 @@ def test_the_gradient_is_that_of_the_formula(model_folder, lab, make_batch, as_i
     given = as_input(make_batch(1))
     reference = Lab(model_folder)
     total = torch.zeros(())
-    for record, advantages in zip(given.records, token_advantages(given.records, given.rewards, PLAIN), strict=True):
+    for record, advantages in zip(given.records, token_advantages(given.records, PLAIN), strict=True):
         logprobs = reference.logprobs(record)
         mask = torch.from_numpy(record.loss_mask)[1:]
         weight = (logprobs.detach() - torch.from_numpy(record.behavior_logprobs)[1:]).exp().clamp(max=5.0)
@@ -155,7 +155,8 @@ def test_zero_advantages_make_an_update_of_gradient_zero(lab, make_batch):
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(lab, make_batch, as_input):
     given = as_input(make_batch(1))
-    poisoned = replace(given, rewards={name: math.nan for name in given.rewards})
+    poison = np.full(2, math.nan, dtype=np.float32)
+    poisoned = replace(given, records=[replace(record, turn_rewards=poison) for record in given.records])
     metrics = lab.stepper.train(poisoned)
     assert (metrics["num_updates"], metrics["num_skipped_updates"]) == (0, 1)
     assert torch.equal(lab.weights(), lab.before)
