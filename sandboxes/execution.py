@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,8 +17,9 @@ from sandboxes.limits import Limits
 from sandboxes.link import Ended, LauncherLink, Run, Turn
 from sandboxes.result import ExecResult, Status
 
-KILL_GRACE_S = 5.0
-"""A launcher that has not reported the end of a killed program by then is killed itself."""
+GRACE_S = 5.0
+"""A launcher is killed that has not reported the end of a killed program by then, or the start of a program so long
+after the deadline that it would have had."""
 NEARLY_ALL_MEMORY = 0.9
 """Without a control group: a failed program that had this share of its limit resident failed for want of memory."""
 
@@ -50,9 +50,11 @@ class Execution:
         self._link = link
         self._limits = limits
         self._group = group
-        self._wall_s = limits.wall_s if is_timed else None
+        self._is_timed = is_timed
+        self._loop = asyncio.get_running_loop()
         self._run: Run | None = None
-        self._started_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._sent_s = 0.0
         self._verdict: Status | None = None  # of the host: why it had the program killed
 
     @property
@@ -69,19 +71,19 @@ class Execution:
             os.close(descriptor)
             if self._group is not None:
                 self._group.close_descriptors()
-        self._started_s = time.monotonic()
+        self._sent_s = self._loop.time()
 
     async def wait(self) -> Ended:
         """Its end, which comes by the deadline. Cancelling it kills the program, and does not wait for its death."""
         assert self._run is not None
+        if self._is_timed:
+            self._timer = self._loop.call_later(self._limits.wall_s, self._on_time)
         try:
-            done, _ = await asyncio.wait([self._run.ended], timeout=self._wall_s)
-            if not done:
-                self._verdict = self._verdict or Status.TIMEOUT
-                await self.kill()
+            return await asyncio.shield(self._run.ended)
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             self._send_kill()
-        return self._run.ended.result()
 
     def stop(self, verdict: Status) -> None:
         """Kill it for a reason, which becomes its status."""
@@ -93,7 +95,7 @@ class Execution:
         if self._run is None:
             return
         self._send_kill()
-        done, _ = await asyncio.wait([self._run.ended], timeout=KILL_GRACE_S)
+        done, _ = await asyncio.wait([self._run.ended], timeout=GRACE_S)
         if not done:
             self._link.abandon()
 
@@ -117,11 +119,30 @@ class Execution:
             stdout=stdout,
             stderr=stderr,
             truncated=is_truncated,
-            wall_s=time.monotonic() - self._started_s,
+            wall_s=self._loop.time() - self._begun_s,
             cpu_s=ended.cpu_s,
             peak_memory_bytes=ended.peak_memory_bytes,
             oom_kills=oom_kills,
         )
+
+    @property
+    def _is_started(self) -> bool:
+        return self._run is not None and self._run.pid is not None
+
+    @property
+    def _begun_s(self) -> float:
+        return self._run.started_s if self._run is not None and self._is_started else self._sent_s
+
+    def _on_time(self) -> None:
+        """The deadline, which counts from the program's start, however long that took; see `GRACE_S`."""
+        left_s = self._begun_s + self._limits.wall_s + GRACE_S * (not self._is_started) - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._on_time)
+        elif self._is_started:
+            self.stop(Status.TIMEOUT)
+            self._timer = self._loop.call_later(GRACE_S, self._link.abandon)
+        else:
+            self._link.abandon()
 
     def _send_kill(self) -> None:
         if self._run is not None and self.is_running:
@@ -161,8 +182,9 @@ def sealed_file(data: bytes) -> int:
             file.seek(0)
             return os.dup(file.fileno())
     descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(data)
+    at = 0
+    while at < len(data):
+        at += os.write(descriptor, data[at:] if at else data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return descriptor

@@ -55,6 +55,7 @@ class Run:
         self.ended = ended
         self.turn = turn
         self.pid: int | None = None  # None until it has started
+        self.started_s = 0.0  # by the loop's clock
 
 
 class LauncherLink:
@@ -234,6 +235,7 @@ class LauncherLink:
             return  # it has failed already: its child told us before the launcher saw it end
         elif kind == ReportKind.STARTED:
             run.pid = value
+            run.started_s = self._loop.time()
             run.turn.end()
         else:
             run.turn.end()

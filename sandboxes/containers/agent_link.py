@@ -15,7 +15,15 @@ from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, ST
 from sandboxes.containers.stream import EngineStream
 
 READY_TIMEOUT_S = 60.0
-KILL_GRACE_S = 5.0
+MAX_ON_THE_WAY = 32
+"""Programs that are sent and not started: an agent holds several descriptors for each."""
+DEADLINE_GRACE_S = 0.5
+"""The agent keeps the deadline; the host has the program killed so much later, in case it does not."""
+SILENCE_S = 30.0
+"""An agent that owes the start or the end of a program and says nothing at all for so long is given up: among many
+programs on few CPUs it is slow, and not dead."""
+MAX_SILENCES = 4
+"""One that talks of others is given up after so many times as long."""
 CHUNK_BYTES = 65_536
 MAX_DIAGNOSIS_BYTES = 4096
 
@@ -37,30 +45,44 @@ class AgentEnd:
 class AgentRun:
     """One run. `ended` raises SandboxError when the container could not run it to its end."""
 
-    def __init__(self, number: int, on_output: Callable[[Tell, bytes], None]) -> None:
+    def __init__(self, number: int, wall_s: float, on_output: Callable[[Tell, bytes], None]) -> None:
         self.number = number
+        self.wall_s = wall_s  # from its start; 0: any time
         self.on_output = on_output  # a chunk of stdout or stderr; an empty one: it is closed
         self.ended: asyncio.Future[AgentEnd] = asyncio.get_running_loop().create_future()
         self.taken: asyncio.Future[bool] | None = None  # whether stdin took what it was given
+        self.is_killed = False
+        self.started_s: float | None = None  # by the loop's clock, as the end
+        self.ended_s = 0.0
+        self.timer: asyncio.TimerHandle | None = None  # of what is done next if nothing is heard of it
+
+    @property
+    def lasted_s(self) -> float:
+        return self.ended_s - self.started_s if self.started_s is not None else 0.0
 
 
 class AgentLink:
     """Make it with `open`, end it with `close`; with the link ends the container."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
         self.has = 0
-        self.ended = asyncio.get_running_loop().create_future()
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.ended = self._loop.create_future()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stream: EngineStream | None = None
         self._runs: dict[int, AgentRun] = {}
         self._next_number = 1
+        self._room = asyncio.Semaphore(MAX_ON_THE_WAY)
+        self._unsent = bytearray()
         self._received = bytearray()
+        self._num_heard = 0
         self._diagnosis = b""
 
     @classmethod
-    async def open(cls, socket_path: str, container: str) -> Self:
+    async def open(cls, socket_path: str, container: str, *, silence_s: float = SILENCE_S) -> Self:
         """To a container that is not started yet."""
-        link = cls()
+        link = cls(silence_s)
         link._stream = await EngineStream.open(
             socket_path,
             f"/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1",
@@ -85,7 +107,7 @@ class AgentLink:
         except TimeoutError:
             raise SandboxError(f"the agent of a container did not start within {READY_TIMEOUT_S:g} s") from None
 
-    def start(
+    async def start(
         self,
         request: bytes,
         *,
@@ -94,20 +116,27 @@ class AgentLink:
         is_paced: bool,
         on_output: Callable[[Tell, bytes], None],
     ) -> AgentRun:
-        """`request` is what `agent/program.py` reads; 0 and -1 are no deadline and no bound."""
+        """`request` is what `agent/program.py` reads; 0 and -1 are no deadline and no bound.
+
+        It waits while many are on their way. The deadline counts from the program's start.
+        """
+        await self._room.acquire()
         if not self.is_alive:
+            self._room.release()
             raise SandboxError("the container of this sandbox is gone, and its files with it; acquire another")
-        run = AgentRun(self._next_number, on_output)
+        run = AgentRun(self._next_number, wall_s, on_output)
         self._next_number += 1
         self._runs[run.number] = run
         self._ask(Ask.START, run, START.pack(wall_s, output_bytes, is_paced) + request)
+        self._expect(run)
         return run
 
     async def feed(self, run: AgentRun, data: bytes) -> None:
         """All of stdin, which is closed after it."""
         for at in range(0, len(data), CHUNK_BYTES):
+            if at:
+                await self._drain(run)
             self._ask(Ask.STDIN, run, data[at : at + CHUNK_BYTES])
-            await self._drain(run)
         self._ask(Ask.CLOSE_STDIN, run)
 
     async def offer(self, run: AgentRun, data: bytes) -> bool:
@@ -124,16 +153,11 @@ class AgentLink:
         self._ask(Ask.MORE, run, bytes([stream]))
 
     def kill(self, run: AgentRun) -> None:
-        """Harmless when it has ended."""
-        self._ask(Ask.KILL, run)
-
-    async def end(self, run: AgentRun) -> AgentEnd:
-        """Have it killed if it still runs, and wait until it is dead; the container goes with one that does not die."""
-        self.kill(run)
-        done, _ = await asyncio.wait([run.ended], timeout=KILL_GRACE_S)
-        if not done:
-            self.fail("its agent did not end a program that was to be killed")
-        return await asyncio.shield(run.ended)
+        """Harmless when it has ended. The container goes with one that does not die."""
+        if run.number in self._runs and not run.is_killed:
+            run.is_killed = True
+            self._ask(Ask.KILL, run)
+            self._expect(run)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -148,12 +172,57 @@ class AgentLink:
 
     async def _drain(self, run: AgentRun) -> None:
         assert self._stream is not None
+        self._send()
         if not run.ended.done():
             await self._stream.drain()
 
     def _ask(self, kind: Ask, run: AgentRun, body: bytes = b"") -> None:
-        if run.number in self._runs and self._stream is not None:
-            self._stream.write(HEADER.pack(kind, run.number, len(body)) + body)
+        if run.number not in self._runs:
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._send)  # all of one moment together
+        self._unsent += HEADER.pack(kind, run.number, len(body)) + body
+
+    def _send(self) -> None:
+        if self._stream is not None and self._unsent:
+            self._stream.write(bytes(self._unsent))
+        self._unsent.clear()
+
+    # ── what is waited for ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _expect(self, run: AgentRun, num_silences: int = 0) -> None:
+        """Its start, or its end when it is killed."""
+        set_timer(run, self._loop.call_later(self._silence_s, self._on_silence, run, self._num_heard, num_silences))
+
+    def _on_silence(self, run: AgentRun, num_heard: int, num_silences: int) -> None:
+        if self._num_heard != num_heard and num_silences + 1 < MAX_SILENCES:
+            self._expect(run, num_silences + 1)
+        else:
+            verb = "end" if run.is_killed else "start"
+            self.fail(f"its agent did not {verb} a program within {self._silence_s * (num_silences + 1):g} s")
+
+    def _on_started(self, run: AgentRun) -> None:
+        if run.started_s is not None:
+            return
+        run.started_s = self._loop.time()
+        self._room.release()
+        if not run.is_killed:
+            is_timed = bool(run.wall_s)
+            set_timer(run, self._loop.call_later(run.wall_s + DEADLINE_GRACE_S, self.kill, run) if is_timed else None)
+
+    def _settle(self, run: AgentRun, outcome: AgentEnd | SandboxError) -> None:
+        """Give a run, which is none of ours any more, its outcome, unless its waiter has gone."""
+        set_timer(run, None)
+        run.ended_s = self._loop.time()
+        if run.started_s is None:
+            self._room.release()
+        if run.ended.done():
+            return
+        if isinstance(outcome, SandboxError):
+            run.ended.set_exception(outcome)
+            run.ended.exception()  # who was cancelled meanwhile does not ask for it
+        else:
+            run.ended.set_result(outcome)
 
     # ── what comes ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,6 +249,7 @@ class AgentLink:
             self.fail(f"its agent is not the one that was sent there ({error})")
 
     def _on_frame(self, kind: Tell, number: int, body: bytes) -> None:
+        self._num_heard += 1
         run = self._runs.get(number)
         if kind is Tell.READY:
             self.has = body[0]
@@ -190,6 +260,8 @@ class AgentLink:
         elif kind in (Tell.STDOUT, Tell.STDERR):
             if body:
                 run.on_output(kind, body)
+        elif kind is Tell.STARTED:
+            self._on_started(run)
         elif kind is Tell.CLOSED:
             run.on_output(Tell(body[0]), b"")
         elif kind is Tell.TAKEN:
@@ -198,29 +270,26 @@ class AgentLink:
         else:
             outcome = AgentEnd(body) if kind is Tell.ENDED else refusal(body[0])
             del self._runs[number]
-            settle(run.ended, outcome)
+            self._settle(run, outcome)
 
     def _fail(self, reason: str) -> None:
         if self.ended.done():
             return
         self.ended.set_result(None)
+        self._unsent.clear()
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
-            settle(run.ended, SandboxError(f"the container of this sandbox is gone: {reason}"))
+            self._settle(run, SandboxError(f"the container of this sandbox is gone: {reason}"))
         if not self._ready.done():
             self._ready.set_exception(SandboxError(f"a container did not start: {reason}"))
             self._ready.exception()  # who was cancelled meanwhile does not ask for it
 
 
-def settle(future: asyncio.Future[AgentEnd], outcome: AgentEnd | SandboxError) -> None:
-    """Give a future its outcome, unless its waiter has gone."""
-    if future.done():
-        return
-    if isinstance(outcome, SandboxError):
-        future.set_exception(outcome)
-        future.exception()
-    else:
-        future.set_result(outcome)
+def set_timer(run: AgentRun, timer: asyncio.TimerHandle | None) -> None:
+    """In the place of the one that it has."""
+    if run.timer is not None:
+        run.timer.cancel()
+    run.timer = timer
 
 
 def refusal(number: int) -> SandboxError:

@@ -1,4 +1,8 @@
-"""What bounds all programs of one container together: memory, processes, CPUs; as the program that runs asks for it."""
+"""What bounds all programs of one container together: memory, processes, CPUs; as the program that runs asks for it.
+
+As many programs run at once as there may be processes; others wait, first come first served, and not for ever, for all
+of these have deadlines. A program that is talked with has none: it neither waits nor is waited for.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -15,16 +19,22 @@ class SharedBounds:
         self._bounds = bounds
         self._change = change
         self._changing = asyncio.Lock()
+        self._slots = asyncio.Semaphore(bounds.pids)
         self._num_held = 0
 
     @asynccontextmanager
     async def held(self, limits: Limits) -> AsyncGenerator[None, None]:
-        """For one program."""
+        """For one program that is run to its end."""
         await self.hold(limits)
         try:
-            yield
+            async with self.slot():
+                yield
         finally:
             self.release()
+
+    def slot(self) -> asyncio.Semaphore:
+        """To be held by what needs a process."""
+        return self._slots
 
     async def hold(self, limits: Limits) -> None:
         """For one program, until `release`. ValueError when others run within other bounds."""
@@ -38,6 +48,7 @@ class SharedBounds:
                     )
                 await self._change(bounds)
                 self._bounds = bounds
+                self._slots = asyncio.Semaphore(bounds.pids)
             self._num_held += 1
 
     def release(self) -> None:

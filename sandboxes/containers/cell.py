@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from areal_agent.errors import SandboxError
@@ -21,8 +20,6 @@ from sandboxes.limits import Limits
 from sandboxes.paths import relative_parts
 from sandboxes.result import ExecResult
 
-HOST_GRACE_S = 0.5
-"""The agent keeps the deadline; the host has the program killed so much later, in case it does not."""
 OF_THE_CELL = ("disk_bytes", "inodes")
 FILES_TIMEOUT_S = 60.0
 
@@ -61,7 +58,7 @@ class AgentCell:
         request = self._request(program, limits, is_timed=is_timed)
         await self._bounds.hold(limits)
         try:
-            process = ContainerProcess.start(self._link, request, limits, is_timed=is_timed)
+            process = await ContainerProcess.start(self._link, request, limits, is_timed=is_timed)
         except BaseException:
             self._bounds.release()
             raise
@@ -116,18 +113,15 @@ class AgentCell:
                 self._link.fail("it sends more output than was asked for")
             output[stream].append(data)
 
-        started_s = time.monotonic()
-        run = self._link.start(
+        run = await self._link.start(
             request, wall_s=limits.wall_s, output_bytes=limits.output_bytes, is_paced=False, on_output=keep
         )
         try:
             await self._link.feed(run, stdin)
-            await asyncio.wait([run.ended], timeout=limits.wall_s + HOST_GRACE_S)
-            end = await self._link.end(run)
+            end = await run.ended
         finally:
             self._link.kill(run)
-        wall_s = time.monotonic() - started_s
-        return result_of(end, b"".join(output[Tell.STDOUT]), b"".join(output[Tell.STDERR]), limits, wall_s)
+        return result_of(end, b"".join(output[Tell.STDOUT]), b"".join(output[Tell.STDERR]), limits, run.lasted_s)
 
     async def _write(self, folder: bytes, entries: list[tuple[bytes, bytes, bytes]], path: str) -> None:
         data = pack(*(text for entry in entries for text in entry))
@@ -139,7 +133,8 @@ class AgentCell:
         """OSError with the number that is the exit code."""
         slack = 64 * 1024  # of what is packed
         limits = Limits(wall_s=FILES_TIMEOUT_S, output_bytes=max_bytes * 2 + slack)
-        result = await self._run(file_request(operation, self._user, *arguments), data, limits)
+        async with self._bounds.slot():
+            result = await self._run(file_request(operation, self._user, *arguments), data, limits)
         if result.exit_code:
             raise OSError(result.exit_code, os.strerror(result.exit_code), path)
         if not result.is_ok:

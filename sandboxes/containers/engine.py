@@ -72,6 +72,13 @@ class Engine:
         except (DockerException, requests.RequestException) as error:
             raise EngineSilent(f"no Docker engine answers: {error}; start dockerd, or set DOCKER_HOST") from error
 
+    async def is_there(self) -> bool:
+        """Whether the daemon answers."""
+        try:
+            return await self._call(lambda: self._client.ping())
+        except SandboxError:
+            return False
+
     async def image(self, name: str) -> Image:
         """SandboxError when there is no such image here; none is fetched."""
         try:

@@ -1,7 +1,6 @@
 """A program in a container whose output is read as it comes."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Self
 
@@ -49,14 +48,12 @@ class ContainerProcess:
         self._limits = limits
         self._run: AgentRun | None = None
         self._writing = asyncio.Lock()
-        self._started_s = time.monotonic()
-        self._ended_s = 0.0
         self._chunks = {stream: self._new_chunks(stream) for stream in (Tell.STDOUT, Tell.STDERR)}
 
     @classmethod
-    def start(cls, link: AgentLink, request: bytes, limits: Limits, *, is_timed: bool) -> Self:
+    async def start(cls, link: AgentLink, request: bytes, limits: Limits, *, is_timed: bool) -> Self:
         process = cls(link, limits)
-        run = link.start(
+        process._run = run = await link.start(
             request,
             wall_s=limits.wall_s if is_timed else 0,
             output_bytes=-1,
@@ -64,7 +61,6 @@ class ContainerProcess:
             on_output=process._on_output,
         )
         run.ended.add_done_callback(process._on_end)
-        process._run = run
         return process
 
     @property
@@ -90,10 +86,11 @@ class ContainerProcess:
 
     async def wait(self) -> ExecResult:
         end = await asyncio.shield(self.run.ended)
-        return result_of(end, b"", b"", self._limits, self._ended_s - self._started_s)
+        return result_of(end, b"", b"", self._limits, self.run.lasted_s)
 
     async def kill(self) -> None:
-        await self._link.end(self.run)
+        self._link.kill(self.run)
+        await asyncio.shield(self.run.ended)
 
     def _new_chunks(self, stream: Tell) -> Chunks:
         return Chunks(lambda: self._link.let_more(self.run, stream))
@@ -105,6 +102,5 @@ class ContainerProcess:
             self._link.fail("it sends output that nobody asked for")
 
     def _on_end(self, _ended: object) -> None:
-        self._ended_s = time.monotonic()
         for chunks in self._chunks.values():
             chunks.put(b"")

@@ -63,6 +63,7 @@ class DockerProvider:
         self._boot_data = boot_data(denying_filter(engine.machine))
         self._cells: dict[str, ContainerCell] = {}  # by container
         self._without_python: set[str] = set()  # images, by id
+        self._left: set[str] = set()  # containers that could not be removed: there was no daemon
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -97,15 +98,16 @@ class DockerProvider:
         check(spec, self._engine.runtimes)
 
     async def create(self, spec: CellSpec) -> ContainerCell:
-        """While the daemon starts anew it is waited for."""
+        """While the daemon starts anew it is waited for, and what failed for its end is done again."""
         self.check(spec)
         deadline_s = asyncio.get_running_loop().time() + RESTART_PATIENCE_S
         while True:
             self._check_open()
             try:
                 return await self._create(spec)
-            except EngineSilent:
-                if asyncio.get_running_loop().time() > deadline_s:
+            except SandboxError as error:
+                is_down = isinstance(error, EngineSilent) or not await self._engine.is_there()
+                if not is_down or asyncio.get_running_loop().time() > deadline_s:
                     raise
                 await asyncio.sleep(RESTART_PAUSE_S)
 
@@ -144,6 +146,7 @@ class DockerProvider:
             await asyncio.shield(self._discard(container))
             raise
         self._cells[container] = cell
+        await self._remove_left()
         if self._closing is not None:
             await cell.close()
             self._check_open()
@@ -193,12 +196,18 @@ class DockerProvider:
         return link
 
     async def _discard(self, container: str) -> None:
-        """The keeper and the daemon's own clearing up remain, should it fail."""
+        """Should it fail, it is done again when the daemon makes another; the keeper remains, and `close`."""
         self._cells.pop(container, None)
         try:
             await self._engine.remove(container)
         except SandboxError as error:
-            logger.warning("%s", error)
+            logger.warning("a container is left for now: %s", error)
+            self._left.add(container)
+
+    async def _remove_left(self) -> None:
+        """A daemon that was killed leaves them running, and so does one with `live-restore`."""
+        left, self._left = self._left, set()
+        await asyncio.gather(*(self._discard(container) for container in left))
 
     def _check_open(self) -> None:
         if self._closing is not None:
@@ -220,7 +229,7 @@ async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
         return None
     limits = Limits(open_files=TUNNEL_OPEN_FILES)
     request = program_request(Program(source=TUNNEL_SOURCE), {}, tunnel_user(spec), limits, is_timed=False)
-    return await NetworkTunnel.start(ContainerProcess.start(link, request, limits, is_timed=False), spec.network)
+    return await NetworkTunnel.start(await ContainerProcess.start(link, request, limits, is_timed=False), spec.network)
 
 
 async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Process:

@@ -19,10 +19,10 @@ from sandboxes.containers.agent.program import HAS_RESOURCE
 ORDER = struct.Struct("=BQI")
 """START or KILL, number of the run, user. With START: request, stdin, stdout, stderr as descriptors."""
 REPORT = struct.Struct("=BQiQQ")
-"""ENDED or FAILED, number of the run, wait status or errno, CPU microseconds, peak resident bytes."""
+"""STARTED, ENDED or FAILED, number of the run, wait status or errno, CPU microseconds, peak resident bytes."""
 NUM_DESCRIPTORS = 4
 START, KILL = 1, 2
-ENDED, FAILED = 1, 2
+ENDED, FAILED, STARTED = 1, 2, 3
 MANY_SWEEPS = 4
 """What is not dead by then forks faster than it can be killed one by one."""
 MAX_SWEEPS = 1000
@@ -77,6 +77,7 @@ class Forker:
         if pid == 0:
             self._become(run_id, descriptors)
         self._runs[pid] = run_id, uid
+        self._report(STARTED, run_id, 0)
 
     def _become(self, run_id: int, descriptors: list[int]) -> NoReturn:
         try:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 HAS_RESOURCE = resource is not None
 """Without it `os.wait4` does not work either."""
 HAS_WARM_PYTHON = program is not None
+NICENESS = 10
+"""Among many programs on few CPUs the agent must get its turn."""
 MAX_DESCRIPTORS = 256
 """The forker opens a dozen descriptors, of the lowest numbers that are free."""
 
@@ -96,6 +98,7 @@ def _enter(cwd: bytes) -> None:
 
 def _confine(uid: int, gid: int, limits: list[int]) -> None:
     """Limits, then the user: from here on there is no way back."""
+    os.nice(NICENESS)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory is short, a program is killed and never the agent
     _limit(*limits)

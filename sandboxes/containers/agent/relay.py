@@ -1,7 +1,8 @@
 """The relay: between the one stream to the host and the pipes of the programs. It forks nothing.
 
 It collects what programs print, up to their bound, keeps their deadlines, and adds to every end what the container's
-control group counted meanwhile. When the stream ends, so does it, and with it the container.
+control group counted meanwhile. When the stream ends, so does it, and with it the container. The forker may wait for
+it, and it waits for the host alone: orders that the forker has no room for lie here meanwhile.
 """
 
 import contextlib
@@ -11,10 +12,12 @@ import select
 import signal
 import socket
 import time
+from collections import deque
 
 from sandboxes.containers.agent.counters import Counters
 from sandboxes.containers.agent.forker import ENDED as FORKER_ENDED
 from sandboxes.containers.agent.forker import KILL, ORDER, REPORT, START
+from sandboxes.containers.agent.forker import STARTED as FORKER_STARTED
 from sandboxes.containers.agent.wire import ENDED, HEADER, REQUEST, Ask, End, Tell
 from sandboxes.containers.agent.wire import START as START_BODY
 
@@ -25,10 +28,11 @@ READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 class Run:
     """One program and its pipes."""
 
-    def __init__(self, number: int, uid: int, deadline_s: float, room: int, is_paced: bool) -> None:
+    def __init__(self, number: int, uid: int, wall_s: float, room: int, is_paced: bool) -> None:
         self.number = number
         self.uid = uid
-        self.deadline_s = deadline_s
+        self.wall_s = wall_s or float("inf")
+        self.deadline_s = float("inf")  # from its start on, `wall_s` later
         self.room = room  # bytes that it may still print; -1: any number
         self.is_paced = is_paced  # whether a chunk goes to the host only when the last one was taken
         self.end = End.ITSELF
@@ -47,11 +51,15 @@ class Relay:
         self._source = source
         self._out = out
         self._forker = forker
+        forker.setblocking(False)
+        self._orders: deque[tuple[bytes, Run, list[int]]] = deque()  # and the descriptors that go with each
+        self._first_deadline_s = float("inf")  # no run's is earlier
         self._poll = select.poll()
         self._counters = Counters()
         self._runs: dict[int, Run] = {}
         self._run_of: dict[int, Run] = {}  # by descriptor of a pipe
         self._received = bytearray()
+        self._untold = bytearray()  # to the host, of this round
 
     def serve(self, has: int) -> None:
         """Until the host is gone."""
@@ -59,12 +67,14 @@ class Relay:
         self._poll.register(self._forker, READABLE)
         self._tell(Tell.READY, 0, bytes([has]))
         while True:
+            self._tell_all()
             for descriptor, _events in self._poll.poll(self._patience_ms()):
                 if descriptor == self._source:
                     if not self._hear():
                         return
                 elif descriptor == self._forker.fileno():
-                    self._on_report(self._forker.recv(REPORT.size))
+                    self._send_orders()
+                    self._hear_reports()
                 elif (run := self._run_of.get(descriptor)) is not None:
                     if descriptor == run.stdin:
                         self._feed(run)
@@ -106,10 +116,9 @@ class Relay:
                     self._poll.register(descriptor, READABLE)
 
     def _start(self, number: int, body: bytes) -> None:
-        wall_s, room, is_paced = START_BODY.unpack_from(body)
         request = body[START_BODY.size :]
         _, uid, gid, *_ = REQUEST.unpack_from(request)
-        run = Run(number, uid, time.monotonic() + wall_s if wall_s else float("inf"), room, bool(is_paced))
+        run = Run(number, uid, *START_BODY.unpack_from(body))
         run.counted = self._counters.read()
         descriptors: list[int] = []
         try:
@@ -122,23 +131,50 @@ class Relay:
                     output, end = os.pipe()
                     descriptors.append(end)
                     run.outputs[output] = stream
-            socket.send_fds(self._forker, [ORDER.pack(START, number, uid)], descriptors)
         except OSError as error:
-            self._close(run)
-            self._tell(Tell.FAILED, number, bytes([error.errno or 255]))
+            self._refuse(run, descriptors, error)
             return
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
         self._runs[number] = run
         for descriptor in (run.stdin, *run.outputs):
             os.set_blocking(descriptor, False)
             self._run_of[descriptor] = run
         for descriptor in run.outputs:
             self._poll.register(descriptor, READABLE)
+        self._order(START, run, descriptors)
+
+    def _refuse(self, run: Run, descriptors: list[int], error: OSError) -> None:
+        self._runs.pop(run.number, None)
+        self._close(run)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._tell(Tell.FAILED, run.number, bytes([error.errno or 255]))
 
     def _kill(self, run: Run) -> None:
-        self._forker.send(ORDER.pack(KILL, run.number, run.uid))
+        self._order(KILL, run, [])
+
+    # ── to the forker ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _order(self, kind: int, run: Run, descriptors: list[int]) -> None:
+        self._orders.append((ORDER.pack(kind, run.number, run.uid), run, descriptors))
+        self._send_orders()
+
+    def _send_orders(self) -> None:
+        """As many as it has room for, in their order."""
+        while self._orders:
+            order, run, descriptors = self._orders[0]
+            try:
+                socket.send_fds(self._forker, [order], descriptors)
+            except BlockingIOError:
+                self._poll.register(self._forker, READABLE | select.POLLOUT)
+                return
+            except OSError as error:
+                if not descriptors:
+                    raise
+                self._refuse(run, [], error)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._orders.popleft()
+        self._poll.register(self._forker, READABLE)
 
     # ── to and from the programs ──────────────────────────────────────────────────────────────────────────────────
 
@@ -176,7 +212,8 @@ class Relay:
         if not data:
             del run.outputs[descriptor]
             self._drop(descriptor)
-            self._tell(Tell.CLOSED, run.number, bytes([stream]))
+            if run.is_paced:
+                self._tell(Tell.CLOSED, run.number, bytes([stream]))
             return False
         if run.is_paced:
             self._unwatch(descriptor)
@@ -202,20 +239,31 @@ class Relay:
 
     def _end_late_runs(self) -> None:
         now_s = time.monotonic()
+        if now_s < self._first_deadline_s:
+            return
         for run in self._runs.values():
             if run.deadline_s <= now_s:
                 self._stop(run, End.DEADLINE)
+        self._first_deadline_s = min((run.deadline_s for run in self._runs.values()), default=float("inf"))
 
     def _patience_ms(self) -> float | None:
-        first_s = min((run.deadline_s for run in self._runs.values()), default=float("inf"))
+        first_s = self._first_deadline_s
         return None if first_s == float("inf") else max(0.0, first_s - time.monotonic()) * 1000 + 1
 
     # ── from the forker ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _on_report(self, report: bytes) -> None:
-        if not report:
-            os._exit(1)
-        kind, number, value, cpu_us, peak_bytes = REPORT.unpack(report)
+    def _hear_reports(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                report = self._forker.recv(REPORT.size)
+                if not report:
+                    os._exit(1)
+                self._on_report(*REPORT.unpack(report))
+
+    def _on_report(self, kind: int, number: int, value: int, cpu_us: int, peak_bytes: int) -> None:
+        if kind == FORKER_STARTED:
+            self._on_start(number)
+            return
         run = self._runs.pop(number, None)
         if run is None:
             return  # it has failed already: its child told us before the forker saw it end
@@ -231,6 +279,13 @@ class Relay:
                 pass
         self._close(run)
         self._tell(Tell.ENDED, number, ENDED.pack(value, cpu_us, peak_bytes, *counted, run.end, run.is_cut))
+
+    def _on_start(self, number: int) -> None:
+        run = self._runs.get(number)
+        if run is not None:  # else its child could not be set up, and told us first
+            run.deadline_s = time.monotonic() + run.wall_s
+            self._first_deadline_s = min(self._first_deadline_s, run.deadline_s)
+            self._tell(Tell.STARTED, number, b"")
 
     # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -251,10 +306,16 @@ class Relay:
             self._poll.unregister(descriptor)
 
     def _tell(self, kind: int, number: int, body: bytes) -> None:
+        self._untold += HEADER.pack(kind, number, len(body)) + body
+        if len(self._untold) >= CHUNK_BYTES:
+            self._tell_all()
+
+    def _tell_all(self) -> None:
         """The host always reads, so this may wait for it."""
-        view = memoryview(HEADER.pack(kind, number, len(body)) + body)
-        while view:
-            view = view[os.write(self._out, view) :]
+        at = 0
+        while at < len(self._untold):
+            at += os.write(self._out, self._untold[at : at + CHUNK_BYTES])
+        self._untold.clear()
 
 
 @contextlib.contextmanager

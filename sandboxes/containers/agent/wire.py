@@ -11,7 +11,8 @@ HEADER = struct.Struct("=BQI")
 MAX_PAYLOAD_BYTES = 1 << 20
 """The host takes a larger one for what it is: no frame of the agent's."""
 START = struct.Struct("=dq?")
-"""Of START: seconds until the deadline (0: none), bytes of output (-1: any number), whether output waits to be read."""
+"""Of START: seconds from its start to the deadline (0: none), bytes of output (-1: any number), whether output waits to
+be read."""
 REQUEST = struct.Struct("=BIIIqQQ")
 """What to do, user, group, CPU seconds (0: any number), address space (-1: any), file length, open files."""
 ENDED = struct.Struct("=iQQIIB?")
@@ -36,9 +37,10 @@ class Tell(IntEnum):
     STDOUT = 2
     STDERR = 3
     TAKEN = 4  # stdin so far has been written, or nobody will read it (one byte: 1)
-    CLOSED = 5  # one byte, the number of a stream that the program has closed
+    CLOSED = 5  # one byte, the number of a stream that the program has closed; of output that waits to be read
     ENDED = 6
     FAILED = 7  # it could not be set up; an errno
+    STARTED = 8  # its time begins
 
 
 class Operation(IntEnum):

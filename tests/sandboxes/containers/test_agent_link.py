@@ -2,13 +2,16 @@
 
 1. a refused stream, and one that is no HTTP, are errors; 2. frames come whole however they are cut; 3. a frame that is
 too long, of no kind, or too short for its kind is the end of the container; 4. its stderr is told at its end; 5. more
-output than was asked for is the end; 6. what is packed is unpacked, and nothing else is.
+output than was asked for is the end; 6. what is packed is unpacked, and nothing else is; 7. an agent that never starts
+a program, or never ends one after its deadline, is given up, also when it goes on to talk of others; 8. so many are on
+their way at once and no more.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,8 @@ from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Program
-from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Tell, pack, unpack
-from sandboxes.containers.agent_link import AgentLink
+from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
+from sandboxes.containers.agent_link import MAX_ON_THE_WAY, AgentEnd, AgentLink
 from sandboxes.containers.bounds import SharedBounds
 from sandboxes.containers.cell import AgentCell
 from sandboxes.containers.confinement import Bounds, User
@@ -73,15 +76,15 @@ def answering(*pieces: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamW
     return act
 
 
-async def run_on(path: str) -> bytes:
+async def run_on(path: str, *, silence_s: float = 60.0, limits: Limits = LIMITS) -> bytes:
     """What a program prints there."""
-    link = await AgentLink.open(path, "container")
+    link = await AgentLink.open(path, "container", silence_s=silence_s)
 
     async def nothing(_bounds: Bounds | None = None) -> None: ...
 
     cell = AgentCell(link, SharedBounds(Bounds.of(LIMITS), nothing), LIMITS, User(uid=1, gid=1), {}, nothing)
     try:
-        return (await cell.exec(Program(argv=("x",)), stdin=b"", limits=LIMITS)).stdout
+        return (await cell.exec(Program(argv=("x",)), stdin=b"", limits=limits)).stdout
     finally:
         await cell.close()
 
@@ -135,6 +138,58 @@ async def test_stderr_is_told_at_the_end(tmp_path: Path) -> None:
         link = await AgentLink.open(path, "container")
         with pytest.raises(SandboxError, match="exec format error"):
             await link.boot(b"")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "verb"), [((), "start"), ((framed(said(Tell.STARTED, 1, b"")),), "end")], ids=["unstarted", "undying"]
+)
+async def test_agent_that_says_nothing(tmp_path: Path, pieces: tuple[bytes, ...], verb: str) -> None:
+    async with engine_that(tmp_path, answering(*pieces)) as path:
+        with pytest.raises(SandboxError, match=f"did not {verb} a program within"):
+            await run_on(path, silence_s=0.01, limits=replace(LIMITS, wall_s=0.01))
+
+
+async def test_agent_that_talks_of_others(tmp_path: Path) -> None:
+    async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GRANTED + framed(said(Tell.READY, 0, b"\0")))
+        while not reader.at_eof():
+            writer.write(framed(said(Tell.STARTED, 77, b"")))
+            await writer.drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.001)
+
+    async with engine_that(tmp_path, act) as path:
+        with pytest.raises(SandboxError, match="did not start a program within"):
+            await run_on(path, silence_s=0.05)
+
+
+async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
+    """Of one more than may be, the last comes when the first has started."""
+    seen: list[int] = []
+
+    async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GRANTED + framed(said(Tell.READY, 0, b"\0")))
+        while len(seen) <= MAX_ON_THE_WAY:
+            kind, number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
+            await reader.readexactly(size)
+            if kind == Ask.START:
+                seen.append(number)
+                if number == MAX_ON_THE_WAY:
+                    writer.write(framed(said(Tell.STARTED, 1, b"")))
+                elif number > MAX_ON_THE_WAY:
+                    writer.write(b"".join(framed(said(Tell.ENDED, each, END)) for each in seen))
+        await reader.read()
+
+    async with engine_that(tmp_path, act) as path:
+        link = await AgentLink.open(path, "container")
+
+        async def run() -> AgentEnd:
+            run = await link.start(b"", wall_s=0, output_bytes=-1, is_paced=False, on_output=lambda *_: None)
+            return await run.ended
+
+        ends = await asyncio.gather(*(run() for _ in range(MAX_ON_THE_WAY + 1)))
+        link.close()
+    assert len(ends) == MAX_ON_THE_WAY + 1
 
 
 @given(st.lists(st.binary()))

@@ -3,8 +3,8 @@
 1. a Dockerfile's image runs, with its environment and its folder's files; 2. the same content is built once, other
 content anew; 3. a folder without a Dockerfile; 4. a build has no network; 5. a build that fails says why; 6. an image
 that is not here is not fetched, neither to run nor to build upon; 7. an image that declares a volume is refused, unless
-a disk of ours is in its place; 8. a build is held to its bounds: memory, length of a file, share of CPUs, time,
-and the size of its image, which is not kept; 9. a build ends with its client; 10. a step may print much.
+a disk of ours is in its place; 8. a build is held to its bounds: memory, length of a file, processes, share of CPUs,
+time, and the size of its image, which is not kept; 9. a build ends with its client; 10. a step may print much.
 """
 
 import asyncio
@@ -29,6 +29,10 @@ from sandboxes.spec import CellSpec
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATIENT = Limits(wall_s=30.0)
+MANY_PROCESSES = """\
+for i in $(seq 300); do cat /sys/fs/cgroup/pids.max /sys/fs/cgroup/pids/pids.max 2> /dev/null | grep -qx 50 && break; \
+sleep 0.1; done; for i in $(seq 200); do sleep 1000 & done"""
+"""Thirty seconds to be bounded in."""
 
 
 async def printed(provider: DockerProvider, image: str, *argv: str) -> bytes:
@@ -93,6 +97,7 @@ async def test_volumes(engine: Engine, provider: DockerProvider, place: str, is_
     [
         ("head -c 2M /dev/zero > /file", BuildBounds(file_bytes=2**20)),
         ("head -c 200M /dev/zero | tail -c 100M > /dev/null", BuildBounds(memory_bytes=32 * 2**20)),
+        (MANY_PROCESSES, BuildBounds(processes=50)),
     ],
 )
 async def test_step_is_bounded(engine: Engine, step: str, bounds: BuildBounds) -> None:

@@ -1,0 +1,119 @@
+"""The relay alone, between a host and a forker that are played here, step by step.
+
+1. it serves its host though the forker takes no order, and loses none; 2. the time of a program begins with its start,
+however late that comes; 3. a program that could not be set up after all is told of once.
+"""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from sandboxes.containers.agent.forker import ENDED, FAILED, KILL, NUM_DESCRIPTORS, ORDER, REPORT, START, STARTED
+from sandboxes.containers.agent.wire import ENDED as ENDED_BODY
+from sandboxes.containers.agent.wire import HEADER, REQUEST, Ask, End, Operation, Tell
+from sandboxes.containers.agent.wire import START as START_BODY
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the relay is root, who can become another user and himself")
+
+PATIENCE_S = 60.0
+RELAY = """
+import socket, sys
+from sandboxes.containers.agent.relay import Relay
+Relay(0, 1, socket.socket(fileno=int(sys.argv[1]))).serve(0)
+"""
+
+
+class Stage:
+    """Both ends of a relay."""
+
+    def __init__(self, host: socket.socket, forker: socket.socket) -> None:
+        self._host = host
+        self._forker = forker
+        for end in (host, forker):
+            end.settimeout(PATIENCE_S)
+
+    def ask(self, kind: Ask, number: int, body: bytes = b"") -> None:
+        self._host.sendall(HEADER.pack(kind, number, len(body)) + body)
+
+    def start(self, number: int, wall_s: float = 0.0) -> None:
+        request = REQUEST.pack(Operation.EXECUTABLE, os.getuid(), os.getgid(), 0, -1, 0, 0)
+        self.ask(Ask.START, number, START_BODY.pack(wall_s, -1, False) + request)
+
+    def told(self) -> tuple[Tell, int, bytes]:
+        kind, number, size = HEADER.unpack(self._read(HEADER.size))
+        return Tell(kind), number, self._read(size)
+
+    def order(self) -> tuple[int, int]:
+        order, descriptors, _, _ = socket.recv_fds(self._forker, ORDER.size, NUM_DESCRIPTORS)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        kind, number, _ = ORDER.unpack(order)
+        return kind, number
+
+    def report(self, kind: int, number: int, value: int = 0) -> None:
+        self._forker.send(REPORT.pack(kind, number, value, 0, 0))
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = self._host.recv(size - len(data))
+            assert more, "the relay has ended"
+            data += more
+        return data
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    host, relays_host = socket.socketpair()
+    forker, relays_forker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptor = relays_forker.fileno()
+    process = subprocess.Popen(
+        [sys.executable, "-c", RELAY, str(descriptor)], stdin=relays_host, stdout=relays_host, pass_fds=[descriptor]
+    )
+    relays_host.close()
+    relays_forker.close()
+    stage = Stage(host, forker)
+    assert stage.told() == (Tell.READY, 0, b"\0")
+    yield stage
+    host.close()
+    assert process.wait(PATIENCE_S) == 0
+    forker.close()
+
+
+def test_forker_that_takes_no_order(stage: Stage) -> None:
+    """It may be waiting for the relay to take what it reports, among a thousand programs."""
+    num_kills = 2000  # more than a socket has room for
+    stage.start(1)
+    for _ in range(num_kills):
+        stage.ask(Ask.KILL, 1)
+    stage.report(STARTED, 1)
+    assert stage.told() == (Tell.STARTED, 1, b"")
+    assert [stage.order() for _ in range(1 + num_kills)] == [(START, 1)] + [(KILL, 1)] * num_kills
+
+
+def test_time_begins_with_the_start(stage: Stage) -> None:
+    stage.start(1, wall_s=0.001)
+    for number in range(2, 30):
+        stage.start(number)
+    assert [stage.order() for _ in range(1, 30)] == [(START, number) for number in range(1, 30)]
+    stage.report(STARTED, 1)
+    assert stage.told() == (Tell.STARTED, 1, b"")
+    assert stage.order() == (KILL, 1)
+    stage.report(ENDED, 1, 9)
+    kind, number, body = stage.told()
+    assert (kind, number, ENDED_BODY.unpack(body)[5]) == (Tell.ENDED, 1, End.DEADLINE)
+
+
+def test_program_that_could_not_be_set_up(stage: Stage) -> None:
+    for number in (1, 2):
+        stage.start(number)
+    stage.report(FAILED, 1, errno.EACCES)  # by its child, which was quicker than the forker
+    stage.report(STARTED, 1)
+    stage.report(ENDED, 1)
+    stage.report(STARTED, 2)
+    assert [stage.told() for _ in range(2)] == [(Tell.FAILED, 1, bytes([errno.EACCES])), (Tell.STARTED, 2, b"")]
