@@ -3,12 +3,14 @@
 Thin: it prints what `doctor.py`, `conformance/` and `reap.py` find.
 """
 
-import argparse
 import asyncio
+import json
 import sys
+from dataclasses import asdict
 
 from areal_agent.errors import SandboxError
 from sandboxes.backends import Backend
+from sandboxes.command import Parser
 from sandboxes.conformance import ROWS, Verdict, check
 from sandboxes.containers.base_image import DEFAULT_IMAGE, make_default_image
 from sandboxes.containers.engine import Engine
@@ -18,16 +20,17 @@ from sandboxes.reap import reap
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m sandboxes", description="Sandboxes on this machine.")
+    parser = Parser(prog="python -m sandboxes", description="Sandboxes on this machine.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="what works here, and why the rest does not")
+    examining = commands.add_parser("doctor", help="what works here, and why the rest does not")
+    examining.add_argument("--json", action="store_true", help="for programs: subject, works, detail of each")
     checking = commands.add_parser("check", help="run the hostile suite; exit 1 when a row fails")
     checking.add_argument("--backend", choices=("docker", "bubblewrap", "namespaces", "subprocess"), required=True)
     commands.add_parser("reap", help="remove what dead processes left")
     commands.add_parser("image", help="make the default image of containers, from this machine's package mirror")
-    options = parser.parse_args()
+    options = parser.read(sys.argv[1:])
     if options.command == "doctor":
-        return asyncio.run(print_findings())
+        return asyncio.run(print_json() if options.json else print_findings())
     if options.command == "check":
         return asyncio.run(print_table(options.backend))
     return asyncio.run(print_image() if options.command == "image" else print_reaped())
@@ -38,6 +41,11 @@ async def print_findings() -> int:
     for finding in findings:
         print(f"{'yes' if finding.works else 'no':4}{finding.subject:24}{finding.detail}")
     print(f"backend auto takes: {strongest_backend(findings)}")
+    return 0
+
+
+async def print_json() -> int:
+    print(json.dumps([asdict(finding) for finding in await examine()]))
     return 0
 
 

@@ -1,5 +1,5 @@
 """Every command: 1. answers --help; 2. refuses an unknown option with the nearest valid one, exit 2, no traceback;
-3. prints a config fault as one line, exit 2."""
+3. prints a config fault as one line, exit 2; 4. what loads slowly is not loaded before a command line is read."""
 
 import runpy
 import subprocess
@@ -12,6 +12,7 @@ from areal_agent.command import nearest
 COMMANDS = [
     "areal_agent.train",
     "areal_agent.eval",
+    "areal_agent.doctor",
     "areal_agent.engine",
     "areal_agent.gateway",
     "areal_agent.ledger",
@@ -52,6 +53,19 @@ def test_faults_are_one_line_and_exit_2(
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "doctor.__main__"])
+def test_a_command_line_is_read_before_anything_slow_is_loaded(command: str) -> None:
+    code = (
+        f"import sys, areal_agent.{command} as command\n"
+        "sys.argv = ['command', '--help']\n"
+        "try:\n    command.main()\nexcept SystemExit:\n    pass\n"
+        "slow = {'torch', 'transformers', 'openai', 'aiohttp', 'pydantic'}\n"
+        "print('loaded:', sorted(slow & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded: []"
 
 
 def test_nearest() -> None:

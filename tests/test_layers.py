@@ -24,7 +24,7 @@ LAYERS = [
     ["commits", "config", "cluster", "run_folder"],
     ["preflight", "serving", "source", "own_rollouts", "online_rollouts", "eval_report", "config_reference"],
     ["run", "run_metrics", "evaluation", "report"],
-    ["train", "eval"],
+    ["train", "eval", "train_run", "eval_run", "doctor"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live
 COMMANDS = {
@@ -126,7 +126,8 @@ def test_import_areal_agent_is_light() -> None:
 
 
 def test_the_main_process_never_loads_torch() -> None:
-    code = "import areal_agent.train, areal_agent.eval, sys; print('torch' in sys.modules)"
+    modules = "areal_agent.train_run, areal_agent.eval_run, areal_agent.doctor.checkup"
+    code = f"import {modules}, sys; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from areal_agent.errors import ArealAgentError
 from areal_agent.report import RunFacts, RunStatus
 from areal_agent.run_folder import RunFolder
-from areal_agent.train import report_failure
+from areal_agent.train_run import report_failure
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:

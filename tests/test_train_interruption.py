@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from areal_agent.train import Interruption
+from areal_agent.train_run import Interruption
 
 
 async def signalled(

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -14,7 +15,8 @@ from areal_agent.observe.progress import Progress
 from areal_agent.process import ManagedProcess
 
 POLL_S = 0.25
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")  # no pickles, no code
+WEIGHTS = "*.safetensors"
+HUB_FILES = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")  # no pickles, no code
 
 
 async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) -> Path:
@@ -25,8 +27,25 @@ async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) ->
     if (Path(model) / "config.json").is_file():
         return Path(model)
     progress.phase(f"downloading {model}")
+    return await _download(model, HUB_FILES)
+
+
+async def describe_model(model: str, seed: int) -> Path | None:
+    """A folder with the config and the tokenizer of `model`, with weights only where they are here already.
+
+    None for a tiny model that is not built yet. Raises ConfigError when a hub does not have it.
+    """
+    if (demonstrations := demonstrations_of(model)) is not None:
+        folder = model_folder(RECIPE, seed, demonstrations)
+        return folder if (folder / "config.json").is_file() else None
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    return await _download(model, [pattern for pattern in HUB_FILES if pattern != WEIGHTS])
+
+
+async def _download(model: str, patterns: Iterable[str]) -> Path:
     try:
-        return Path(await asyncio.to_thread(snapshot_download, model, allow_patterns=list(HUB_FILES)))
+        return Path(await asyncio.to_thread(snapshot_download, model, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         cause = str(error).splitlines()[0]
         raise ConfigError(f"model {model!r}: no such folder here, and not to be had from the hub: {cause}") from None

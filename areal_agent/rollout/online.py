@@ -109,7 +109,8 @@ class OnlineGateway:
 
     async def drop(self, session_ids: Sequence[str], reason: Drop) -> State:
         """These rollouts, which wait, are not to be trained."""
-        return await self._state("/rl/drop", {"session_ids": list(session_ids), "reason": reason.value})
+        body = {"session_ids": list(session_ids), "reason": reason.value, "trainer": self._trainer}
+        return await self._state("/rl/drop", body)
 
     async def status(self) -> GatewayStatus:
         return decode_status(await self._post("/rl/status", {}))

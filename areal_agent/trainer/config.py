@@ -33,6 +33,9 @@ class TrainerConfig(Section):
     oversized: Literal["alone", "refuse"] = "alone"
     """A sequence longer than `tokens_per_micro_batch` goes `alone`, whatever memory that takes; `refuse`: a config
     under which there can be one, by `engine.max_context_tokens`, is an error."""
+    gradient_checkpointing: bool = False
+    """Keep of each layer its input alone, and compute the rest again in the backward pass: up to a third more time, for
+    a fraction of the memory that long sequences take. Gradients stay what they are."""
     packing: Literal["balanced", "first_fit", "padded"] = "balanced"
     """How sequences share a micro-batch, each seeing itself alone. `balanced`: one row, no padding, by Algorithm 1 of
     the paper. `first_fit`: the same by first-fit decreasing. `padded`: a row each, of like lengths."""

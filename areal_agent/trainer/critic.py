@@ -13,6 +13,7 @@ from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.group import ALONE, Group
 from areal_agent.trainer.model import Policy, decoder_layers, hidden_states, mixed_precision
 from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.recomputation import recompute
 from areal_agent.trainer.schedule import Schedule
 
 
@@ -43,6 +44,8 @@ class Critic:
         head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
         self.model = ValueForward({"decoder": decoder, "head": head}).eval()
+        if config.gradient_checkpointing:
+            recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model)
         own = config if learning_rate is None else config.model_copy(update={"learning_rate": learning_rate})
         own_schedule = None if schedule is None else schedule.with_peak(own.learning_rate)

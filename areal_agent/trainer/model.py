@@ -17,6 +17,7 @@ from areal_agent.algorithms.logprobs import logprobs_and_entropy
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.attention import use_segment_attention
 from areal_agent.trainer.group import ALONE, Group, whole
+from areal_agent.trainer.recomputation import recompute
 
 
 def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
@@ -79,6 +80,10 @@ class Policy:
     def backbone(self) -> nn.Module:
         """A copy of everything below the output layer, with parameters of its own."""
         return copy.deepcopy(self._decoder)
+
+    def recompute_layers(self) -> None:
+        """Keep little for the backward pass, and compute it again there. Copies (`backbone`) have to be made before."""
+        recompute(decoder_layers(self._decoder))
 
     def shard(self, group: Group) -> None:
         """Spread the parameters over the ranks of `group`. Copies (`backbone`) have to be made before."""

@@ -56,6 +56,8 @@ class Trainer:
         self._step = 0
         schedule = Schedule.of(config, num_steps * algorithm.minibatches)
         self._critic = _new_critic(policy, config, algorithm, schedule, group)  # a copy of the whole policy
+        if config.gradient_checkpointing:
+            policy.recompute_layers()
         policy.shard(group)
         if reference is not None:
             reference.shard(group)

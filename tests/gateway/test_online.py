@@ -132,6 +132,12 @@ async def test_a_trainer_names_the_bound_and_the_next_process_knows_it(open_worl
     await later.ledger.aclose()
 
 
+async def test_more_than_a_narrower_bound_admits_leaves_no_room_and_not_less(online: Online) -> None:
+    await online.play("a", 8)
+    state = (await online.done("publish", step=0, batch_answers=2, max_staleness=0))["state"]
+    assert (state["num_finished"], state["capacity"]) == (8, 0)
+
+
 async def test_what_failed_gives_its_room_back(online: Online) -> None:
     await online.play("a", 4, reward=None, status="error", error="it broke")
     await online.play("b", 4, reward=None, status="rejected")

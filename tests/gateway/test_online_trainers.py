@@ -54,6 +54,7 @@ async def test_a_call_of_another_trainer_is_refused(online: Online, stranger: st
         "lease": {"step": 2, "num_groups": 1},
         "acknowledge": {"step": 1, "checkpoint": "c"},
         "return": {"after_step": 1},
+        "drop": {"session_ids": [agent.id], "reason": "filtered"},
     }.items():
         status, answer = await online.post(path, trainer=stranger, **body)
         assert (status, answer["error"]["code"]) == (409, "other_trainer"), path

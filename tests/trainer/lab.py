@@ -41,6 +41,8 @@ class Lab:
             rate = algorithm.critic_learning_rate
             self.critic = Critic(self.policy, config, learning_rate=rate, clip=algorithm.value_clip, group=group)
         other = Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None
+        if config.gradient_checkpointing:
+            self.policy.recompute_layers()
         for policy in (self.policy, other):
             if policy is not None:
                 policy.shard(group)

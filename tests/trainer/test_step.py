@@ -7,6 +7,7 @@
 - Mismatch with the engine's log-probabilities is told, and apart for fresh tokens.
 - Without loss tokens, and without a finite gradient, no update is made; with zero advantages one is.
 - Rewarded tokens become likelier.
+- Layers that are computed again give the same gradient.
 - The numbers of the default algorithm on a fixed batch are what they were before there were others.
 """
 
@@ -21,7 +22,7 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.scoring import token_advantages
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.step_input import StepInput
-from tests.trainer.lab import PLAIN, Lab
+from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab
 
 
 @pytest.fixture
@@ -202,3 +203,26 @@ def test_the_default_algorithm_gives_the_numbers_it_gave_at_first(
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
     assert (lab.weights() - lab.before).abs().sum().item() == pytest.approx(moved, rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", [PLAIN, AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1)])
+def test_recomputed_layers_have_the_same_gradient_and_run_twice(model_folder, make_batch, as_input, algorithm):
+    given = as_input(make_batch(1))
+    plain, recomputed = (
+        Lab(model_folder, GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": is_on}), algorithm)
+        for is_on in (False, True)
+    )
+    calls = {id(lab): count_calls(lab.policy.model.base_model.layers[0].mlp) for lab in (plain, recomputed)}
+    gradients = [lab.gradient(given) for lab in (plain, recomputed)]
+    assert torch.equal(*gradients)
+    if algorithm.critic:
+        critics = [torch.cat([one.flatten() for one in lab.critic.model.parameters()]) for lab in (plain, recomputed)]
+        assert torch.equal(*critics)
+    assert len(calls[id(recomputed)]) == len(calls[id(plain)]) + 1  # one micro-batch goes backward
+
+
+def count_calls(module: torch.nn.Module) -> list[int]:
+    """Grows by one each time it begins; one that is computed again need not end."""
+    calls: list[int] = []
+    module.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls

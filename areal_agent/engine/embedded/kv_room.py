@@ -9,17 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from areal_agent.engine.kv_default import default_kv_tokens
 from areal_agent.errors import ConfigError
-
-GPU_SHARE = 0.5
-"""Of the memory that is free when the model has been loaded, unless it is said what to leave; the rest is for
-activations, and for a trainer."""
-
-CPU_SHARE = 0.25
-"""Of the machine's memory, unless it is said what to leave free."""
-
-CONTEXTS_A_SLOT = 2
-"""As many contexts are kept for each request that may run: its own, and one that has ended, to be continued."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +33,15 @@ def plan_room(
     """What was asked for, or what fits when `leave_bytes` stay free. Raises ConfigError where not even one context
     does."""
     if kv_tokens is None:
-        fitting = max(0, int(_memory_bytes(device, leave_bytes))) // token_bytes
-        kv_tokens = min(fitting, CONTEXTS_A_SLOT * num_slots * max_context_tokens)
+        kv_tokens = default_kv_tokens(
+            is_gpu=device.type == "cuda",
+            free_bytes=_free_bytes(device),
+            all_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            leave_bytes=leave_bytes,
+            token_bytes=token_bytes,
+            num_slots=num_slots,
+            max_context_tokens=max_context_tokens,
+        )
         remedy = "lower max_context_tokens or leave_gib, or free memory"
     else:
         remedy = "raise kv_tokens, or lower max_context_tokens"
@@ -55,15 +53,6 @@ def plan_room(
     if device.type == "cuda":
         num_slots = min(num_slots, kv_tokens // max_context_tokens)
     return KVRoom(num_slots=num_slots, kv_tokens=kv_tokens)
-
-
-def _memory_bytes(device: torch.device, leave_bytes: int | None) -> float:
-    """For keys and values: a share, or all that is free but `leave_bytes`."""
-    if leave_bytes is not None:
-        return _free_bytes(device) - leave_bytes
-    if device.type == "cuda":
-        return GPU_SHARE * _free_bytes(device)
-    return CPU_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -134,14 +134,16 @@ class DropRequest:
 
     session_ids: tuple[str, ...]
     reason: Drop
+    trainer: str | None
 
     @classmethod
     def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("session_ids", "reason"))
+        refuse_unknown(body, ("session_ids", "reason", "trainer"))
         session_ids = as_list(body.get("session_ids"), "session_ids")
         return cls(
             session_ids=tuple(as_name(one, f"session_ids[{index}]") for index, one in enumerate(session_ids)),
             reason=as_member(Drop, body.get("reason"), "reason"),
+            trainer=_trainer(body),
         )
 
 

@@ -184,7 +184,7 @@ class Consumer:
             num_running=groups.num_running,
             num_finished=groups.num_finished,
             rolling_s=self._rolling.busy_s,
-            capacity=groups.capacity,
+            capacity=None if groups.capacity is None else max(0, groups.capacity),
             statuses=dict(self._statuses),
             drops=dict(self._drops),
         )
@@ -315,6 +315,7 @@ class Consumer:
 
     async def _drop_asked(self, request: DropRequest) -> None:
         async with self._writing:
+            lineage_for(request.trainer, self._lineage)  # refuses a trainer that another one has displaced
             with _refusals():
                 await self._drop(dict.fromkeys(request.session_ids, request.reason))
         self._notify()

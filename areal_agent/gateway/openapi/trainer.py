@@ -35,7 +35,7 @@ SCHEMAS: dict[str, JsonSchema] = {
             "num_running": integer(low=0),
             "num_finished": integer(low=0),
             "rolling_s": number(low=0),
-            "capacity": nullable(integer()),
+            "capacity": nullable(integer(low=0)),
             "statuses": _COUNTS,
             "drops": _COUNTS,
         }
@@ -72,7 +72,8 @@ SCHEMAS: dict[str, JsonSchema] = {
         {"after_step": _VERSION} | optional(trainer=NAME, adopt={"type": "boolean"}), ["after_step"]
     ),
     "Drop": closed_object(
-        {"session_ids": list_of(NAME), "reason": one_of(*(drop.value for drop in Drop))}, ["session_ids", "reason"]
+        {"session_ids": list_of(NAME), "reason": one_of(*(drop.value for drop in Drop))} | optional(trainer=NAME),
+        ["session_ids", "reason"],
     ),
 }
 

@@ -1,0 +1,105 @@
+"""The checks of the doctor in their order. One that fails hides no other: what it would have given, others do without.
+
+    settings ─▶ machine ─▶ model ─▶ tokenizer ─▶ template ─▶ memory ─▶ storage ─▶ sandboxes ─▶ engine and trainer
+
+The cheap ones come first. What starts processes comes last, and can be left out.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_agent.config import Config
+from areal_agent.doctor.attempt import attempt, examined
+from areal_agent.doctor.finding import Finding, State
+from areal_agent.doctor.machine import Machine, num_cores, this_machine
+from areal_agent.doctor.memory import uses_gpu
+from areal_agent.doctor.memory_check import memory_findings
+from areal_agent.doctor.model import find_model, model_finding, shape_of
+from areal_agent.doctor.report import Report
+from areal_agent.doctor.sandboxes import sandbox_findings
+from areal_agent.doctor.settings import check_settings
+from areal_agent.doctor.shape import ModelShape
+from areal_agent.doctor.storage import storage_findings
+from areal_agent.doctor.template import template_findings
+from areal_agent.doctor.tokenizer import load_renderer, tokenizer_findings
+from areal_agent.doctor.trial import Trial
+from areal_agent.tokens.renderer import Renderer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examination:
+    """What is examined. `planned` is the machine to estimate memory for, where it is not this one."""
+
+    config: Config
+    name: str  # of the run's default folder
+    report: Report
+    starts_engine: bool = True
+    planned: Machine | None = None
+
+    async def run(self) -> None:
+        """Look at everything, and report it."""
+        await check_settings(self.config, self.name, self.report)
+        machine = self.planned or await this_machine()
+        self.report.add(self._machine_finding(machine))
+        with tempfile.TemporaryDirectory(prefix="areal-agent-doctor-") as folder:
+            logs = Path(folder)
+            model, shape, renderer = await self._model(logs)
+            if shape is None:
+                self.report.skip("memory", "disk", "transfer", why="the sizes of the model are not known")
+            else:
+                await examined(self.report, "memory", memory_findings(shape, self.config, machine))
+                await examined(self.report, "disk", storage_findings(shape, self.config, machine))
+            await examined(self.report, "sandboxes", sandbox_findings(self.config.sandbox))
+            await self._try(model, renderer, logs)
+
+    async def _model(self, logs: Path) -> tuple[Path | None, ModelShape | None, Renderer | None]:
+        """Its folder, its sizes and its tokenizer; None for what could not be had."""
+        config, report = self.config, self.report
+        found = await attempt(report, "model", find_model(config, logs, with_weights=self.starts_engine), limit_s=None)
+        if found is None:
+            report.skip("tokenizer", "template", why="the model is not here")
+            return None, None, None
+        folder = found.folder
+        shape = await attempt(report, "model", shape_of(config, folder))
+        if shape is not None:
+            report.add(model_finding(config, folder, shape))
+        if folder is None:
+            report.skip("tokenizer", "template", why="the model is not built yet")
+            return None, shape, None
+        renderer = await attempt(report, "tokenizer", load_renderer(config, folder))
+        if renderer is None:
+            report.skip("template", why="it needs the tokenizer")
+        else:
+            await examined(report, "tokenizer", tokenizer_findings(renderer, shape))
+            await examined(report, "template", template_findings(renderer, config))
+        return folder, shape, renderer
+
+    async def _try(self, model: Path | None, renderer: Renderer | None, logs: Path) -> None:
+        checks = ("engine", "interruption", "trainer", "parity", "push", "spans")
+        if not self.starts_engine:
+            self.report.skip(*checks, why="--no-engine")
+        elif model is None or renderer is None:
+            self.report.skip(*checks, why="that takes a model and its tokenizer")
+        else:
+            trial = Trial(config=self.config, model=model, renderer=renderer, logs=logs, report=self.report)
+            await attempt(self.report, "engine", trial.run(), limit_s=None)
+
+    def _machine_finding(self, machine: Machine) -> Finding:
+        """What it has, and whether its cores are enough for what computes on them."""
+        if self.planned is not None:
+            return Finding(check="machine", state=State.OK, found=f"planned: {machine.summary}")
+        config, cores = self.config, num_cores()
+        found = f"{machine.summary}, {cores} cores"
+        trainer = 0 if uses_gpu(config.trainer.device, machine) else config.trainer.threads * config.trainer.num_ranks
+        is_engine_here = not (config.is_online or config.engine.urls or uses_gpu(config.engine.device, machine))
+        engine = config.engine.threads * config.engine.num_servers if is_engine_here else 0
+        if engine + trainer > cores:
+            return Finding(
+                check="machine",
+                state=State.WARN,
+                found=f"{found}; engine and trainer compute with {engine} and {trainer} threads, and are many times "
+                "slower where those are more than the cores",
+                change="lower engine.threads or trainer.threads",
+            )
+        return Finding(check="machine", state=State.OK, found=found)

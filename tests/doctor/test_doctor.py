@@ -1,0 +1,140 @@
+"""The command as a user runs it.
+
+- a config that works: every check is made, with engine and trainer started, and it ends with 0
+- one that is wrong in many ways: each fault is told, with the rest, and it ends with 1, without a traceback
+- a model that cannot be had, and one whose template is missing, leave out only what needs them
+- memory may be estimated for a machine that is planned
+- online, what belongs to others is let be
+- faults of the command line and of the config file are one line, and 2
+"""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_agent.config import Config
+from areal_agent.doctor.examination import Examination
+from areal_agent.doctor.finding import State
+from areal_agent.doctor.machine import GIB, Machine
+from areal_agent.doctor.report import Report
+
+ROOT = Path(__file__).parents[2]
+
+
+def base(model: object, folder: Path, **more: object) -> dict[str, object]:
+    """A config of the calculator on a model folder."""
+    return {
+        "model": str(model),
+        "workflow": "envs.calculator.workflow:solve",
+        "tasks": "envs.calculator.tasks:load",
+        "run_dir": str(folder / "run"),
+        "batch_size": 2,
+        "group_size": 2,
+        "eval": {"num_tasks": 2},
+        "engine": {"max_context_tokens": 512},
+        "trainer": {"learning_rate": 1e-3, "tokens_per_micro_batch": 1024},
+        "sandbox": {"backend": "subprocess"},
+        **more,
+    }
+
+
+async def examine(values: dict[str, object], *, planned: Machine | None = None) -> dict[str, list[State]]:
+    """The states by check, of an examination that starts nothing."""
+    report = Report(io.StringIO())
+    config = Config.parse(values)
+    await Examination(config=config, name="x", report=report, starts_engine=False, planned=planned).run()
+    found: dict[str, list[State]] = {}
+    for finding in report.findings:
+        found.setdefault(finding.check, []).append(finding.state)
+    return found
+
+
+def test_a_config_that_works(small_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(base(small_model, tmp_path)))
+    program = [sys.executable, "-m", "areal_agent.doctor", "--config", str(file), "seed=3"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    lines = {
+        line[6:20].strip(): line for line in done.stdout.splitlines() if line[:4] in ("ok  ", "warn", "fail", "skip")
+    }
+    checks = {
+        *("workflow", "tasks", "ports", "run folder", "machine", "model", "tokenizer", "template", "memory", "disk"),
+        *("transfer", "sandboxes", "engine", "interruption", "trainer", "parity", "push", "spans"),
+    }
+    assert (set(lines), done.returncode) == (checks, 0), done.stdout + done.stderr
+    assert "skip" not in done.stdout
+    assert "of 0:0, then" in lines["spans"] and lines["parity"].startswith("ok")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+async def test_each_fault_is_told(small_model: Path, tmp_path: Path) -> None:
+    wrong = base(
+        small_model,
+        tmp_path,
+        workflow="envs.calculator.workflow:slove",
+        tasks="no.such.module:load",
+        engine={"max_context_tokens": 10_000},
+        trainer={"device": "cuda", "num_ranks": 5},
+        observe={"trackers": ["wandb"]},
+        rollout={"gateway_port": 1},
+    )
+    found = await examine(wrong, planned=Machine(memory_bytes=GIB, num_gpus=1, gpu_bytes=GIB))
+    for check in ("workflow", "tasks", "model", "GPU 4"):
+        assert State.FAIL in found[check], check
+    assert found["tokenizer"] == [State.OK]
+    assert found["engine"] == [State.SKIP]
+
+
+async def test_a_model_that_is_not_there_leaves_out_what_needs_it(tmp_path: Path) -> None:
+    found = await examine(base(tmp_path / "none", tmp_path))
+    assert found["model"] == [State.FAIL]
+    assert found["template"] == found["memory"] == found["engine"] == [State.SKIP]
+    assert found["workflow"] == found["tasks"] == [State.OK]
+    assert len(found["sandboxes"]) == 1
+
+
+def without_template(model: Path, folder: Path) -> Path:
+    """A copy of a model folder."""
+    folder.mkdir()
+    for file in model.iterdir():
+        if file.suffix != ".jinja":
+            (folder / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+async def test_a_tokenizer_without_a_template_leaves_the_rest(small_model: Path, tmp_path: Path) -> None:
+    folder = without_template(small_model, tmp_path / "model")
+    found = await examine(base(folder, tmp_path))
+    assert (found["model"], found["tokenizer"], found["template"]) == ([State.OK], [State.FAIL], [State.SKIP])
+    assert found["memory"] == [State.OK]
+
+
+async def test_a_tiny_model_needs_not_be_built_for_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_AGENT_CACHE", str(tmp_path / "cache"))
+    found = await examine(base("tiny", tmp_path))
+    assert (found["model"], found["tokenizer"], found["memory"]) == ([State.OK], [State.SKIP], [State.OK])
+    assert not (tmp_path / "cache").exists()
+
+
+async def test_online_there_are_no_tasks_and_no_workflow(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_AGENT_ADMIN_KEY", "k" * 40)
+    online = {
+        "model": str(small_model),
+        "run_dir": str(tmp_path / "run"),
+        "rollout": {"gateway_url": "http://127.0.0.1:1"},
+        "engine": {"url": "http://127.0.0.1:2"},
+    }
+    found = await examine(online)
+    assert found["gateway"] == [State.OK]
+    assert not {"workflow", "tasks"} & set(found)

@@ -1,0 +1,42 @@
+"""The configs for GPUs: each is valid, fits by the doctor's estimate, and has its tasks and its workflow."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_agent.config import Config
+from areal_agent.doctor.finding import State
+from areal_agent.doctor.machine import GIB, Machine
+from areal_agent.doctor.memory_check import memory_findings
+from areal_agent.doctor.shape import ModelShape
+from areal_agent.preflight import load_eval_tasks
+from areal_agent.rollout.tasks.loading import load_tasks
+from areal_agent.rollout.workflow import load_workflow
+from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "num_gpus", "gib"),
+    [
+        ("qwen3_0.6b_1gpu", QWEN3_06B, 1, 24),
+        ("qwen3_1.7b_1gpu", QWEN3_17B, 1, 80),
+        ("qwen3_4b_8gpu", QWEN3_4B, 8, 80),
+    ],
+)
+async def test_it_fits(name: str, shape: ModelShape, num_gpus: int, gib: int) -> None:
+    config = Config.load(CONFIGS / f"{name}.yaml")
+    machine = Machine(memory_bytes=256 * GIB, num_gpus=num_gpus, gpu_bytes=gib * GIB)
+    findings = await memory_findings(shape, config, machine)
+    assert [finding.check for finding in findings] == ["memory", *(f"GPU {number}" for number in range(num_gpus))]
+    assert [finding for finding in findings if finding.state is not State.OK] == []
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("qwen3_*.yaml")), ids=lambda path: path.stem)
+def test_its_tasks_and_workflow_are_there(path: Path) -> None:
+    config = Config.load(path)
+    assert config.tasks is not None
+    assert len(load_tasks(config.tasks, "train", config.seed)) > 0
+    assert len(load_eval_tasks(config)) == config.eval.num_tasks
+    assert callable(load_workflow(config.workflow))

@@ -1,0 +1,180 @@
+"""The memory estimate, against numbers worked out by hand and against a process that was measured.
+
+- parameters of published models, and bytes of a token's keys and values
+- the trainer's parts on one GPU; with several ranks each has its share, and what is gathered and published whole
+- activations with and without gradient checkpointing; the longest context counts where it may go alone
+- a reference and a critic are counted, and in the checkpoint
+- an engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself
+- servers with shards stand on their GPUs; one that runs already takes nothing
+- a trainer's process on a CPU takes about what was estimated
+- a config that does not fit is told so, with what would take the most off; one that needs a missing GPU, too
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_agent.config import Config
+from areal_agent.doctor.finding import State
+from areal_agent.doctor.machine import GIB, Machine
+from areal_agent.doctor.memory import CUDA_CONTEXT_BYTES, SERVER_BYTES, TrainerMemory, estimate
+from areal_agent.doctor.memory_check import memory_findings
+from areal_agent.doctor.shape import ModelShape
+from areal_agent.models.recipe import RECIPE
+from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
+
+ONE_GPU = Machine(memory_bytes=128 * GIB, num_gpus=1, gpu_bytes=80 * GIB)
+EIGHT_GPUS = Machine(memory_bytes=512 * GIB, num_gpus=8, gpu_bytes=80 * GIB)
+NO_GPU = Machine(memory_bytes=16 * GIB)
+ROOT = Path(__file__).parents[2]
+PARAMETERS = 596_049_920  # of Qwen3-0.6B
+
+
+def config(**values: object) -> Config:
+    return Config.parse({"tasks": "tasks:load", "workflow": "flow:solve", **values})
+
+
+def sglang(*server_args: str, **values: object) -> dict[str, object]:
+    return {"backend": "sglang", "python": "python", "server_args": server_args, **values}
+
+
+def parts_of(config: Config, machine: Machine, gpu: int | None, shape: ModelShape = QWEN3_06B) -> dict[str, int]:
+    (need,) = [need for need in estimate(shape, config, machine) if need.gpu == gpu]
+    return {part.what: part.num_bytes for part in need.parts}
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_parameters", "kv_bytes"),
+    [
+        # V H + L (2 H Q D + 2 H K D + 3 H I + 2 H + 2 D) + H, and 2 L K D elements of two bytes
+        (QWEN3_06B, 151_936 * 1024 + 28 * 15_730_944 + 1024, 114_688),
+        (QWEN3_17B, 151_936 * 2048 + 28 * 50_336_000 + 2048, 114_688),
+        (QWEN3_4B, 151_936 * 2560 + 36 * 100_930_816 + 2560, 147_456),
+    ],
+)
+def test_parameters_and_keys_of_published_models(shape: ModelShape, num_parameters: int, kv_bytes: int) -> None:
+    assert (shape.num_parameters, shape.kv_bytes(2)) == (num_parameters, kv_bytes)
+
+
+def test_the_parameters_are_those_of_the_model(small_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(small_model)
+    assert ModelShape.read(small_model).num_parameters == sum(one.numel() for one in model.parameters())
+
+
+def test_a_trainer_on_one_gpu() -> None:
+    found = parts_of(config(engine={"max_context_tokens": 4096}), ONE_GPU, 0)
+    assert QWEN3_06B.num_parameters == PARAMETERS
+    assert {what: size for what, size in found.items() if what.startswith("trainer")} == {
+        "trainer: weights": 4 * PARAMETERS,
+        "trainer: Adam's moments": 8 * PARAMETERS,
+        "trainer: gradients": 4 * PARAMETERS,
+        "trainer: weights in bfloat16": 2 * PARAMETERS,
+        "trainer: activations": 8192 * 29 * 86_016,  # 26 H + 12 Q D + 10 K D + 8 I bytes of a token and layer
+        "trainer: logits": 20 * 2**24,
+        "trainer: output layer's gradient": 6 * 151_936 * 1024,
+        "trainer: CUDA": CUDA_CONTEXT_BYTES,
+    }
+
+
+def test_checkpointing_keeps_the_input_of_each_layer() -> None:
+    found = parts_of(config(trainer={"gradient_checkpointing": True}), ONE_GPU, 0)
+    assert found["trainer: activations"] == 8192 * (28 * 4 * 1024 + 2 * 86_016)
+
+
+@pytest.mark.parametrize(("oversized", "num_tokens"), [("alone", 20_000), ("refuse", 32_768)])
+def test_the_longest_context_counts_where_it_may_go_alone(oversized: str, num_tokens: int) -> None:
+    budget = 32_768 if oversized == "refuse" else 1000
+    asked = config(
+        trainer={"oversized": oversized, "tokens_per_micro_batch": budget}, engine={"max_context_tokens": 20_000}
+    )
+    assert TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=True).tokens == num_tokens
+
+
+def test_ranks_share_what_is_by_parameter_and_gather_the_rest() -> None:
+    asked = config(trainer={"num_ranks": 4, "gradient_checkpointing": True}, engine=sglang("--base-gpu-id", "4"))
+    found = parts_of(asked, EIGHT_GPUS, 3, QWEN3_4B)
+    assert found["trainer: weights"] == 4_022_468_096
+    assert found["trainer: Adam's moments"] == 2 * 4_022_468_096
+    assert found["trainer: gathered layers"] == 4 * (151_936 * 2560 + 2 * 100_930_816)
+    memory = TrainerMemory(shape=QWEN3_4B, config=asked, is_gpu=True)
+    assert sum(part.num_bytes for part in memory.loading()) == 4 * 4_022_468_096 + CUDA_CONTEXT_BYTES
+    whole = {part.what: part.num_bytes for part in memory.publishing(0)}
+    assert whole["trainer: weights in one piece"] == 4 * 4_022_468_096
+    assert "trainer: weights in one piece" not in {part.what for part in memory.publishing(1)}
+
+
+def test_a_reference_and_a_critic_are_counted() -> None:
+    asked = config(algorithm={"preset": "ppo", "reference": "initial", "kl_coefficient": 0.1})
+    found = parts_of(asked, ONE_GPU, 0)
+    critic = PARAMETERS + 1024  # tied: nothing stands above the backbone but its own head
+    assert found["trainer: reference"] == 4 * PARAMETERS
+    assert found["trainer: critic with its moments"] == 12 * critic
+    assert found["trainer: gradients"] == 4 * (PARAMETERS + critic)
+    memory = TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=True)
+    assert memory.checkpoint_bytes == 12 * PARAMETERS + 12 * critic + 4 * PARAMETERS
+
+
+def test_the_keys_of_a_server_are_those_asked_for_or_what_its_share_leaves() -> None:
+    asked = parts_of(config(engine=sglang(kv_tokens=32_768)), ONE_GPU, 0)
+    assert asked["engine: weights"] == 2 * PARAMETERS
+    assert asked["engine: keys and values"] == 32_768 * 114_688
+    assert asked["engine: CUDA"] == SERVER_BYTES
+    share = parts_of(config(engine=sglang("--mem-fraction-static=0.5")), ONE_GPU, 0)
+    assert share["engine: keys and values"] == 40 * GIB - 2 * PARAMETERS
+
+
+def test_the_embedded_engine_takes_two_contexts_a_slot() -> None:
+    found = parts_of(config(engine={"max_running_requests": 8, "max_context_tokens": 512}), NO_GPU, None)
+    assert found["engine: weights"] == 4 * PARAMETERS
+    assert found["engine: keys and values"] == 2 * 8 * 512 * 2 * 114_688  # in float32
+    assert found["new weights in shared memory"] == 2 * 4 * PARAMETERS
+
+
+def test_shards_stand_on_gpus_of_their_own() -> None:
+    asked = config(engine=sglang("--tp-size", "2", "--base-gpu-id", "4", device="cuda"), trainer={"device": "cpu"})
+    needs = {need.gpu: need for need in estimate(QWEN3_4B, asked, EIGHT_GPUS)}
+    assert set(needs) == {None, 4, 5}
+    assert needs[4].parts[0].num_bytes == 4_022_468_096  # half of 2 P
+
+
+def test_servers_that_run_already_are_not_counted() -> None:
+    asked = config(engine={"urls": ["http://127.0.0.1:1"]}, trainer={"device": "cpu"})
+    assert [need.gpu for need in estimate(QWEN3_06B, asked, ONE_GPU)] == [None]
+    assert not [what for what in parts_of(asked, ONE_GPU, None) if what.startswith("engine")]
+
+
+def test_a_trainer_process_takes_about_as_much_as_estimated(tmp_path: Path) -> None:
+    """Weights, optimiser and the activations of a full micro-batch, of a model in the form of the tiny one."""
+    program = [sys.executable, "-m", "tests.doctor.train_once", str(tmp_path)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    shape = ModelShape.of_recipe(RECIPE)
+    memory = TrainerMemory(shape=shape, config=config(engine={"max_context_tokens": 512}), is_gpu=False)
+    estimated = sum(part.num_bytes for part in memory.at_peak(0))
+    assert estimated / 2 < int(done.stdout) < 2 * estimated
+
+
+@pytest.mark.parametrize(
+    ("values", "machine", "remedy"),
+    [
+        ({"trainer": {"tokens_per_micro_batch": 200_000}}, ONE_GPU, "gradient_checkpointing"),
+        (
+            {"trainer": {"tokens_per_micro_batch": 500_000, "gradient_checkpointing": True}},
+            ONE_GPU,
+            "tokens_per_micro_batch",
+        ),
+        ({"engine": {"kv_tokens": 10**6}, "trainer": {"device": "cpu"}}, ONE_GPU, "engine.kv_tokens"),
+        ({"trainer": {"num_ranks": 2}}, ONE_GPU, "lower trainer.num_ranks"),
+        ({}, Machine(memory_bytes=GIB), "gradient_checkpointing"),
+    ],
+)
+async def test_what_does_not_fit_is_told_with_a_remedy(
+    values: dict[str, object], machine: Machine, remedy: str
+) -> None:
+    findings = await memory_findings(QWEN3_06B, config(**values), machine)
+    failed = [finding for finding in findings if finding.state is State.FAIL]
+    assert failed and all(remedy in finding.change for finding in failed)

@@ -1,0 +1,74 @@
+"""One train step on a full micro-batch, by a process of its own, which prints how much memory that took at the most.
+
+`python -m tests.doctor.train_once FOLDER`
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.models.recipe import RECIPE
+from areal_agent.observe.memory import peak_memory_bytes
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.trainer import Trainer
+from areal_agent.types import TokenRecord
+
+NUM_RECORDS, LENGTH = 16, 512  # 8,192 tokens
+
+
+def record(number: int) -> TokenRecord:
+    is_sampled = np.arange(LENGTH) > 0
+    return TokenRecord(
+        session_id=f"s{number}",
+        group_id="g",
+        branch=0,
+        parent_branch=None,
+        token_ids=np.arange(LENGTH, dtype=np.int32) % RECIPE.vocab_size,
+        loss_mask=is_sampled,
+        turn_index=np.zeros(LENGTH, dtype=np.int32),
+        behavior_logprobs=np.where(is_sampled, -7.0, 0.0).astype(np.float32),
+        temperatures=np.ones(LENGTH, dtype=np.float32),
+        versions=np.where(is_sampled, 0, -1).astype(np.int32),
+        turn_rewards=np.array([number % 2], dtype=np.float32),
+        final_reward=float(number % 2),
+    )
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    config = Qwen3Config(
+        vocab_size=RECIPE.vocab_size,
+        hidden_size=RECIPE.hidden_size,
+        intermediate_size=RECIPE.intermediate_size,
+        num_hidden_layers=RECIPE.num_layers,
+        num_attention_heads=RECIPE.num_heads,
+        num_key_value_heads=RECIPE.num_heads,
+        head_dim=RECIPE.head_dim,
+        max_position_embeddings=RECIPE.max_context_tokens,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    before = peak_memory_bytes(os.getpid())
+    trainer = Trainer.load(
+        folder,
+        config=TrainerConfig(tokens_per_micro_batch=NUM_RECORDS * LENGTH),
+        algorithm=AlgorithmConfig(),
+        seed=0,
+        shared_memory=folder,
+    )
+    rewards = {f"s{number}": float(number % 2) for number in range(NUM_RECORDS)}
+    trainer.train_step(StepInput(step=1, records=[record(number) for number in range(NUM_RECORDS)], rewards=rewards))
+    after = peak_memory_bytes(os.getpid())
+    trainer.close()
+    assert before is not None and after is not None
+    print(after - before)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
