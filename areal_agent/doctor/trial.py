@@ -21,6 +21,7 @@ from areal_agent.doctor.rollouts import batch_of
 from areal_agent.doctor.sampling import Asker, Sampled, interruption_findings, sample, sampling_finding
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.served import ServedEngine
+from areal_agent.protocols import MemoryHolder
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.reports import TrainerInfo
@@ -77,7 +78,7 @@ class Trial:
         if engine is None or asked is None or loaded is None:
             self.report.skip("parity", "push", "spans", why="that takes an engine and a trainer")
             return
-        await examined(self.report, "parity", self._train(trainer, asked, loaded))
+        await examined(self.report, "parity", self._train(trainer, asked, loaded, engine.memory))
         await examined(self.report, "push", self._push(engine.client, trainer, asked.asker))
 
     async def _ask(self, engine: ServedEngine) -> "Asked":
@@ -111,9 +112,18 @@ class Trial:
         self.report.add(Finding(check="trainer", state=State.OK, found=found))
         return info
 
-    async def _train(self, trainer: TrainerClient, asked: "Asked", info: TrainerInfo) -> list[Finding]:
+    async def _train(
+        self, trainer: TrainerClient, asked: "Asked", info: TrainerInfo, memory: MemoryHolder | None
+    ) -> list[Finding]:
         batch = batch_of([one.request for one in asked.answers], [one.result for one in asked.answers])
-        return [parity_finding(await trainer.train_step(batch), is_float32=info.device == "cpu")]
+        if memory is not None:
+            await memory.release_memory()
+        try:
+            report = await trainer.train_step(batch)
+        finally:
+            if memory is not None:
+                await memory.resume_memory()
+        return [parity_finding(report, is_float32=info.device == "cpu")]
 
     async def _push(self, engine: ServedEngine, trainer: TrainerClient, asker: Asker) -> list[Finding]:
         pushed = await push_once(engine, trainer, asker, NEXT)

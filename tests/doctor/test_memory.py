@@ -5,6 +5,7 @@
 - activations with and without gradient checkpointing; the longest context counts where it may go alone
 - a reference and a critic are counted, and in the checkpoint
 - an engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself
+- an engine that lends its keys' memory has them when the trainer does not train
 - servers with shards stand on their GPUs; one that runs already takes nothing
 - a trainer's process on a CPU takes about what was estimated
 - a config that does not fit is told so, with what would take the most off; one that needs a missing GPU, too
@@ -132,6 +133,18 @@ def test_the_embedded_engine_takes_two_contexts_a_slot() -> None:
     assert found["engine: weights"] == 4 * PARAMETERS
     assert found["engine: keys and values"] == 2 * 8 * 512 * 2 * 114_688  # in float32
     assert found["new weights in shared memory"] == 2 * 4 * PARAMETERS
+
+
+def test_keys_that_are_lent_are_not_there_while_the_trainer_trains() -> None:
+    kept, lent = (
+        {"engine": {"kv_tokens": 300_000, "release_kv": is_lent}, "trainer": {"transfer": "cuda_ipc"}}
+        for is_lent in (False, True)
+    )
+    both, training = (parts_of(config(**values), ONE_GPU, 0) for values in (kept, lent))
+    assert {"engine: keys and values", "trainer: activations"} < set(both)
+    assert "trainer: activations" not in training  # the keys take more
+    assert training["engine: keys and values"] == 300_000 * 114_688
+    assert training["trainer: new weights for the engine"] == 2 * PARAMETERS
 
 
 def test_shards_stand_on_gpus_of_their_own() -> None:

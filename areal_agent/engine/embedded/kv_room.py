@@ -35,7 +35,7 @@ def plan_room(
     if kv_tokens is None:
         kv_tokens = default_kv_tokens(
             is_gpu=device.type == "cuda",
-            free_bytes=_free_bytes(device),
+            free_bytes=_free_bytes(device) if device.type == "cuda" or leave_bytes is not None else 0,  # else not asked
             all_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             leave_bytes=leave_bytes,
             token_bytes=token_bytes,
