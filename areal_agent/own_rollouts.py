@@ -93,11 +93,14 @@ class OwnRollouts:
         )
 
     def process_ids(self) -> Mapping[str, int]:
-        return {process.name: process.pid for process in self.serving.engine.processes}
+        engine = self.serving.engine
+        servers = {} if engine.servers is None else engine.servers.process_ids()
+        return {**{process.name: process.pid for process in engine.processes}, **servers}
 
     def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
-        deaths = {process.name: process.died() for process in self.serving.engine.processes}
-        return {**deaths, "rollouts": self.serving.rollouts.failure()}
+        engine, rollouts = self.serving.engine, {"rollouts": self.serving.rollouts.failure()}
+        servers = {} if engine.servers is None else {"engines": engine.servers.failure()}
+        return {**{process.name: process.died() for process in engine.processes}, **servers, **rollouts}
 
 
 @asynccontextmanager

@@ -72,7 +72,7 @@ class RunMetrics:
     async def connect(self, source: Source, process_ids: Mapping[str, int]) -> None:
         """The engine of `source` is there, and the run's own processes, by name."""
         self._source = source
-        self._process_ids = {"main": os.getpid(), **source.process_ids(), **process_ids}
+        self._process_ids = {"main": os.getpid(), **process_ids}
         now = await self._read()
         self._starting_s = now.engine.wall_s
         self._last = replace(now, engine=replace(now.engine, wall_s=0.0), trainer={})
@@ -187,6 +187,9 @@ class RunMetrics:
                 "rollouts/finished_untrained": now.finished,
                 "engine/running_requests": engine.num_running,
                 "engine/queued_requests": engine.num_queued,
+                "engine/servers_serving": engine.num_serving,
+                "engine/servers_out": engine.num_out,
+                "engine/moved_requests": engine.num_moves,
                 **{f"statuses/{status}": number for status, number in now.statuses.items()},
                 **{f"drops/{reason}": number for reason, number in now.drops.items()},
                 **self._peak_memory(),
@@ -194,5 +197,6 @@ class RunMetrics:
         )
 
     def _peak_memory(self) -> dict[str, Any]:
-        marks = {name: peak_memory_bytes(pid) for name, pid in self._process_ids.items()}
+        process_ids = {**self._process_ids, **self._source.process_ids()}
+        marks = {name: peak_memory_bytes(pid) for name, pid in process_ids.items()}
         return {f"memory/{name}_peak_bytes": mark for name, mark in marks.items() if mark is not None}

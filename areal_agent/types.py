@@ -140,6 +140,7 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()  # one a token, or empty when none were asked for
+    versions: tuple[VersionSpan, ...] = ()  # counted from the first of these; empty: not told before the end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,12 +5,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agent.cluster.kept_server import KeptServers
 from areal_agent.cluster.local import start_engine
 from areal_agent.cluster.sglang import start_sglang
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.served import ServedEngine
-from areal_agent.engine.sglang.fleet import Fleet
 from areal_agent.errors import ConfigError, EngineError
 from areal_agent.process import ManagedProcess
 from areal_agent.protocols import MemoryHolder
@@ -19,14 +20,15 @@ from areal_agent.types import WeightVersion
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningEngine:
-    """A client, where others find the same engine, and the processes that were started for it.
+    """A client, where others find the same engine, and what was started for it.
 
     `memory` is what is to be released while a trainer trains, if anything.
     """
 
     client: ServedEngine
     address: EngineAddress
-    processes: tuple[ManagedProcess, ...]
+    processes: tuple[ManagedProcess, ...] = ()  # the death of one ends the run
+    servers: KeptServers | None = None  # each is started again when it dies
     memory: MemoryHolder | None = None
 
 
@@ -43,19 +45,26 @@ async def open_engine(
     elif config.urls:
         async with _connected(config, config.urls) as (fleet, address):
             await _take_over(fleet, config, model, version)
-            yield RunningEngine(client=fleet, address=address, processes=())
+            yield RunningEngine(client=fleet, address=address)
     else:
         async with (
-            start_sglang(config, model, version, logs) as (processes, urls),
-            _connected(config, urls) as (fleet, address),
+            start_sglang(config, model, version, logs) as servers,
+            _connected(config, servers.urls) as (fleet, address),
         ):
-            yield RunningEngine(client=fleet, address=address, processes=processes)
+            fleet.begin_with(model, version)
+            yield RunningEngine(client=fleet, address=address, servers=servers)
 
 
 @asynccontextmanager
 async def _connected(config: EngineConfig, urls: tuple[str, ...]) -> AsyncGenerator[tuple[Fleet, EngineAddress]]:
-    address = EngineAddress(backend="sglang", urls=urls, max_context_tokens=config.max_context_tokens)
-    fleet = Fleet.of(urls, max_context_tokens=config.max_context_tokens)
+    address = EngineAddress(
+        backend="sglang",
+        urls=urls,
+        max_context_tokens=config.max_context_tokens,
+        hung_after_s=config.hung_after_s,
+        wait_s=config.wait_s,
+    )
+    fleet = address.fleet()
     try:
         yield fleet, address
     finally:

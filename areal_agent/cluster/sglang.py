@@ -1,14 +1,15 @@
 """Starts SGLang servers on this machine, in the environment that has SGLang. It knows their arguments, not the wire."""
 
-import asyncio
 import contextlib
 import os
 import signal
 import socket
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
+from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
 from areal_agent.cluster.local import thread_variables, unless_it_dies
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.sglang import LAUNCHER
@@ -23,24 +24,32 @@ CONTEXT_MARGIN = 8
 @asynccontextmanager
 async def start_sglang(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
-) -> AsyncGenerator[tuple[tuple[ManagedProcess, ...], tuple[str, ...]]]:
-    """`config.num_servers` servers that serve `model` as `version`, and their URLs; ended on leaving."""
+) -> AsyncGenerator[KeptServers]:
+    """`config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving."""
     ports = _choose_ports(config)
-    urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
-    async with AsyncExitStack() as stack:
-        processes: list[ManagedProcess] = []
-        for number, port in enumerate(ports):
-            name = "engine" if len(ports) == 1 else f"engine {number}"
-            process = await ManagedProcess.start(
-                name,
-                _command(config, model, version, port),
-                log_path=logs / f"{name.replace(' ', '-')}.log",
-                env={**thread_variables(config.threads), "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
+    servers: list[KeptServer] = []
+    for number, port in enumerate(ports):
+        url = f"http://127.0.0.1:{port}"
+        name = "engine" if len(ports) == 1 else f"engine {number}"
+        servers.append(
+            KeptServer(
+                url,
+                start=partial(_start, name, config, _command(config, model, version, port), logs),
+                serves=partial(_serves, url, config.startup_timeout_s),
+                end=_end,
             )
-            stack.push_async_callback(_end, process)
-            processes.append(process)
-        await _all_serve(processes, urls, config.startup_timeout_s)
-        yield tuple(processes), urls
+        )
+    async with keep_servers(servers) as kept:
+        yield kept
+
+
+async def _start(name: str, config: EngineConfig, command: Sequence[str], logs: Path) -> ManagedProcess:
+    return await ManagedProcess.start(
+        name,
+        command,
+        log_path=logs / f"{name.replace(' ', '-')}.log",
+        env={**thread_variables(config.threads), "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
+    )
 
 
 def _command(config: EngineConfig, model: Path, version: WeightVersion, port: int) -> Sequence[str]:
@@ -67,16 +76,7 @@ def _command(config: EngineConfig, model: Path, version: WeightVersion, port: in
     ]
 
 
-async def _all_serve(processes: Sequence[ManagedProcess], urls: Sequence[str], timeout_s: float) -> None:
-    try:
-        async with asyncio.TaskGroup() as group:
-            for process, url in zip(processes, urls, strict=True):
-                group.create_task(_serves(process, url, timeout_s))
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-
-
-async def _serves(process: ManagedProcess, url: str, timeout_s: float) -> None:
+async def _serves(url: str, timeout_s: float, process: ManagedProcess) -> None:
     """Return when the server serves. Raises ProcessDied and EngineUnreachable."""
     engine = SglangEngine(url)
     try:

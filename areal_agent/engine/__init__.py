@@ -12,6 +12,7 @@
     fake_row.py one request of the scripted engine      fake_faults.py  what can be made to go wrong with it
     fake_weights.py its weights, of which only the digests count
     virtual_clock.py a clock that goes when a test says so
+    fleet/      several servers as one engine, whichever kind they are
     embedded/   the engine that we bring: a server on that wire, on transformers' model code
     __main__.py `python -m areal_agent.engine`: the embedded engine as a process
 

@@ -2,9 +2,12 @@
 
 from typing import Literal
 
+from areal_agent.engine.fleet.fleet import Fleet
+from areal_agent.engine.fleet.patience import Patience
+from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.engine.http import HttpEngine
 from areal_agent.engine.served import ServedEngine
-from areal_agent.engine.sglang.fleet import Fleet
+from areal_agent.engine.sglang.engine import SglangEngine
 from areal_agent.section import Section
 
 
@@ -15,10 +18,21 @@ class EngineAddress(Section):
     urls: tuple[str, ...]
     max_context_tokens: int | None = None
     """Of a prompt and its completion, where the servers' own limit is not meant."""
+    hung_after_s: float = Patience().hung_after_s
+    wait_s: float = Patience().wait_s
 
     def connect(self) -> ServedEngine:
         """A client of it, not connected yet."""
         if self.backend == "embedded":
             (url,) = self.urls
             return HttpEngine(url)
-        return Fleet.of(self.urls, max_context_tokens=self.max_context_tokens)
+        return self.fleet()
+
+    def fleet(self) -> Fleet:
+        """A client of all its SGLang servers, not connected yet."""
+        folders = WeightFolders()
+        return Fleet(
+            self.urls,
+            lambda url: SglangEngine(url, folders=folders, max_context_tokens=self.max_context_tokens),
+            patience=Patience(hung_after_s=self.hung_after_s, wait_s=self.wait_s),
+        )

@@ -51,6 +51,11 @@ class EngineConfig(Section):
     `turn_boundary`: they end under the old ones first, and the next turns wait. `drain`: whole rollouts end first."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the engine may take to load the model and answer."""
+    hung_after_s: Annotated[float, Field(gt=0)] = 30.0
+    """A SGLang server that has neither answered nor sampled a token for so long hangs: its turns go on at others. Once
+    it answers it is given the weights of the others, and serves again. One that is slow is left alone."""
+    wait_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long turns and pushes wait while no SGLang server serves, before they fail."""
 
     @model_validator(mode="before")
     @classmethod
@@ -64,7 +69,7 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _fits_its_backend(self) -> Self:
         if self.backend == "embedded":
-            self._refuse(("python", "num_servers", "server_args", "urls"), "is for engine.backend sglang")
+            self._refuse(_OF_SGLANG, "is for engine.backend sglang")
             if self.kv_tokens is not None and self.leave_gib is not None:
                 raise ValueError(
                     f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}: each alone says "
@@ -91,6 +96,8 @@ class EngineConfig(Section):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"engine.{name} {why}; leave it out")
 
+
+_OF_SGLANG = ("python", "num_servers", "server_args", "urls", "hung_after_s", "wait_s")
 
 _OF_STARTED_SERVERS = (
     "python",

@@ -98,6 +98,7 @@ class FakeRow:
             top_logprobs=tuple(fake_top_logprobs(token_id, position, num_top) for position, token_id in sampled)
             if num_top
             else (),
+            versions=_spans(self.versions[start:]),
         )
 
 

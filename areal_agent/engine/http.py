@@ -7,6 +7,7 @@ version still serves), `EngineUnreachable` (no answer, or none that can be read)
 import asyncio
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_agent.engine import wire
@@ -29,6 +30,7 @@ from areal_agent.types import (
 )
 
 HEALTH_TIMEOUT_S = 5.0
+QUIET_ABORT_TIMEOUT_S = 10.0  # of a cancelled call: its connection is closed as well
 
 _UNTOLD_STATUS = 400  # of a failure in mid-stream that names none: SGLang sends those for wrong requests
 
@@ -114,6 +116,10 @@ class HttpEngine:
         path, body = wire.encode_update(update)
         await self._transport.post(path, body, refusal=WeightUpdateError)
 
+    async def load(self, model: Path, version: WeightVersion) -> None:
+        """Serve a Hugging Face folder as `version`, whatever was served before."""
+        await self.update_weights(DiskWeights(path=str(model)), version)
+
     # -------------------------------------------------------------------------------------- what it says
 
     async def info(self) -> EngineInfo:
@@ -182,8 +188,9 @@ class HttpEngine:
         task.add_done_callback(self._aborts.discard)
 
     async def _abort_quietly(self, request_id: str) -> None:
-        with contextlib.suppress(EngineError):  # an engine that does not answer samples for nobody either
-            await self.abort(request_id)
+        with contextlib.suppress(EngineError, TimeoutError):  # an engine that does not answer samples for nobody either
+            async with asyncio.timeout(QUIET_ABORT_TIMEOUT_S):
+                await self.abort(request_id)
 
     def _read(self, decode: Callable[[Any], T], body: object, path: str) -> T:
         try:

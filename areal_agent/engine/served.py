@@ -8,7 +8,7 @@ from areal_agent.types import EngineInfo
 
 
 class ServedEngine(Engine, Protocol):
-    """Implementations: `engine.http.HttpEngine`, `engine.sglang.engine.SglangEngine`, `engine.sglang.fleet.Fleet`."""
+    """Implementations: `engine.http.HttpEngine`, `engine.sglang.engine.SglangEngine`, `engine.fleet.fleet.Fleet`."""
 
     async def info(self) -> EngineInfo:
         """The model that it serves, and the current weight version."""

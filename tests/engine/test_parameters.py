@@ -111,7 +111,7 @@ async def test_each_request_gets_as_many_of_the_likeliest_as_it_asks_for(tiny, s
 
 
 async def test_whoever_else_is_in_the_batch(tiny, serve, ask):
-    requests = [ask(i, prompt_length=5 + i, max_tokens=30 + i, **p) for i, p in enumerate(PARAMETERS.values())]
+    requests = [ask(40 + i, prompt_length=5 + i, max_tokens=30 + i, **p) for i, p in enumerate(PARAMETERS.values())]
     requests += [ask(20, max_tokens=40), ask(21, max_tokens=35, min_p=0.1)]
     async with serve(tiny, num_slots=4) as served:
         alone = [await served.engine.generate(request) for request in requests]

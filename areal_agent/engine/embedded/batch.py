@@ -38,7 +38,7 @@ class SamplingBatch:
         adjusted = logits if self._adjustments is None else self._adjustments.apply(logits)
         if self._is_constrained:
             adjusted = adjusted.masked_fill(self._forbidden().to(logits.device), float("-inf"))
-        draws = sample(adjusted, self._sampling, [len(row.token_ids) for row in self._rows])
+        draws = sample(adjusted, self._sampling, [row.num_tokens for row in self._rows])
         if self._adjustments is not None:
             self._adjustments.follow(draws.token_ids)
         for row, token_id in zip(self._rows, draws.token_ids, strict=True) if self._is_constrained else ():

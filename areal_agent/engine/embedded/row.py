@@ -19,8 +19,9 @@ from areal_agent.types import (
     WeightVersion,
 )
 
-TokenSink = Callable[[int, float, TopLogprobs], None]
-"""Gets every token of a streamed request, its log-probability and the likeliest tokens there, in the model thread."""
+TokenSink = Callable[[int, float, TopLogprobs, WeightVersion], None]
+"""Gets every token of a streamed request, its log-probability, the likeliest tokens there and the version that sampled
+it, in the model thread."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -77,7 +78,7 @@ class Row:
         if top:
             self.top_logprobs.append(top)
         if self.on_token is not None:
-            self.on_token(token_id, logprob, top)
+            self.on_token(token_id, logprob, top, version)
 
     def finish_reason(self, eos_token_ids: Set[int]) -> FinishReason | None:
         """Why the row ends after its last token, or None when it goes on."""

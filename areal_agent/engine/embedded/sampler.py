@@ -1,8 +1,11 @@
 """From logits to tokens and their log-probabilities. Pure functions; knows nothing of requests or models.
 
 A token is drawn by inverse CDF: one uniform number a row, and the first token whose cumulative probability exceeds it.
-The number is a hash of (seed of the request, index of the token), so a sample does not depend on what else is in the
-batch. Recorded is log softmax(logits / temperature) of the token: not renormalised for top-p, top-k and min-p, and at
+The number is a hash of (seed of the request, position of the token in prompt and answer), so a sample depends neither
+on what else is in the batch nor on how much of an answer is given as prompt: one that moves to another engine goes on
+as it would have.
+
+Recorded is log softmax(logits / temperature) of the token: not renormalised for top-p, top-k and min-p, and at
 temperature 0 (greedy) as at 1, as SGLang does. The likeliest tokens are told by the same distribution.
 
 Shapes: n rows, V vocabulary.
@@ -76,11 +79,11 @@ class Draws:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: SamplingRows, token_indices: Sequence[int]) -> Draws:
-    """One token a row; logits `[n, V]` float32, `token_indices` `[n]` count within completions."""
+def sample(logits: Tensor, rows: SamplingRows, positions: Sequence[int]) -> Draws:
+    """One token a row; logits `[n, V]` float32, `positions` `[n]` are those of the new tokens."""
     scaled = logits if rows.temperatures is None else logits / rows.temperatures
     probabilities = torch.softmax(scaled, dim=-1)
-    uniforms = torch.from_numpy(uniform(rows.seeds, np.array(token_indices, dtype=np.uint64))).to(logits.device)
+    uniforms = torch.from_numpy(uniform(rows.seeds, np.array(positions, dtype=np.uint64))).to(logits.device)
     tokens = _draw(_filter_min_p(_filter(probabilities, rows), rows), uniforms)
     if rows.is_greedy is not None:
         tokens = torch.where(rows.is_greedy, logits.argmax(dim=-1), tokens)

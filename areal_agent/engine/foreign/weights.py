@@ -67,6 +67,7 @@ class ServerWeights:
         self._model = model
         self._push: _Push | None = None
         self._broken: str | None = None  # why nobody knows what serves
+        self.epoch = 0  # odd while a load is under way
 
     def require_known(self) -> None:
         """Raises EngineUnreachable when nobody knows which weights serve."""
@@ -74,6 +75,15 @@ class ServerWeights:
             raise EngineUnreachable(
                 f"nobody knows which weights {self._loader.base_url} serves, so it may not sample: {self._broken}"
             )
+
+    async def found(self, served: Served, epoch: int) -> None:
+        """The server was asked in this epoch, and said that it serves this. Not believed where a load came between.
+
+        Another label is that of somebody else's push, or of a server that was started again.
+        """
+        if epoch == self.epoch and epoch % 2 == 0 and served.label != self.serving.label:
+            before, self.serving, self._broken = self.serving, served, None
+            await self._let_go_of(before)
 
     async def begin(self, push_id: str) -> None:
         """Open a push; one that is open is forgotten."""
@@ -97,7 +107,7 @@ class ServerWeights:
         try:
             if push.folder is None:
                 raise WeightUpdateError(f"push {push_id!r} has sent no weights: send them before it is committed")
-            if served is not None and version <= served:
+            if self._broken is None and served is not None and version <= served:
                 raise WeightUpdateError(f"{self._loader.base_url} serves version {served}: {version} is not later")
             await self._load(push.folder, str(version), flush_cache=flush_cache)
         except BaseException:
@@ -116,6 +126,11 @@ class ServerWeights:
         if push is not None and push.folder is not None:
             await self._folders.release(push.folder)
 
+    async def aclose(self) -> None:
+        """Let go of all folders: nothing will be put back."""
+        await self.forget_push()
+        await self._let_go_of(self.serving)
+
     async def load(self, folder: Path, version: WeightVersion) -> None:
         """Let the paused server load a model folder, whatever it has served."""
         await asyncio.to_thread(self._model.prove, folder)
@@ -123,14 +138,20 @@ class ServerWeights:
 
     async def _load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
         before = self.serving
+        self.epoch += 1
         try:
             await self._tell(folder, label, flush_cache=flush_cache)
+            self.serving, self._broken = Served(folder=folder, label=label), None
         except EngineError as failure:
             await self._undo(failure, before, flush_cache=flush_cache)
             raise WeightUpdateError(f"{failure}; the weights before were loaded again") from failure
-        self.serving, self._broken = Served(folder=folder, label=label), None
-        if before.folder is not None:
-            await self._folders.release(before.folder)
+        finally:
+            self.epoch += 1
+        await self._let_go_of(before)
+
+    async def _let_go_of(self, served: Served) -> None:
+        if served.folder is not None:
+            await self._folders.release(served.folder)
 
     async def _undo(self, failure: EngineError, before: Served, *, flush_cache: bool) -> None:
         if before.folder is None:

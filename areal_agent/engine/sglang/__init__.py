@@ -3,7 +3,6 @@
     engine.py         `SglangEngine`: one server as `protocols.Engine`
     dialect.py        how it is asked for a completion      answer.py  reads the events of an answer
     loader.py         lets it load weights      info.py  what it says of itself
-    fleet.py          several servers as one engine           routing.py  which of them a request goes to
     launcher.py       runs in SGLang's own environment: starts its server
 
 Requests, weights and the model behind it: `foreign/`, which vLLM's client shares. The wire is that of `wire/`; SGLang's

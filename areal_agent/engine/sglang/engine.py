@@ -57,6 +57,7 @@ class SglangEngine:
         self._folders = folders or WeightFolders()
         self._max_context_tokens = max_context_tokens
         self._info: EngineInfo | None = None
+        self._model: ServedModel | None = None
         self._weights: ServerWeights | None = None
         self._paused: PauseMode | None = None
         self._requests: dict[str, ServerRequest] = {}  # in flight, by our ids
@@ -148,11 +149,14 @@ class SglangEngine:
 
     async def info(self) -> EngineInfo:
         """The model that it serves, and the current weight version."""
+        epoch = self._weights.epoch if self._weights is not None else 0
         started = self._decode(decode_start, wire.SERVER_INFO, await self._transport.get(wire.SERVER_INFO))
         served = self._decode(decode_served, wire.MODEL_INFO, await self._transport.get(wire.MODEL_INFO))
-        model = await asyncio.to_thread(ServedModel.read, Path(started.model_path))
+        model = await self._model_in(Path(started.model_path))
         if self._weights is None:
             self._weights = ServerWeights(SglangLoader(self._transport), self._folders, model, served)
+        else:
+            await self._weights.found(served, epoch)
         limit = self._max_context_tokens or started.max_context_tokens
         self._info = replace(
             started,
@@ -184,8 +188,9 @@ class SglangEngine:
 
     async def aclose(self) -> None:
         """Close the connections. Harmless when done before."""
-        if self._weights is not None:
-            await self._weights.forget_push()
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            await weights.aclose()
         await self._transport.aclose()
 
     # ------------------------------------------------------------------------------------------- internals
@@ -201,6 +206,11 @@ class SglangEngine:
         """Return when a request may go to the server. Raises EngineUnreachable when none may."""
         await self._admits.wait()
         (await self._known_weights()).require_known()
+
+    async def _model_in(self, folder: Path) -> ServedModel:
+        if self._model is None or self._model.folder != folder:
+            self._model = await asyncio.to_thread(ServedModel.read, folder)
+        return self._model
 
     async def _known_weights(self) -> ServerWeights:
         if self._weights is None:

@@ -28,6 +28,9 @@ class EngineStats:
     busy_s: float | None  # seconds in which a step was running; None: it does not tell
     generated_tokens: int | None
     weight_version: WeightVersion
+    num_serving: int = 1  # servers that get requests: a fleet has several
+    num_out: int = 0  # servers that do not: quarantined, catching up or leaving
+    num_moves: int = 0  # requests that went on at another server
 
 
 def encode_info(info: EngineInfo, stats: EngineStats) -> dict[str, Any]:

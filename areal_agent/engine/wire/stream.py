@@ -1,11 +1,12 @@
 """The answer of `/generate` in events, as it is sampled: lines `data: {...}`, and `data: [DONE]` after the last.
 
 Every event says in `meta_info.completion_tokens` how many tokens there are so far. The embedded engine sends those
-that are new; SGLang sends all of them every time. Which it is shows in the lengths, list by list. The last event has
-the finish reason and the version spans of all tokens.
+that are new, with their version spans; SGLang sends all of them every time. Which it is shows in the lengths, list by
+list. The last event has the finish reason and the version spans of all tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -13,6 +14,7 @@ import orjson
 from areal_agent.engine.fields import WireError, as_integer, as_object, decode_json, get
 from areal_agent.engine.wire.generate import finished
 from areal_agent.engine.wire.tokens import decode_tokens, encode_logprobs, top_entries
+from areal_agent.engine.wire.versions import decode_new_spans, encode_spans
 from areal_agent.types import GenerateResult, JsonObject, TokenChunk, TopLogprobs
 
 STREAM_END = b"data: [DONE]\n\n"
@@ -29,6 +31,8 @@ def encode_event(body: dict[str, Any]) -> bytes:
 def encode_chunk(request_id: str, chunk: TokenChunk, *, num_tokens: int) -> dict[str, Any]:
     """An event in the middle; `num_tokens` are all so far, these included."""
     meta = {"id": request_id, "finish_reason": None, "completion_tokens": num_tokens, **encode_logprobs(chunk)}
+    if chunk.versions:
+        meta["weight_versions"] = encode_spans(chunk.versions, first=num_tokens - len(chunk.token_ids))
     return {"text": "", "output_ids": chunk.token_ids, "meta_info": meta}
 
 
@@ -79,11 +83,12 @@ class ResultReader:
         before = len(self._token_ids)
         after = as_integer(meta.get("completion_tokens"), "completion_tokens")
         tops = top_entries(meta)
-        return decode_tokens(
+        tokens = decode_tokens(
             _new_part(get(fields, "output_ids", list), before, after, "output_ids"),
             _new_part(get(meta, "output_token_logprobs", list), before, after, "output_token_logprobs"),
             _new_part(tops, before, after, "output_top_logprobs") if tops else [],
         )
+        return replace(tokens, versions=decode_new_spans(meta, before, after))
 
     def _all_tokens(self) -> TokenChunk:
         return TokenChunk(

@@ -83,7 +83,7 @@ def real_server(sglang_python, real_model, tmp_path_factory) -> Iterator[str]:
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         started = start_sglang(config, real_model, WeightVersion(step=7), tmp_path_factory.mktemp("sglang"))
-        _, (url,) = runner.run(stack.enter_async_context(started))
+        (url,) = runner.run(stack.enter_async_context(started)).urls
         try:
             yield url
         finally:

@@ -1,0 +1,125 @@
+"""A server process that is started again when it dies, and several of them. It knows no arguments and no wire.
+
+    start ─▶ serves ─▶ (its process dies) ─▶ start ...      three deaths within a minute of service: it is given up
+
+Who uses the servers finds out by itself that one is back: it is where it was. When all are given up, that is a failure.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from areal_agent.cluster.deaths import MAX_DEATHS, WITHIN_S, DeathCount
+from areal_agent.errors import ArealAgentError, EngineUnreachable, ProcessDied
+from areal_agent.process import ManagedProcess
+
+logger = logging.getLogger(__name__)
+
+
+class KeptServer:
+    """One server at one URL: one process after the other, if need be."""
+
+    def __init__(
+        self,
+        url: str,
+        start: Callable[[], Awaitable[ManagedProcess]],
+        serves: Callable[[ManagedProcess], Awaitable[None]],
+        end: Callable[[ManagedProcess], Awaitable[None]],
+    ) -> None:
+        """`serves` returns when it does, and raises ProcessDied or EngineUnreachable when it does not."""
+        self.url = url
+        self.process: ManagedProcess | None = None
+        self._start = start
+        self._serves = serves
+        self._end = end
+        self._deaths = DeathCount()
+
+    async def start(self) -> None:
+        """Start a process, and wait until it serves. Raises ProcessDied and EngineUnreachable."""
+        self.process = await self._start()
+        await self._serves(self.process)
+        self._deaths.begin()
+
+    async def keep(self) -> ProcessDied:
+        """Start it again whenever it dies. Returns when that is too often."""
+        while True:
+            assert self.process is not None, "it was started"
+            death: ArealAgentError = await self.process.died()
+            while True:
+                if self._deaths.end():
+                    return ProcessDied(f"{MAX_DEATHS} deaths within {WITHIN_S:g} s of service; at last {death}")
+                logger.warning("%s; it is started again", str(death).partition(";")[0])
+                await self.aclose()
+                try:
+                    await self.start()
+                    break
+                except (ProcessDied, EngineUnreachable) as error:
+                    death = error
+
+    async def aclose(self) -> None:
+        """End its process. Harmless when done before."""
+        if self.process is not None:
+            await self._end(self.process)
+
+
+class KeptServers:
+    """Made by `keep_servers`."""
+
+    def __init__(self, servers: Sequence[KeptServer]) -> None:
+        self._servers = tuple(servers)
+        self._keepers: list[asyncio.Task[None]] = []
+        self._num_kept = len(self._servers)
+        self._given_up: asyncio.Future[ArealAgentError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(server.url for server in self._servers)
+
+    def process_ids(self) -> Mapping[str, int]:
+        """Of the processes that run now, by name."""
+        processes = [server.process for server in self._servers if server.process is not None]
+        return {process.name: process.pid for process in processes}
+
+    async def failure(self) -> ArealAgentError:
+        """Wait until all servers have been given up; why the last one was."""
+        return await asyncio.shield(self._given_up)
+
+    async def start(self) -> None:
+        """Start all at once, and wait until all serve."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in self._servers:
+                    group.create_task(server.start())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        self._keepers = [asyncio.create_task(self._keep(server), name=server.url) for server in self._servers]
+
+    async def aclose(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers)
+        for server in self._servers:
+            await server.aclose()
+
+    async def _keep(self, server: KeptServer) -> None:
+        try:
+            death: ArealAgentError = await server.keep()
+        except Exception as error:  # the boundary: a server that cannot be kept is given up, whatever the cause
+            death = EngineUnreachable(f"it could not be started again: {error!r}")
+        logger.error("the server at %s is given up: %s", server.url, death)
+        self._num_kept -= 1
+        if not self._num_kept and not self._given_up.done():
+            self._given_up.set_result(death)
+
+
+@asynccontextmanager
+async def keep_servers(servers: Sequence[KeptServer]) -> AsyncGenerator[KeptServers]:
+    """Start the servers; ended on leaving."""
+    kept = KeptServers(servers)
+    try:
+        await kept.start()
+        yield kept
+    finally:
+        await kept.aclose()

@@ -1,0 +1,309 @@
+"""Several servers as one engine, which goes on as long as one of them does. It puts the parts together.
+
+    generate ──▶ relay.py ── chooses from ──▶ roster.py ◀── changes states ── keeper.py (a task for each server)
+    push     ──▶ pushes.py ── tells all ─────▶    │                              │ brings back what has fallen
+                    └─ what is due ──────────────────────────────────────────────┘
+
+Servers may come and go while it works. Keepers begin with the first call and end with `aclose`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal_agent.engine.fleet.due import Due
+from areal_agent.engine.fleet.keeper import Keeper
+from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState
+from areal_agent.engine.fleet.patience import Patience
+from areal_agent.engine.fleet.pushes import FleetPushes
+from areal_agent.engine.fleet.relay import Relay
+from areal_agent.engine.fleet.roster import Roster
+from areal_agent.engine.fleet.routing import Router
+from areal_agent.engine.wire import EngineStats
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
+from areal_agent.types import (
+    EngineInfo,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    TokenChunk,
+    Weights,
+    WeightVersion,
+)
+
+T = TypeVar("T")
+
+DRAIN_S = 30.0
+"""How long requests at a server that is removed may take to end before they move."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberReport:
+    """One server as a person sees it."""
+
+    url: str
+    state: MemberState
+    reason: str  # why it does not serve
+    version: WeightVersion | None
+    num_requests: int
+
+
+class Fleet:
+    """`protocols.Engine` over one server or more, all with the same model. Use it from one event loop."""
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        connect: Callable[[str], MemberEngine],
+        *,
+        patience: Patience | None = None,
+        router: Router | None = None,
+    ) -> None:
+        self._connect = connect
+        self._patience = patience or Patience()
+        self._roster = Roster([Member(engine=connect(url)) for url in urls], router)
+        self._pushes = FleetPushes(self._roster, self._patience)
+        self._relays: dict[str, Relay] = {}  # by the ids of requests
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by URL; none before the first call
+        self._info: EngineInfo | None = None
+        self._is_closed = False
+
+    # ------------------------------------------------------------------------------------ protocols.Engine
+
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
+        """Sample at the server that fits best; where that fails, go on at another one from the tokens so far.
+
+        Each token bears the version that sampled it. A seed holds over such a move where the draw at a position depends
+        on seed and position alone: with embedded engines, and with SGLang's under `--enable-deterministic-inference`.
+        """
+        self._keep()
+        if request.request_id in self._relays:
+            raise EngineRejected(f"a request {request.request_id!r} is in flight; give every request an id of its own")
+        relay = self._relays[request.request_id] = Relay(request, on_chunk, self._roster, self._patience)
+        try:
+            return await relay.run()
+        finally:
+            del self._relays[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End one request, wherever it is; its `generate` returns what it has."""
+        relay = self._relays.get(request_id)
+        if relay is not None:
+            await relay.abort()
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.ABORT:
+            for relay in self._relays.values():
+                relay.abort_soon()
+        await self._pushes.pause(mode)
+
+    async def resume(self) -> None:
+        await self._pushes.resume()
+
+    async def begin_push(self, push_id: str) -> None:
+        """Wait for a server that serves, if none does."""
+        self._keep()
+        await self._pushes.begin(push_id)
+
+    async def send_push(self, push_id: str, weights: Weights) -> None:
+        await self._pushes.send(push_id, weights)
+
+    async def commit_push(self, push_id: str, version: WeightVersion) -> None:
+        """Done when one server serves the new weights. The others serve nothing until they do, too."""
+        await self._pushes.commit(push_id, version)
+
+    async def abort_push(self, push_id: str) -> None:
+        await self._pushes.abort(push_id)
+
+    # -------------------------------------------------------------------------------------- what it serves
+
+    async def load(self, model: Path, version: WeightVersion) -> None:
+        """Let all serve a Hugging Face folder as `version`, whatever they have served."""
+        await self._pushes.load(model, version)
+
+    def begin_with(self, model: Path, version: WeightVersion) -> None:
+        """All were started with this folder, as this version: who comes back is given it, until there is a push."""
+        self._pushes.begin_with(model, version)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until all serve. Raises EngineUnreachable when one does not within `timeout_s`."""
+        waits = (member.engine.wait_ready(timeout_s) for member in self._roster.members)
+        for failure in await asyncio.gather(*waits, return_exceptions=True):
+            if failure is not None:
+                raise failure
+
+    async def info(self) -> EngineInfo:
+        """What holds for all that answer. Raises EngineRejected when they serve different models."""
+        self._keep()
+        infos = await self._ask_serving(lambda engine: engine.info())
+        if len({info.vocab_size for info in infos.values()}) > 1:
+            models = ", ".join(sorted({info.model_path for info in infos.values()}))
+            raise EngineRejected(f"the servers of one engine serve different models: {models}; start them with one")
+        for member, info in infos.items():
+            member.version = info.weight_version
+        self._info = replace(
+            next(iter(infos.values())),
+            weight_version=min(info.weight_version for info in infos.values()),
+            max_context_tokens=min(info.max_context_tokens for info in infos.values()),
+            has_grammar=all(info.has_grammar for info in infos.values()),
+        )
+        return self._info
+
+    async def stats(self) -> EngineStats:
+        """The sums over all that answer soon, and how the fleet is."""
+
+        async def ask(engine: MemberEngine) -> EngineStats | None:
+            with contextlib.suppress(TimeoutError, EngineError):
+                async with asyncio.timeout(self._patience.probe_timeout_s):
+                    return await engine.stats()
+            return None
+
+        serving = self._roster.serving
+        told = [one for one in await asyncio.gather(*(ask(member.engine) for member in serving)) if one is not None]
+        return EngineStats(
+            num_running=sum(one.num_running for one in told),
+            num_queued=sum(one.num_queued for one in told),
+            busy_s=None,
+            generated_tokens=None,
+            weight_version=self._version(),
+            num_serving=len(serving),
+            num_out=len(self._roster.members) - len(serving),
+            num_moves=self._roster.num_moves,
+        )
+
+    def report(self) -> tuple[MemberReport, ...]:
+        """Every server, and how it is."""
+        return tuple(
+            MemberReport(
+                url=member.url,
+                state=member.state,
+                reason=member.reason,
+                version=member.version,
+                num_requests=member.num_requests,
+            )
+            for member in self._roster.members
+        )
+
+    # ------------------------------------------------------------------------------------- joining, leaving
+
+    async def add(self, url: str) -> None:
+        """One server more: verified, brought to the weights that are due, and only then it gets requests.
+
+        Raises EngineRejected for another model, and EngineUnreachable or WeightUpdateError when it cannot serve.
+        """
+        self._keep()
+        member = Member(engine=self._connect(url), state=MemberState.CATCHING_UP, reason="it is being added")
+        if self._roster.find(member.url) is not None:
+            await member.engine.aclose()
+            raise EngineRejected(f"{member.url} is one of the servers already")
+        self._roster.enter(member)
+        try:
+            await Keeper(member, self._roster, self, self._patience).bring_back()
+        except BaseException as error:
+            self._roster.forget(member)
+            await member.engine.aclose()
+            if isinstance(error, TimeoutError):
+                raise EngineUnreachable(f"{member.url} does not answer; is it running? see its log") from None
+            raise
+        self._keep()
+
+    async def remove(self, url: str, drain_s: float = DRAIN_S) -> None:
+        """One server less. What it has in hand ends there within `drain_s`, or goes on elsewhere.
+
+        Raises EngineRejected when it is none of them, or the last one.
+        """
+        member = self._roster.find(url.rstrip("/"))
+        if member is None or member.state is MemberState.LEAVING:
+            known = ", ".join(member.url for member in self._roster.members)
+            raise EngineRejected(f"{url!r} is none of the servers: {known}")
+        if all(other is member or other.state is MemberState.LEAVING for other in self._roster.members):
+            raise EngineRejected(f"{url!r} is the only server; add another one first")
+        self._roster.leave(member)
+        await self._end_keeper(member.url)
+        await self._roster.wait_until_idle(member, drain_s)
+        member.take_away_all("is being removed")
+        self._roster.forget(member)
+        await member.engine.aclose()
+
+    async def aclose(self) -> None:
+        """End the keepers and close the connections. Harmless when done before."""
+        self._is_closed = True
+        for url in list(self._keepers):
+            await self._end_keeper(url)
+        await asyncio.gather(*(member.engine.aclose() for member in self._roster.members))
+
+    # --------------------------------------------------------------------------------------------- Standard
+
+    @property
+    def due(self) -> Due | None:
+        return self._pushes.due
+
+    @property
+    def is_changing(self) -> bool:
+        return self._pushes.is_changing
+
+    async def settled(self) -> None:
+        await self._pushes.settled()
+
+    def check(self, url: str, info: EngineInfo) -> None:
+        known = self._info
+        if known is None:
+            return
+        if info.vocab_size != known.vocab_size:
+            raise EngineRejected(
+                f"{url} serves {info.model_path}, with {info.vocab_size} ids, and the others {known.model_path}, with "
+                f"{known.vocab_size}; start it with their model"
+            )
+        if info.max_context_tokens < known.max_context_tokens:
+            raise EngineRejected(
+                f"the context of {url} has {info.max_context_tokens} tokens, and that of the others "
+                f"{known.max_context_tokens}; start it with theirs"
+            )
+        if known.has_grammar and not info.has_grammar:
+            raise EngineRejected(
+                f"{url} does not constrain answers to a grammar, and the others do; start it as they were"
+            )
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    def _keep(self) -> None:
+        """Every server has its keeper."""
+        for member in self._roster.members if not self._is_closed else ():
+            if member.url not in self._keepers and member.state in (MemberState.SERVING, MemberState.QUARANTINED):
+                keeper = Keeper(member, self._roster, self, self._patience)
+                self._keepers[member.url] = asyncio.create_task(keeper.run(), name=f"keeper of {member.url}")
+
+    async def _end_keeper(self, url: str) -> None:
+        keeper = self._keepers.pop(url, None)
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait({keeper})
+
+    async def _ask_serving(self, call: Callable[[MemberEngine], Coroutine[Any, Any, T]]) -> dict[Member, T]:
+        """Ask all that serve. Who does not answer is quarantined; raises its error when nobody does."""
+        members = await self._roster.wait_for_some(self._patience.wait_s)
+        results = await asyncio.gather(*(member.ask(call) for member in members), return_exceptions=True)
+        answers: dict[Member, T] = {}
+        failure: BaseException | None = None
+        for member, result in zip(members, results, strict=True):
+            if not isinstance(result, BaseException):
+                answers[member] = result
+                continue
+            failure = result
+            if not isinstance(result, EngineUnreachable):
+                raise result
+            self._roster.fall(member, str(result))
+        if not answers and failure is not None:
+            raise failure
+        return answers
+
+    def _version(self) -> WeightVersion:
+        """That serves, as far as is known."""
+        if self._pushes.due is not None:
+            return self._pushes.due.version
+        return min((member.version for member in self._roster.serving if member.version), default=WeightVersion())

@@ -1,0 +1,158 @@
+"""Watches one server of a fleet, and brings it back when it has fallen. It knows no other server and no request.
+
+serving       asked every few seconds how it is. An error says that it is down. Silence says nothing until it has
+              neither answered nor sampled a token for `hung_after_s`: then it hangs. One that is slow is left alone
+quarantined   asked again and again. When it answers: verified, brought to the weights that are due, and then it
+              serves, unless a push is under way: then once that is over, and with what is due after it
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from areal_agent.engine.fleet.due import Due, bring_to
+from areal_agent.engine.fleet.member import Member, MemberState
+from areal_agent.engine.fleet.patience import Patience
+from areal_agent.engine.fleet.roster import Roster
+from areal_agent.errors import EngineError, EngineUnreachable
+from areal_agent.types import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+
+class Standard(Protocol):
+    """What a server has to be to serve."""
+
+    @property
+    def due(self) -> Due | None:
+        """None: others push, and this fleet only looks."""
+        ...
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a push is under way, or a pause: nobody joins meanwhile, and labels may differ."""
+        ...
+
+    async def settled(self) -> None:
+        """Return when that is over."""
+        ...
+
+    def check(self, url: str, info: EngineInfo) -> None:
+        """Raises EngineRejected for another model than the fleet's."""
+        ...
+
+
+class Keeper:
+    """Of one member. `run` until cancelled."""
+
+    def __init__(
+        self,
+        member: Member,
+        roster: Roster,
+        standard: Standard,
+        patience: Patience,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._member = member
+        self._roster = roster
+        self._standard = standard
+        self._patience = patience
+        self._now = now
+
+    async def run(self) -> None:
+        """Look after it."""
+        while True:
+            self._member.looked_after.clear()
+            try:
+                await self._look()
+            except Exception as error:  # the boundary: whatever goes wrong with a server is that server's failure
+                logger.exception("%s could not be looked after", self._member.url)
+                self._roster.fall(self._member, f"it could not be looked after: {error!r}")
+                self._member.looked_after.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience.probe_every_s):
+                    await self._member.looked_after.wait()
+
+    async def bring_back(self) -> None:
+        """Return when it serves. Raises EngineError, and TimeoutError when it does not say how it is."""
+        self._roster.catch_up(self._member)
+        while True:
+            await self._standard.settled()
+            due, info = self._standard.due, await self._info()
+            self._standard.check(self._member.url, info)
+            if due is None:
+                await self._require_health()
+            else:
+                await bring_to(self._member.engine, due)
+            if not self._standard.is_changing and self._standard.due is due:
+                break
+        self._member.version = info.weight_version if due is None else due.version
+        self._member.heard_s = self._now()
+        self._roster.serve(self._member)
+
+    async def _look(self) -> None:
+        match self._member.state:
+            case MemberState.SERVING:
+                await self._probe()
+            case MemberState.QUARANTINED:
+                await self._try_to_return()
+            case _:
+                pass
+
+    # -------------------------------------------------------------------------------------------- serving
+
+    async def _probe(self) -> None:
+        due, is_settled = self._standard.due, not self._standard.is_changing
+        try:
+            info = await self._info()
+            await self._require_health()
+        except TimeoutError:
+            self._judge_silence()
+            return
+        except EngineError as error:
+            if not self._member.is_loading:
+                self._roster.fall(self._member, str(error))
+            return
+        self._member.heard_s = self._now()
+        if is_settled and not self._standard.is_changing and self._standard.due is due:
+            self._judge_label(info, due)
+
+    def _judge_silence(self) -> None:
+        member = self._member
+        if member.is_loading:  # as long as it takes: the call itself has a time limit
+            member.heard_s = self._now()
+        silent_s = self._now() - member.heard_s
+        if silent_s >= self._patience.hung_after_s:
+            why = f"it hangs: for {silent_s:.0f} s it has neither answered nor sampled a token"
+            self._roster.fall(member, why, is_lost=True)
+
+    def _judge_label(self, info: EngineInfo, due: Due | None) -> None:
+        member = self._member
+        member.version = info.weight_version
+        if due is not None and info.weight_version != due.version:
+            why = f"it serves version {info.weight_version}, and {due.version} is due"
+            self._roster.fall(member, why, is_lost=True)
+        newest = self._roster.newest_version
+        member.lag = 0 if newest is None or member.version >= newest else member.lag + 1
+
+    async def _info(self) -> EngineInfo:
+        async with asyncio.timeout(self._patience.probe_timeout_s):
+            return await self._member.engine.info()
+
+    async def _require_health(self) -> None:
+        async with asyncio.timeout(self._patience.probe_timeout_s):
+            if not await self._member.engine.health():
+                raise EngineUnreachable(f"{self._member.url} says that it is not healthy; see its log")
+
+    # ---------------------------------------------------------------------------------------- quarantined
+
+    async def _try_to_return(self) -> None:
+        try:
+            await self.bring_back()
+        except (EngineError, TimeoutError) as error:
+            reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
+            self._roster.fall(self._member, reason)
+            self._member.looked_after.clear()  # it is asked again after a while

@@ -1,0 +1,196 @@
+"""Pushes and pauses of a whole fleet: told to all servers that serve, and survived as long as one of them follows.
+
+    begin ──▶ send ──▶ pause ──▶ commit ──▶ resume
+      └─ who fails at a step is quarantined; where all fail, the push fails, and the old version serves everywhere
+
+Who takes part is settled at the beginning: nobody joins before the end. What was committed last is what is due.
+It knows servers by what they answer, and no request.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_agent.engine.fleet.due import Due, require_version
+from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState
+from areal_agent.engine.fleet.patience import Patience
+from areal_agent.engine.fleet.roster import Roster
+from areal_agent.errors import EngineError, EngineUnreachable, PushConflict, WeightUpdateError
+from areal_agent.types import PauseMode, Weights, WeightVersion
+
+
+@dataclass(kw_only=True, slots=True)
+class _Push:
+    id: str
+    weights: Weights | None = None
+    is_committed: bool = False
+
+
+class FleetPushes:
+    """The push that is open, if one is; one pusher at a time."""
+
+    def __init__(self, roster: Roster, patience: Patience) -> None:
+        self.due: Due | None = None
+        self._roster = roster
+        self._patience = patience
+        self._push: _Push | None = None
+        self._taking_part: list[Member] = []  # in the push, or in a pause without one
+        self._paused: PauseMode | None = None
+        self._is_settled = asyncio.Event()
+        self._is_settled.set()
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a push is under way, or a pause."""
+        return not self._is_settled.is_set()
+
+    async def settled(self) -> None:
+        """Return when neither is."""
+        await self._is_settled.wait()
+
+    async def load(self, model: Path, version: WeightVersion) -> None:
+        """Let all serve a folder. Raises EngineError when one does not."""
+        failures = await self._ask(self._roster.members, lambda engine: engine.load(model, version))
+        if failures:
+            raise next(iter(failures.values()))
+        self.begin_with(model, version)
+
+    def begin_with(self, model: Path, version: WeightVersion) -> None:
+        """All serve this folder already."""
+        self.due = Due(version=version, source=model)
+        for member in self._roster.members:
+            member.version = version
+
+    async def begin(self, push_id: str) -> None:
+        """Open a push; one that is open is forgotten: its sender is dead. Raises WeightUpdateError."""
+        members = await self._some()
+        if self.due is None:  # from now on this fleet says what is served
+            self.due = Due(version=await self._newest(members), source=None)
+        self._push, self._taking_part = _Push(id=push_id), members
+        self._is_settled.clear()
+        await self._tell_all("begin", lambda engine: engine.begin_push(push_id))
+
+    async def send(self, push_id: str, weights: Weights) -> None:
+        """Let all have the weights; the old version serves."""
+        self._open(push_id).weights = weights
+        await self._tell_all("send", lambda engine: engine.send_push(push_id, weights))
+
+    async def commit(self, push_id: str, version: WeightVersion) -> None:
+        """Let all serve what was sent. It is done when one does; the others are quarantined."""
+        push = self._open(push_id)
+        if push.weights is None:
+            raise PushConflict(f"push {push_id!r} has been sent no weights yet; a commit comes after the send")
+
+        async def commit_at(engine: MemberEngine) -> None:
+            await engine.commit_push(push_id, version)
+            await require_version(engine, version)
+
+        try:
+            for member in self._taking_part:
+                member.is_loading = True
+            await self._tell_all("commit", commit_at)
+        finally:
+            for member in self._roster.members:
+                member.is_loading = False
+        push.is_committed = True
+        self.due = Due(version=version, source=push.weights, push_id=push_id)
+        for member in self._present():
+            member.version = version
+
+    async def abort(self, push_id: str) -> None:
+        """Forget a push. One that is not open is no error, nor is a server that does not hear of it."""
+        await self._ask(self._present(), lambda engine: _abort(engine, push_id, self._patience.abort_s))
+        if self._push is not None and self._push.id == push_id:
+            self._push = None
+            self._settle()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop all."""
+        if self._push is None:
+            self._taking_part = self._roster.serving
+        self._paused = mode
+        self._is_settled.clear()
+        await self._tell_all("pause", lambda engine: engine.pause(mode))
+
+    async def resume(self) -> None:
+        """Let all go on that took part. Who does not answer is quarantined."""
+        for member, error in (await self._ask(self._present(), lambda engine: engine.resume())).items():
+            self._roster.fall(member, f"it did not go on after a pause: {error}", is_lost=True)
+        self._paused = None
+        if self._push is None or self._push.is_committed:
+            self._push = None
+            self._settle()
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    def _settle(self) -> None:
+        if self._push is None and self._paused is None:
+            self._taking_part = []
+            self._is_settled.set()
+
+    def _open(self, push_id: str) -> _Push:
+        if self._push is None or self._push.id != push_id:
+            raise PushConflict(f"push {push_id!r} is not open in this fleet; begin one")
+        return self._push
+
+    async def _some(self) -> list[Member]:
+        try:
+            return await self._roster.wait_for_some(self._patience.wait_s)
+        except EngineUnreachable as error:
+            raise WeightUpdateError(str(error)) from error
+
+    async def _newest(self, members: Sequence[Member]) -> WeightVersion:
+        async def learn(engine: MemberEngine) -> None:
+            versions.append((await engine.info()).weight_version)
+
+        versions: list[WeightVersion] = []
+        for member, error in (await self._ask(members, learn)).items():
+            self._roster.fall(member, str(error))
+        if not versions:
+            raise WeightUpdateError("no server says which version it serves; see their logs")
+        return max(versions)
+
+    def _present(self) -> list[Member]:
+        """Those that take part and have not fallen; without a push or a pause all that serve."""
+        members = self._taking_part if self.is_changing else self._roster.serving
+        return [member for member in members if member.state is MemberState.SERVING]
+
+    async def _tell_all(self, what: str, call: Callable[[MemberEngine], Coroutine[Any, Any, None]]) -> None:
+        """Quarantine who fails. Raises WeightUpdateError when all do: then the old version serves, where any does."""
+        members = self._present()
+        failures = await self._ask(members, call)
+        has_failed = len(failures) == len(members)
+        for member, error in failures.items():
+            if not has_failed or isinstance(error, EngineUnreachable) or not await member.engine.health():
+                self._roster.fall(member, f"{what} failed: {error}", is_lost=True)
+        if has_failed:
+            raise _failure_of_all(what, failures)
+
+    async def _ask(
+        self, members: Sequence[Member], call: Callable[[MemberEngine], Coroutine[Any, Any, None]]
+    ) -> dict[Member, EngineError]:
+        """Ask all, to the end of each. Who failed, and how; what is no engine's error is raised."""
+        results = await asyncio.gather(*(member.ask(call) for member in members), return_exceptions=True)
+        failures: dict[Member, EngineError] = {}
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, EngineError):
+                failures[member] = result
+            elif result is not None:
+                raise result
+        return failures
+
+
+async def _abort(engine: MemberEngine, push_id: str, timeout_s: float) -> None:
+    """One that does not hear of it forgets the push when the next one begins."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await engine.abort_push(push_id)
+
+
+def _failure_of_all(what: str, failures: Mapping[Member, EngineError]) -> WeightUpdateError:
+    kind = PushConflict if any(isinstance(error, PushConflict) for error in failures.values()) else WeightUpdateError
+    causes = "; ".join(f"{member.url}: {error}" for member, error in failures.items())
+    return kind(f"{what} failed at every server: {causes or 'none is left that takes part'}")

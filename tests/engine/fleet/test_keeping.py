@@ -1,0 +1,289 @@
+"""Servers that fall, and come back:
+
+- one that is down is quarantined without a request having to fail there; the reason is said once, and shown
+- silence is no failure while tokens come, or for less than the limit; then it is a hang, and its requests move
+- who comes back is verified: with the label that is due it serves; with another one it is given the weights first
+- one that cannot be brought to them, serves another model, or says that it is not healthy, stays out and says why
+- where others push, nobody is touched: whoever stays behind comes last
+- a server is added: verified, brought to the weights, and only then asked; what is wrong with it is an error
+- a server is removed: what it has ends there, or moves; the last one stays
+"""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from areal_agent.engine.fleet.due import Due
+from areal_agent.engine.fleet.keeper import Keeper
+from areal_agent.engine.fleet.member import Member, MemberState
+from areal_agent.engine.fleet.roster import Roster
+from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.types import DiskWeights, EngineInfo, WeightVersion
+from areal_agent.weights.push import push
+
+from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
+
+MODEL = Path("model")
+WEIGHTS = DiskWeights(path="weights-8")
+ZERO = WeightVersion()
+
+
+async def fallen(stage: Stage, server: Server) -> str:
+    """Wait until it is quarantined; why."""
+    await stage.until(lambda: stage.state(server) is not MemberState.SERVING)
+    return stage.report(server).reason
+
+
+async def test_one_that_is_down_is_quarantined_and_it_is_said_once(stage, caplog):
+    stage.one.kill()
+    assert "http://one is down" in await fallen(stage, stage.one)
+    num_infos = stage.one.num_infos
+    await stage.until(lambda: stage.one.num_infos > num_infos + 3)
+    assert [record.message for record in caplog.records if "quarantined" in record.message] == [
+        "http://one is quarantined: http://one is down; servers that serve now: 1"
+    ]
+    stats = await stage.fleet.stats()
+    assert (stats.num_serving, stats.num_out) == (1, 1)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Anything:
+    """A standard that every server meets."""
+
+    due: Due | None = None
+    is_changing = False
+
+    async def settled(self) -> None: ...
+
+    def check(self, url: str, info: EngineInfo) -> None: ...
+
+
+async def test_slow_is_told_from_hung():
+    server, clock = Server(URLS[0]), Clock()
+    member = Member(engine=server, heard_s=0.0)
+    roster = Roster([member])
+    patience = replace(PATIENT, hung_after_s=30.0, probe_timeout_s=0.001)
+    server.answers.clear()
+    keeper = asyncio.create_task(Keeper(member, roster, Anything(), patience, clock).run())
+
+    async def probed() -> None:
+        num_infos = server.num_infos
+        while server.num_infos < num_infos + 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    async with asyncio.timeout(60):
+        clock.now_s = 29.0
+        await probed()
+        assert member.state is MemberState.SERVING  # silent, and not for long enough
+        member.heard_s = 29.0  # a token came
+        clock.now_s = 58.0
+        await probed()
+        assert member.state is MemberState.SERVING
+        clock.now_s = 59.0
+        await probed()
+        assert "hangs: for 30 s" in member.reason or "does not answer" in member.reason
+        assert member.state is not MemberState.SERVING
+        server.answers.set()
+        while member.state is not MemberState.SERVING:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    keeper.cancel()
+    await asyncio.wait({keeper})
+
+
+async def test_the_requests_of_one_that_hangs_move(open_stage):
+    patience = replace(PATIENT, hung_after_s=0.02, probe_timeout_s=0.01)
+    async with open_stage(*map(Server, URLS), patience=patience) as stage:
+        answer = stage.start(ask())
+        await stage.until(lambda: bool(stage.one.fake.num_in_flight))
+        stage.one.fake.step(3)
+        stage.one.answers.clear()
+        await stage.two.until_asked()
+        stage.two.fake.step(100)
+        assert (await answer).token_ids == tokens(ask(), 8)
+        assert stage.one.fake.aborted_ids  # the one that hangs was hung up on
+        stage.one.answers.set()
+        await stage.until_serving(stage.one)
+
+
+# --------------------------------------------------------------------------------------------- coming back
+
+
+async def test_with_the_right_label_it_serves_again(stage):
+    stage.fleet.begin_with(MODEL, OLD)
+    stage.one.kill()
+    await fallen(stage, stage.one)
+    stage.one.restart(OLD)
+    await stage.until_serving(stage.one)
+    assert (stage.one.loaded, stage.one.fake.weights) == ([], [])
+
+
+async def test_before_the_first_push_it_is_given_the_model(stage):
+    stage.fleet.begin_with(MODEL, OLD)
+    stage.one.kill()
+    await fallen(stage, stage.one)
+    stage.one.restart(ZERO)
+    await stage.until_serving(stage.one)
+    assert stage.one.loaded == [(MODEL, OLD)]
+
+
+async def test_after_a_push_it_is_given_what_was_pushed(stage):
+    await push([stage.fleet], WEIGHTS, NEW)
+    stage.one.kill()
+    await fallen(stage, stage.one)
+    stage.one.restart(ZERO)
+    await stage.until_serving(stage.one)
+    assert (stage.one.fake.weights[-1], stage.one.fake.version, stage.one.fake.paused) == (WEIGHTS, NEW, None)
+    assert stage.report(stage.one).version == NEW
+
+
+async def test_a_label_that_goes_back_without_a_failure_is_noticed(stage):
+    await push([stage.fleet], WEIGHTS, NEW)
+    stage.one.restart(ZERO)  # between two probes
+    await stage.until(lambda: stage.one.fake.version == NEW)
+    await stage.until_serving(stage.one)
+
+
+async def test_damaged_weights_keep_it_out_until_the_next_ones(stage):
+    await push([stage.fleet], WEIGHTS, NEW)
+    stage.one.kill()
+    await fallen(stage, stage.one)
+    for _ in range(1000):
+        stage.one.fake.corrupt_next_push()
+    stage.one.restart(ZERO)
+    await stage.until(lambda: "was damaged as a whole" in stage.report(stage.one).reason)
+    assert stage.one.fake.version == ZERO
+    stage.one.fake._faults._num_corrupt = 0
+    await push([stage.fleet], DiskWeights(path="weights-9"), WeightVersion(step=9))
+    await stage.until_serving(stage.one)
+    assert stage.one.fake.version == WeightVersion(step=9)
+
+
+async def test_without_weights_to_give_it_stays_out(stage):
+    push_id = "p"
+    await stage.fleet.begin_push(push_id)  # from here on the fleet says what is served
+    await stage.fleet.abort_push(push_id)
+    stage.one.kill()
+    await fallen(stage, stage.one)
+    stage.one.restart(ZERO)
+    await stage.until(lambda: "has no weights" in stage.report(stage.one).reason)
+
+
+async def test_another_model_stays_out(stage):
+    stage.one.kill()
+    await fallen(stage, stage.one)
+    stage.one.fake._vocab_size = 17
+    stage.one.restart(OLD)
+    await stage.until(lambda: "serves fake, with 17 ids" in stage.report(stage.one).reason)
+
+
+async def test_one_that_is_not_healthy_stays_out(stage):
+    async def unhealthy() -> bool:
+        return False
+
+    stage.one.health = unhealthy
+    await stage.until(lambda: "not healthy" in stage.report(stage.one).reason)
+
+
+async def test_where_others_push_the_one_behind_comes_last(stage):
+    stage.two.fake.version = NEW  # by somebody else
+    await stage.until(lambda: stage.report(stage.two).version == NEW)
+    num_infos = stage.one.num_infos
+    await stage.until(lambda: stage.one.num_infos > num_infos + 5)
+    answers = [stage.start(ask(number)) for number in range(3)]
+    await stage.two.until_asked(3)
+    stage.two.fake.step(100)
+    await asyncio.gather(*answers)
+    stage.one.fake.version = NEW
+    num_infos = stage.one.num_infos
+    await stage.until(lambda: stage.one.num_infos > num_infos + 2)
+    answer = stage.start(ask())
+    await stage.one.until_asked()
+    stage.one.fake.step(100)
+    await answer
+    assert not stage.one.fake.weights and stage.one.fake.paused is None
+
+
+# -------------------------------------------------------------------------------------------- come and go
+
+
+async def test_a_server_is_added(open_stage):
+    spare = Server(URLS[1], version=ZERO)
+    async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
+        await stage.fleet.info()
+        await push([stage.fleet], WEIGHTS, NEW)
+        await stage.fleet.add(spare.base_url)
+        assert (stage.state(spare), spare.fake.version) == (MemberState.SERVING, NEW)
+        answers = [stage.start(ask(number)) for number in range(2)]
+        await spare.until_asked()
+        spare.fake.step(100)
+        stage.one.fake.step(100)
+        await asyncio.gather(*answers)
+        spare.kill()  # it has a keeper, too
+        await stage.until(lambda: stage.state(spare) is not MemberState.SERVING)
+
+
+async def test_what_is_wrong_with_an_added_server_is_an_error(open_stage):
+    spare = Server(URLS[1], vocab_size=17)
+    async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
+        await stage.fleet.info()
+        with pytest.raises(EngineRejected, match="http://two serves fake, with 17 ids"):
+            await stage.fleet.add(spare.base_url)
+        spare.kill()
+        with pytest.raises(EngineUnreachable, match="down"):
+            await stage.fleet.add(spare.base_url)
+        with pytest.raises(EngineRejected, match="one of the servers already"):
+            await stage.fleet.add(URLS[0])
+        assert [one.url for one in stage.fleet.report()] == [URLS[0]]
+
+
+async def test_a_server_that_cannot_take_the_weights_is_not_added(open_stage):
+    spare = Server(URLS[1], version=ZERO)
+    spare.fake.corrupt_next_push()
+    async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
+        await push([stage.fleet], WEIGHTS, NEW)
+        with pytest.raises(WeightUpdateError):
+            await stage.fleet.add(spare.base_url)
+        assert [one.url for one in stage.fleet.report()] == [URLS[0]]
+
+
+async def test_a_server_that_is_removed_ends_what_it_has(stage):
+    answer = stage.start(ask())
+    await stage.one.until_asked()
+    leaving = asyncio.ensure_future(stage.fleet.remove(URLS[0]))
+    await stage.until(lambda: stage.state(stage.one) is MemberState.LEAVING)
+    another = stage.start(ask(2))
+    await stage.two.until_asked()
+    stage.one.fake.step(100)
+    stage.two.fake.step(100)
+    await leaving
+    assert [(await one).token_ids for one in (answer, another)] == [tokens(ask(), 8)] * 2
+    assert [one.url for one in stage.fleet.report()] == [URLS[1]]
+
+
+async def test_what_does_not_end_in_time_moves(stage):
+    answer = stage.start(ask())
+    await stage.one.until_asked()
+    stage.one.fake.step(3)
+    await stage.fleet.remove(URLS[0], drain_s=0.01)
+    await stage.two.until_asked()
+    stage.two.fake.step(100)
+    assert (await answer).token_ids == tokens(ask(), 8)
+
+
+async def test_the_last_server_stays(stage):
+    await stage.fleet.remove(URLS[0])
+    with pytest.raises(EngineRejected, match="the only server"):
+        await stage.fleet.remove(URLS[1])
+    with pytest.raises(EngineRejected, match="none of the servers"):
+        await stage.fleet.remove(URLS[0])
