@@ -47,7 +47,7 @@ def verify(path: Path, on_session: Callable[[int, int], None] | None = None) -> 
         try:
             with files.snapshot() as snapshot:
                 examination.run(snapshot, on_session)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # even what SQLite says of a fault may hold the damage
             examination.add(Violation(invariant=Invariant.INTACT, subject="the files", detail=str(error)))
     return examination.report()
 
@@ -100,11 +100,13 @@ class _Examination:
 
     def _check_session(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
         try:
-            trajectory = None if session.ended_s is None else reads.trajectory(connection, session.id)
-            turns = reads.turns(connection, session.number) if trajectory is None else trajectory.turns
-        except LedgerError as error:
+            self._check_readable(connection, session)
+        except (LedgerError, TypeError, ValueError) as error:  # the latter: values of another type than their column's
             self.add(Violation(invariant=Invariant.READABLE, subject=f"session {session.id!r}", detail=str(error)))
-            return
+
+    def _check_readable(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
+        trajectory = None if session.ended_s is None else reads.trajectory(connection, session.id)
+        turns = reads.turns(connection, session.number) if trajectory is None else trajectory.turns
         self._num_turns += len(turns)
         num_sampled_tokens = sum(len(one.token_ids) for turn in turns for one in turn.completions)
         self._num_sampled_tokens += num_sampled_tokens

@@ -206,6 +206,27 @@ async def test_a_file_too_damaged_to_read_is_a_violation(ledger: Ledger, path: P
     assert verify(path).of(Invariant.INTACT)
 
 
+@pytest.mark.parametrize(
+    ("damage", "invariant"),
+    [
+        ("UPDATE turns SET fork_at = x'01' WHERE number = 1", Invariant.READABLE),
+        (
+            "UPDATE sqlite_schema SET sql = CAST(x'435245415445205441424c45ff' AS TEXT) WHERE name = 'leases'",
+            Invariant.INTACT,
+        ),
+    ],
+)
+async def test_values_of_no_type_of_theirs_are_a_violation(ledger: Ledger, path: Path, make, damage, invariant) -> None:
+    await live(ledger, make)
+    await ledger.aclose()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA writable_schema = ON")
+    connection.execute(damage)
+    connection.commit()
+    connection.close()
+    assert verify(path).of(invariant)
+
+
 async def test_it_sees_one_state_beside_the_live_writer(ledger: Ledger, path: Path, make) -> None:
     async def write() -> None:
         for number in range(20):
