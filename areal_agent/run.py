@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from areal_agent.cancellation import uninterrupted
 from areal_agent.cluster.local import start_trainer, weights_folder
-from areal_agent.cluster.models import obtain_model
+from areal_agent.cluster.models import obtain_model, require_same_tokenizer
 from areal_agent.commits import Beginning, begin
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
@@ -89,7 +89,12 @@ class Run:
         self.step = 0  # train steps done
         self.progress = progress or Progress(total_steps=config.steps, mode="none")
         self._stack = AsyncExitStack()
-        self._metrics = RunMetrics(self.progress, config.eval.success_reward, self.preflight.tasks.source_names())
+        self._metrics = RunMetrics(
+            self.progress,
+            config.eval.success_reward,
+            self.preflight.tasks.source_names(),
+            part_names=config.algorithm.reward_parts,
+        )
         self._producing: asyncio.Task[None] | None = None
         self._watchers: list[asyncio.Task[None]] = []
 
@@ -238,9 +243,12 @@ class Run:
         folder.make()
         self._ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
         self._stack.push_async_callback(self._ledger.aclose)  # the lock is ours: now the folder may be changed
-        folder.config.write_text(config.to_yaml())
+        if not self.preflight.is_resumed:
+            folder.config.write_text(config.to_yaml())
         model = await obtain_model(config.model, config.seed, folder.logs, progress)
         beginning = await begin(self._ledger, folder.checkpoints)
+        if beginning.checkpoint is not None:
+            require_same_tokenizer(model, beginning.checkpoint.path)
         self.version, self.step = beginning.version, beginning.version.step
         self._metrics.open(folder.metrics, await self._open_trackers())
         self._stack.push_async_callback(self._metrics.aclose)
@@ -255,6 +263,8 @@ class Run:
         )
         if config.is_online:  # whatever its engine has served until now
             await self._swap(await self._unused_version())
+        if self.preflight.is_resumed:  # only now: settings that cannot be gone on with leave those that can
+            folder.config.write_text(config.to_yaml())
         await self._start_watching()
 
     async def _open_trackers(self) -> Trackers:

@@ -10,7 +10,7 @@ the seconds of a side's activities add up to `seconds/wall`. It makes nothing ha
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,11 +46,17 @@ class RunMetrics:
     """Made with the run, so that no second is missed; opened with its folder, connected once its engine is there."""
 
     def __init__(
-        self, progress: Progress, success_reward: float, source_names: Mapping[str, str] | None = None
+        self,
+        progress: Progress,
+        success_reward: float,
+        source_names: Mapping[str, str] | None = None,
+        *,
+        part_names: Iterable[str] = (),
     ) -> None:
         self._progress = progress
         self._success_reward = success_reward
         self._source_names = source_names or {}  # of tasks, by their ids
+        self._expected_parts = frozenset(part_names)  # of the reward: until the first step, which tells of those missed
         self._account = TimeAccount()
         self._producing = BusyClock()
         self._starting_s = 0.0
@@ -104,6 +110,17 @@ class RunMetrics:
         self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
         if num_skipped := report.metrics.get("num_skipped_updates"):
             self._progress.note(f"step {report.step}: {num_skipped:.0f} updates left out, their gradient is not finite")
+        self._note_missed_parts(batch)
+
+    def _note_missed_parts(self, batch: RolloutBatch) -> None:
+        """Once, at the first step: a weight for a part that no rollout named adds nothing to any reward."""
+        expected, self._expected_parts = self._expected_parts, frozenset[str]()
+        named = {name for one in batch.trained for name in one.rewards.parts}
+        if batch.trained and (missed := expected - named):
+            self._progress.note(
+                f"algorithm.reward_parts has {', '.join(sorted(missed))}, which no rollout of step {batch.step} named; "
+                f"they named {', '.join(sorted(named)) or 'none'}"
+            )
 
     async def pushed(self, report: PushReport, *, held_s: float) -> None:
         """The step's row ends: it is written, and shown. For `held_s` the push held the engine.

@@ -288,7 +288,7 @@ class Rewards:
 
     final: float | None = None
     by_completion: Mapping[str, float] = field(default_factory=dict[str, float])
-    parts: Mapping[str, float] = field(default_factory=dict[str, float])  # named, for metrics; not in the total
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])  # named; not in the total
 
     @property
     def is_missing(self) -> bool:

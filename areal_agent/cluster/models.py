@@ -16,6 +16,7 @@ from areal_agent.process import ManagedProcess
 
 POLL_S = 0.25
 WEIGHTS = "*.safetensors"
+TOKENIZER = "tokenizer.json"
 HUB_FILES = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")  # no pickles, no code
 
 
@@ -49,6 +50,16 @@ async def _download(model: str, patterns: Iterable[str]) -> Path:
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         cause = str(error).splitlines()[0]
         raise ConfigError(f"model {model!r}: no such folder here, and not to be had from the hub: {cause}") from None
+
+
+def require_same_tokenizer(model: Path, checkpoint: Path) -> None:
+    """Raise ConfigError unless a checkpoint's weights were trained on the tokens of `model`."""
+    ours, theirs = model / TOKENIZER, checkpoint / TOKENIZER
+    if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
+        raise ConfigError(
+            f"cannot resume: the tokenizer of model {str(model)!r} is not the one that the checkpoint "
+            f"{str(checkpoint)!r} was trained with; resume with the model (and seed) that the run began with"
+        )
 
 
 async def _tiny(seed: int, demonstrations: str, logs: Path, progress: Progress) -> Path:

@@ -29,7 +29,8 @@ def describe_batch(batch: RolloutBatch, success_reward: float, sources: Mapping[
         **_latencies(trained),
         **_staleness(batch),
         **_tokens(batch),
-        **_logged(trained),
+        **_means("reward/part", [one.rewards.parts for one in trained]),
+        **_means("logged", [one.logged for one in trained]),
     }
 
 
@@ -132,14 +133,14 @@ def _tokens(batch: RolloutBatch) -> Metrics:
     }
 
 
-def _logged(trained: Iterable[Trajectory]) -> Metrics:
-    """The mean of every number that a workflow passed to `rollout.log`, over the rollouts that did."""
+def _means(prefix: str, named: Iterable[Mapping[str, Any]]) -> Metrics:
+    """The mean of every number by its name, over the rollouts that have it."""
     by_name: dict[str, list[float]] = {}
-    for one in trained:
-        for name, value in one.logged.items():
+    for values in named:
+        for name, value in values.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 by_name.setdefault(name, []).append(float(value))
-    return {f"logged/{name}": _mean(values) for name, values in by_name.items()}
+    return {f"{prefix}/{name}": _mean(values) for name, values in by_name.items()}
 
 
 def _completions(trajectory: Trajectory) -> Iterable[Completion]:

@@ -110,9 +110,10 @@ class Rollout:
         return self._sync_client.copy(api_key=self.api_key)
 
     def reward(self, value: object, completion: str | None = None, name: str | None = None) -> None:
-        """Give a reward: the final one, that of one completion (by its id), or a named part (for metrics only).
+        """Give a reward: the final one, that of one completion (by its id), or a named part.
 
-        Said twice, the later one counts. Raises TypeError or ValueError for what is no such number, and for a named
+        A part is a metric, and adds to the final reward what `algorithm.reward_parts` says. Said twice, the later one
+        counts. Raises TypeError or ValueError for what is no such number, and for a named
         part of one completion: parts are of the whole rollout.
         """
         if completion is not None and name is not None:

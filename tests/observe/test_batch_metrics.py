@@ -1,7 +1,7 @@
 """What a batch says of itself: 1. staleness is that of tokens in the loss, by age; 2. spans and interrupted completions
 are counted; 3. pass@k is the chance that one of k samples succeeds; 4. groups without spread; 5. rewards by source;
 6. rollouts that were cut or forked; 7. latencies; 8. tokens that were sampled and are not trained; 9. numbers that a
-workflow logged; 10. a batch of nothing says so.
+workflow logged; 10. named parts of the reward; 11. a batch of nothing says so.
 """
 
 import random
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from areal_agent import RolloutBatch
 from areal_agent.observe.batch_metrics import describe_batch, pass_at
-from areal_agent.types import FinishReason
+from areal_agent.types import FinishReason, Rewards
 from tests.observe.batches import batch_of, record, trajectory
 
 
@@ -101,6 +101,14 @@ def test_tokens_that_were_sampled_and_are_not_trained() -> None:
     one = record("a", [1, 1, 1, 1])
     one.loss_mask[-1] = False
     assert describe_batch(batch_of([trajectory("a", [1] * 4, 0.0)], [one]), 1.0)["tokens/masked_fraction"] == 0.25
+
+
+def test_named_parts_of_the_reward() -> None:
+    first = replace(trajectory("a", [1], 0.0), rewards=Rewards(final=0.0, parts={"format": 1.0, "style": 0.25}))
+    second = replace(trajectory("b", [1], 0.0), rewards=Rewards(final=0.0, parts={"format": 0.0}))
+    row = describe_batch(batch_of([first, second], [record("a", [1]), record("b", [1])]), 1.0)
+    parts = {name: value for name, value in row.items() if name.startswith("reward/part/")}
+    assert parts == {"reward/part/format": 0.5, "reward/part/style": 0.25}
 
 
 def test_numbers_that_a_workflow_logged() -> None:
