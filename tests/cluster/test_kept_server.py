@@ -1,0 +1,81 @@
+"""Server processes that are kept alive, with programs that do nothing:
+
+- one that dies is started again where it was; others are left alone
+- one that dies too often is given up; when all are, that is a failure that says how the last one died
+- one that does not start is an error at the start; at the end no process is left
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
+from areal_agent.errors import ProcessDied
+from areal_agent.process import ManagedProcess
+
+DEADLINE_S = 120.0  # only a hang is longer
+
+MakeServer = Callable[..., KeptServer]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> MakeServer:
+    """A server that is a shell script; it serves when it says so in its log, or dies."""
+
+    def making(name: str, script: str = "echo serving; exec sleep 100000") -> KeptServer:
+        log = tmp_path / f"{name}.log"
+
+        async def start() -> ManagedProcess:
+            log.write_text("")
+            return await ManagedProcess.start(name, ["sh", "-c", script], log_path=log)
+
+        async def serves(process: ManagedProcess) -> None:
+            while "serving" not in log.read_text():
+                if not process.is_running:
+                    raise await process.died()
+                await asyncio.sleep(0.01)
+
+        return KeptServer(f"http://{name}", start, serves, ManagedProcess.aclose)
+
+    return making
+
+
+async def until_another(servers: KeptServers, name: str, process_id: int) -> int:
+    while (new := servers.process_ids()[name]) == process_id:  # noqa: ASYNC110 (nothing tells of a new process)
+        await asyncio.sleep(0.01)
+    return new
+
+
+async def test_one_that_dies_is_started_again(make):
+    async with asyncio.timeout(DEADLINE_S), keep_servers([make("one"), make("two")]) as servers:
+        assert servers.urls == ("http://one", "http://two")
+        one, two = servers.process_ids().values()
+        os.kill(one, signal.SIGKILL)
+        os.kill(await until_another(servers, "one", one), signal.SIGKILL)
+        assert servers.process_ids()["two"] == two
+    with pytest.raises(ProcessLookupError):
+        os.kill(two, 0)
+
+
+async def test_one_that_dies_too_often_is_given_up_and_all_are_a_failure(make, caplog):
+    async with asyncio.timeout(DEADLINE_S), keep_servers([make("one"), make("two")]) as servers:
+        failure = asyncio.ensure_future(servers.failure())
+        for name in ("one", "two"):
+            process_id = servers.process_ids()[name]
+            for _ in range(2):
+                os.kill(process_id, signal.SIGKILL)
+                process_id = await until_another(servers, name, process_id)
+            assert not failure.done()
+            os.kill(process_id, signal.SIGKILL)
+        assert "3 deaths within 60 s of service; at last the two process was killed by SIGKILL" in str(await failure)
+    assert sum("is given up" in record.message for record in caplog.records) == 2
+
+
+async def test_one_that_does_not_start_is_an_error(make):
+    with pytest.raises(ProcessDied, match="the one process exited with 7"):
+        async with keep_servers([make("one", "exit 7"), make("two")]):
+            pass

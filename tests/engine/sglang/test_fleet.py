@@ -1,0 +1,112 @@
+"""A fleet of two real SGLang servers that a run starts, hit in the middle of answers (slow):
+
+- killed (SIGKILL): its answers go on at the other one, as greedy as before and with exact versions; it is started
+  again, and brought to the weights that were pushed meanwhile
+- stopped (SIGSTOP): the same, and it serves again after SIGCONT
+- a damaged push leaves the old weights, and everybody serving
+- a server that was started elsewhere is added: it gets the fleet's weights before it serves, and can be removed
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from areal_agent.cluster.engines import RunningEngine, open_engine
+from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.fleet.fleet import Fleet
+from areal_agent.engine.fleet.member import MemberState
+from areal_agent.errors import WeightUpdateError
+from areal_agent.types import VersionSpan, WeightVersion
+from areal_agent.weights.push import push
+
+from .conftest import CONTEXT, CONTEXT_MARGIN, STARTUP_S, Watched
+
+OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
+DEADLINE_S = 1200.0  # only a hang is longer
+LENGTH = 600
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What a run has of its engine."""
+
+    engine: RunningEngine
+    fleet: Fleet
+
+    def process_id(self, url: str) -> int:
+        servers = self.engine.servers
+        assert servers is not None
+        return list(servers.process_ids().values())[servers.urls.index(url)]
+
+    async def until_all_serve(self, version: WeightVersion) -> None:
+        while any(  # noqa: ASYNC110 (a fleet tells nobody of its servers' states)
+            one.state is not MemberState.SERVING or one.version != version for one in self.fleet.report()
+        ):
+            await asyncio.sleep(0.5)
+
+
+@asynccontextmanager
+async def running(python: str, model: Path, logs: Path) -> AsyncGenerator[Run]:
+    config = EngineConfig(
+        backend="sglang",
+        python=python,
+        num_servers=2,
+        device="cpu",
+        max_context_tokens=CONTEXT - CONTEXT_MARGIN,
+        kv_tokens=8 * CONTEXT,
+        max_running_requests=16,
+        startup_timeout_s=STARTUP_S,
+        hung_after_s=20.0,
+        wait_s=STARTUP_S,
+    )
+    async with asyncio.timeout(DEADLINE_S), open_engine(config, model, OLD, logs) as engine:
+        assert isinstance(engine.client, Fleet)
+        await engine.client.info()
+        yield Run(engine=engine, fleet=engine.client)
+
+
+@pytest.mark.slow
+async def test_servers_are_killed_stopped_and_added(
+    sglang_python, real_model, real_other, real_server, ask, share, tmp_path
+):
+    """One test: two servers take minutes to start."""
+    async with AsyncExitStack() as stack:
+        run = await stack.enter_async_context(running(sglang_python, real_model, tmp_path))
+        fleet = run.fleet
+        request = ask(1, max_tokens=LENGTH, temperature=0.0)
+        truth = (await fleet.generate(request)).token_ids
+
+        for version, blow in ((NEW, signal.SIGKILL), (NEXT, signal.SIGSTOP)):
+            served = fleet.report()[0].version
+            watched = Watched(fleet, replace(request, request_id=f"request-{version}"))
+            await watched.until(5)
+            victim = next(one.url for one in fleet.report() if one.num_requests)
+            process_id = run.process_id(victim)
+            os.kill(process_id, blow)
+            result = await watched.answer
+            assert tuple(watched.token_ids) == result.token_ids
+            assert result.versions == (VersionSpan(version=served, start=0, end=LENGTH),)
+            if blow is signal.SIGKILL:
+                assert result.token_ids == truth
+            await push([fleet], share(real_other), version)
+            if blow is signal.SIGSTOP:
+                os.kill(process_id, signal.SIGCONT)
+            await run.until_all_serve(version)
+
+        weights = share(real_other)
+        with pytest.raises(WeightUpdateError, match="checksum"):
+            await push([fleet], replace(weights, crc32=weights.crc32 ^ 1), WeightVersion(step=10))
+        await run.until_all_serve(NEXT)
+
+        await fleet.add(real_server)
+        await run.until_all_serve(NEXT)
+        await fleet.remove(run.engine.address.urls[0])
+        await fleet.remove(run.engine.address.urls[1])
+        result = await fleet.generate(replace(request, request_id="request-last"))
+        assert result.versions == (VersionSpan(version=NEXT, start=0, end=LENGTH),)
