@@ -5,6 +5,7 @@ Exit codes: 0 nothing failed, 1 something did, 2 the command line or the config 
 
 import argparse
 import asyncio
+import math
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
@@ -45,7 +46,7 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     if (args.gpus is None) != (args.memory is None):
         parser.error("--gpus and --memory describe one machine together: give both")
-    if args.gpus is not None and (args.gpus < 0 or not args.memory > 0):
+    if args.gpus is not None and (args.gpus < 0 or not 0 < args.memory < math.inf):
         raise ConfigError(
             f"--gpus {args.gpus} --memory {args.memory:g}: there is no such machine; give numbers above 0"
         )

@@ -29,13 +29,16 @@ class Finding:
 
     @classmethod
     def of_error(cls, check: str, error: Exception) -> Self:
-        """A failure. The errors of this project have their remedy behind the last semicolon of their first line."""
+        """A failure. The errors of this project have their remedy behind the last semicolon of their first line.
+
+        Of a process that died, the last line of its log says why: most often such an error.
+        """
         first, _, rest = str(error).partition("\n")
         found, semicolon, change = first.rpartition("; ")
-        last = rest.strip().splitlines()[-1:]  # of the log of a process that died: there it says why
-        return cls(
-            check=check,
-            state=State.FAIL,
-            found="\n".join([found if semicolon else first or type(error).__name__, *(line.strip() for line in last)]),
-            change=change if semicolon else "",
-        )
+        if not semicolon:
+            found, change = first or type(error).__name__, ""
+        if rest.strip():
+            last = rest.strip().splitlines()[-1].strip()
+            cause, semicolon, change = last.rpartition("; ") if last.startswith("error: ") else (last, "", "")
+            found = f"{found}\n{cause if semicolon else last}"
+        return cls(check=check, state=State.FAIL, found=found, change=change)

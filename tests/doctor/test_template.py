@@ -7,12 +7,11 @@
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from areal_agent.config import Config
-from areal_agent.doctor.finding import Finding, State
+from areal_agent.doctor.finding import State
 from areal_agent.doctor.template import template_findings
 from areal_agent.doctor.tokenizer import can_forge, is_reversible, tokenizer_findings
 from areal_agent.tokens.keep_thinking import HistoryThinking
@@ -77,10 +76,3 @@ async def test_a_tokenizer_with_unknown_ids_fails() -> None:
     (fails,) = await tokenizer_findings(renderer, replace(QWEN3_06B, vocab_size=100))
     assert (fits.state, fails.state) == (State.OK, State.FAIL)
     assert "of the model's 100" in fails.found
-
-
-def test_an_error_ends_with_what_to_change(tmp_path: Path) -> None:
-    fault = ValueError("engine.port = 80: in use; choose another\nits log:\n  the last line")
-    finding = Finding.of_error("ports", fault)
-    assert (finding.found, finding.change) == ("engine.port = 80: in use\nthe last line", "choose another")
-    assert Finding.of_error("x", ValueError("")).found == "ValueError"
