@@ -9,7 +9,9 @@ from areal_agent.engine.config import EngineConfig
 DEFAULT_FRACTION = 0.9
 """Of a GPU's memory, where the config names no share: about what SGLang and vLLM take by themselves."""
 
-FRACTION = ("--mem-fraction-static", "--gpu-memory-utilization")
+FRACTION_OF_ALL = ("--gpu-memory-utilization",)
+"""vLLM's share has everything in it, SGLang's only weights and keys."""
+FRACTION = ("--mem-fraction-static", *FRACTION_OF_ALL)
 SHARDS = ("--tp-size", "--tp", "--tensor-parallel-size", "-tp")
 REPLICAS = ("--dp-size", "--dp", "--data-parallel-size", "-dp")
 FIRST_GPU = ("--base-gpu-id",)
@@ -29,6 +31,7 @@ class EnginePlan:
     num_replicas: int = 1  # copies of one server
     num_servers: int = 1
     memory_fraction: float = DEFAULT_FRACTION
+    is_share_of_all: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -39,6 +42,7 @@ class EnginePlan:
             num_replicas=max(1, int(_first(given, REPLICAS, 1))),
             num_servers=config.num_servers,
             memory_fraction=_first(given, FRACTION, DEFAULT_FRACTION),
+            is_share_of_all=any(name in given for name in FRACTION_OF_ALL),
         )
 
     def num_servers_on(self, gpu: int) -> int:

@@ -13,8 +13,8 @@ from areal_agent.config import Config
 from areal_agent.doctor.attempt import attempt, examined
 from areal_agent.doctor.finding import Finding, State
 from areal_agent.doctor.machine import Machine, num_cores, this_machine
-from areal_agent.doctor.memory import uses_gpu
 from areal_agent.doctor.memory_check import memory_findings
+from areal_agent.doctor.memory_parts import uses_gpu
 from areal_agent.doctor.model import find_model, model_finding, shape_of
 from areal_agent.doctor.report import Report
 from areal_agent.doctor.sandboxes import sandbox_findings

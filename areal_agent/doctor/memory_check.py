@@ -3,7 +3,8 @@
 from areal_agent.config import Config
 from areal_agent.doctor.finding import Finding, State
 from areal_agent.doctor.machine import Machine, gib
-from areal_agent.doctor.memory import KEYS, Need, estimate
+from areal_agent.doctor.memory import Need, estimate
+from areal_agent.doctor.memory_parts import KEYS
 from areal_agent.doctor.shape import ModelShape
 
 TIGHT = 0.95

@@ -31,7 +31,7 @@ WITHOUT_WALLS = ("none", "process")
 
 async def sandbox_findings(config: SandboxConfig) -> list[Finding]:
     """One. A workflow that opens no sandbox needs none: where only that is at stake, it is a warning."""
-    return [judge(config, await ask())]
+    return [judge(config, await ask() if NEEDS[config.backend] else {})]
 
 
 async def ask() -> Mapping[str, str | None]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from areal_agent.config import Config
 from areal_agent.doctor.finding import Finding, State
 from areal_agent.doctor.machine import Machine, gib
-from areal_agent.doctor.memory import NUM_SLOTS, TrainerMemory, uses_gpu
+from areal_agent.doctor.memory_parts import uses_gpu
 from areal_agent.doctor.shape import ModelShape
+from areal_agent.doctor.trainer_memory import NUM_SLOTS, TrainerMemory
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDERS_OF_SERVERS = 2

@@ -21,6 +21,7 @@ from areal_agent.doctor.rollouts import batch_of
 from areal_agent.doctor.sampling import Asker, Sampled, interruption_findings, sample, sampling_finding
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.served import ServedEngine
+from areal_agent.errors import ConfigError
 from areal_agent.protocols import MemoryHolder
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.client import TrainerClient
@@ -89,6 +90,11 @@ class Trial:
             temperature=self.config.rollout.temperature or 1.0,
             info=info,
         )
+        if asker.room < 1:
+            raise ConfigError(
+                f"a short question takes {len(asker.prompt_ids)} tokens, and the engine's context has "
+                f"{info.max_context_tokens}: no answer fits; raise engine.max_context_tokens"
+            )
         answers = await sample(engine, asker)
         self.report.add(sampling_finding(answers, info))
         return Asked(asker=asker, answers=tuple(answers))

@@ -20,9 +20,11 @@ import pytest
 from areal_agent.config import Config
 from areal_agent.doctor.finding import State
 from areal_agent.doctor.machine import GIB, Machine
-from areal_agent.doctor.memory import CUDA_CONTEXT_BYTES, SERVER_BYTES, TrainerMemory, estimate
+from areal_agent.doctor.memory import estimate
 from areal_agent.doctor.memory_check import memory_findings
+from areal_agent.doctor.memory_parts import CUDA_CONTEXT_BYTES, SERVER_BYTES
 from areal_agent.doctor.shape import ModelShape
+from areal_agent.doctor.trainer_memory import TrainerMemory
 from areal_agent.models.recipe import RECIPE
 from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
 
@@ -124,6 +126,8 @@ def test_the_keys_of_a_server_are_those_asked_for_or_what_its_share_leaves() -> 
     assert asked["engine: weights"] == 2 * PARAMETERS
     assert asked["engine: keys and values"] == 32_768 * 114_688
     assert asked["engine: CUDA"] == SERVER_BYTES
+    of_all = parts_of(config(engine=sglang("--gpu-memory-utilization=0.5")), ONE_GPU, 0)
+    assert of_all["engine: keys and values"] == 40 * GIB - 2 * PARAMETERS - SERVER_BYTES
     share = parts_of(config(engine=sglang("--mem-fraction-static=0.5")), ONE_GPU, 0)
     assert share["engine: keys and values"] == 40 * GIB - 2 * PARAMETERS
 
