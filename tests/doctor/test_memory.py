@@ -164,6 +164,7 @@ def test_servers_that_run_already_are_not_counted() -> None:
     assert not [what for what in parts_of(asked, ONE_GPU, None) if what.startswith("engine")]
 
 
+@pytest.mark.slow
 def test_a_trainer_process_takes_about_as_much_as_estimated(tmp_path: Path) -> None:
     """Weights, optimiser and the activations of a full micro-batch, of a model in the form of the tiny one."""
     program = [sys.executable, "-m", "tests.doctor.train_once", str(tmp_path)]
