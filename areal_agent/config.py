@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from areal_agent.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
+from areal_agent.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, before_preset
 from areal_agent.command import nearest
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
@@ -141,7 +141,7 @@ class Config(Section):
     def load(cls, path: Path | str, overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
         values = _read_yaml(Path(path))
-        for override in overrides:
+        for override in sorted(overrides, key=lambda one: not one.startswith(f"{_PRESET}=")):  # then what overrides it
             _apply(values, override)
         return cls.parse(values, where=str(path))
 
@@ -278,11 +278,15 @@ def _apply(values: dict[str, Any], override: str) -> None:
             inner = {}
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {name!r} is a value ({inner!r}), not a section")
-        place[name] = dict(cast(dict[str, Any], inner))
+        section = dict(cast(dict[str, Any], inner))
+        if key == _PRESET:
+            section = before_preset(section, str(value))
+        place[name] = section
         place = place[name]
     place[leaf] = value
 
 
+_PRESET = "algorithm.preset"
 _SHORTHANDS: Mapping[str, str] = {"tasks": "source", "algorithm": "preset"}
 
 

@@ -1,6 +1,6 @@
 """Config faults are one line with the value and the remedy: 1. unknown keys, at every depth, with the nearest valid
 one; 2. wrong types and bounds; 3. missing keys and files; 4. bad overrides. And: 5. shorthands, overrides and the
-resolved file mean the same."""
+resolved file mean the same; 6. a preset over a resolved file replaces what the old one chose, and nothing else."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from areal_agent import ConfigError
+from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
 from areal_agent.config import Config
 
 MINIMAL = {"tasks": "envs.calculator.tasks:load", "workflow": "envs.calculator.workflow:solve"}
@@ -98,6 +99,20 @@ def test_the_resolved_file_means_the_same(tmp_path: Path) -> None:
     config = Config.load(write(tmp_path), ["steps=7", "eval.num_tasks=0"])
     (tmp_path / "resolved.yaml").write_text(config.to_yaml())
     assert Config.load(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize("old", PRESETS)
+@pytest.mark.parametrize("new", PRESETS)
+def test_another_preset_over_a_resolved_file_is_that_preset(tmp_path: Path, old: str, new: str) -> None:
+    resolved = Config.load(write(tmp_path, algorithm={"preset": old, "behavior_weight_cap": 3.0}))
+    (tmp_path / "resolved.yaml").write_text(resolved.to_yaml())
+    changed = Config.load(tmp_path / "resolved.yaml", ["algorithm.minibatches=2", f"algorithm.preset={new}"])
+    assert changed.algorithm == AlgorithmConfig(preset=new, behavior_weight_cap=3.0, minibatches=2)
+
+
+def test_what_is_given_beside_a_preset_holds_in_any_order(tmp_path: Path) -> None:
+    config = Config.load(write(tmp_path), ["algorithm.advantage=grpo", "algorithm.preset=rloo"])
+    assert config.algorithm.advantage == "grpo"
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=str)

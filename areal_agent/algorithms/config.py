@@ -201,6 +201,19 @@ class AlgorithmConfig(Section):
         )
 
 
+def before_preset(values: Mapping[str, object], preset: str) -> dict[str, object]:
+    """A section that is about to get another preset, without what only repeats its present one: a run's own config
+    has every key, and would hold the new preset to the choices of the old.
+
+    >>> before_preset({"preset": "rloo", "advantage": "rloo", "clip_low": 0.1}, "gspo")
+    {'preset': 'rloo', 'clip_low': 0.1}
+    """
+    present = PRESETS.get(str(values.get("preset", "grpo")), {})
+    chosen = {**present, **PRESETS.get(preset, {})}.keys()
+    repeated = {name: present.get(name, AlgorithmConfig.model_fields[name].default) for name in chosen}
+    return {name: value for name, value in values.items() if name not in repeated or value != repeated[name]}
+
+
 def is_import_path(name: str) -> bool:
     """Whether a choice is a function of the user's: `package.module:function`."""
     return IMPORT_PATH.fullmatch(name) is not None
