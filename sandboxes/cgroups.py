@@ -16,6 +16,7 @@ from sandboxes.limits import Limits
 DEFAULT_PIDS = 64
 CPU_PERIOD_US = 100_000
 CHUNK_BYTES = 65_536
+PAGE_BYTES = 4096
 MAX_LEFT_BYTES = 1 << 20
 """Of memory, files too, that the next program of a group may find used."""
 
@@ -88,6 +89,7 @@ class ControlGroup:
         self._entrances = [f"{folder.path}/cgroup.procs" for folder in folders]
         self._counts: dict[str, int] = {}  # of its program, by file, as far as they were asked for
         self._is_killed = False
+        self._watched: dict[str, int] = {}  # descriptors of what is read after every program, by file
         self.descriptors: list[int] = []
 
     def make(self) -> None:
@@ -111,6 +113,12 @@ class ControlGroup:
         while self.descriptors:
             os.close(self.descriptors.pop())
 
+    def close(self) -> None:
+        """All descriptors."""
+        self.close_descriptors()
+        while self._watched:
+            os.close(self._watched.popitem()[1])
+
     def kill(self) -> None:
         """All that are in it, and from here on nothing in it can fork."""
         self._is_killed = True
@@ -133,13 +141,13 @@ class ControlGroup:
         if self.bounds.cpus is not None:  # it may owe CPU time
             return False
         try:
-            return not self._members() and int(_read(self._usage)) <= MAX_LEFT_BYTES
+            return not self._watch(self._members_file) and int(self._watch(self._usage)) <= MAX_LEFT_BYTES
         except OSError:  # it was removed by somebody else
             return False
 
     def end(self) -> bool:
         """Kill what is left in it and remove it. False while something is still dying."""
-        self.close_descriptors()
+        self.close()
         try:
             if self._members():
                 self.kill()
@@ -175,9 +183,15 @@ class ControlGroup:
                 self._write("cpu", "cpu.max", f"{quota_us} {CPU_PERIOD_US}")
 
     def _count(self, path: str, name: bytes) -> int:
-        words = _read(path).split()
+        words = self._watch(path).split()
         self._counts[path] = int(words[words.index(name) + 1]) if name in words else 0
         return self._counts[path]
+
+    def _watch(self, path: str) -> bytes:
+        """The first page; to open a file anew costs the kernel more than to read it."""
+        if path not in self._watched:
+            self._watched[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(self._watched[path], PAGE_BYTES, 0)
 
     def _file(self, controller: str, name: str) -> str:
         return f"{self._by_controller[controller].path}/{name}"

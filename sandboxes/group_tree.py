@@ -111,6 +111,8 @@ class GroupTree:
     async def aclose(self) -> None:
         assert self._keeper.stdin is not None
         self._is_closed = True
+        for group in self._idle:
+            group.close()
         await asyncio.to_thread(self._thread.shutdown)
         self._keeper.stdin.close()
         await self._keeper.wait()
@@ -136,7 +138,9 @@ class GroupTree:
             self._drop(making.result())
 
     def _drop(self, group: ControlGroup) -> None:
-        if not self._is_closed:  # else the keeper removes all
+        if self._is_closed:  # the keeper removes all
+            group.close()
+        else:
             self._thread.submit(self._remove, group)
 
     def _make(self, bounds: Bounds) -> ControlGroup:

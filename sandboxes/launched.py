@@ -151,7 +151,7 @@ class LaunchedCell:
         self, execution: Execution, turn: Turn, request: bytes, stdin: bytes, output_bytes: int
     ) -> ExecResult:
         with BoundedOutput(output_bytes, lambda: execution.stop(Status.OUTPUT_LIMIT)) as output:
-            stdin_file = sealed_file(stdin)
+            stdin_file = sealed_file(stdin) if stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 execution.start(request, [stdin_file, *output.write_ends], turn)
             finally:

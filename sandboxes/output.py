@@ -21,6 +21,7 @@ class BoundedOutput:
         self._room = max_bytes
         self._on_overflow = on_overflow
         self._chunks: dict[int, list[bytes]] = {}  # by the read end
+        self._open: set[int] = set()  # read ends that may give more
         self._write_ends: list[int] = []
 
     def __enter__(self) -> Self:
@@ -29,13 +30,15 @@ class BoundedOutput:
             self._write_ends.append(write_end)
             self._chunks[read_end] = []
             os.set_blocking(read_end, False)
+            self._open.add(read_end)
             self._loop.add_reader(read_end, self._read, read_end)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close_write_ends()
+        for read_end in tuple(self._open):
+            self._leave(read_end)
         for read_end in self._chunks:
-            self._loop.remove_reader(read_end)
             os.close(read_end)
 
     @property
@@ -54,7 +57,7 @@ class BoundedOutput:
         Whatever lies in the pipes by now is read, and nothing is waited for: a process that outlived its program
         and holds a pipe open holds nobody up.
         """
-        for read_end in self._chunks:
+        for read_end in tuple(self._open):
             while self._read(read_end):
                 pass
         stdout, stderr = (b"".join(chunks) for chunks in self._chunks.values())
@@ -66,7 +69,7 @@ class BoundedOutput:
         with contextlib.suppress(BlockingIOError):
             data = os.read(read_end, CHUNK_BYTES)
             if not data:
-                self._loop.remove_reader(read_end)
+                self._leave(read_end)
         if len(data) > self._room:
             self._overflow()
         kept = data[: self._room]
@@ -77,6 +80,10 @@ class BoundedOutput:
     def _overflow(self) -> None:
         if not self.is_truncated:
             self.is_truncated = True
-            for read_end in self._chunks:
-                self._loop.remove_reader(read_end)
+            for read_end in tuple(self._open):
+                self._leave(read_end)
             self._on_overflow()
+
+    def _leave(self, read_end: int) -> None:
+        self._open.discard(read_end)
+        self._loop.remove_reader(read_end)

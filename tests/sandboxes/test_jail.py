@@ -6,10 +6,12 @@ kills its program; 6. programs of one sandbox share files, of two nothing; 7. wh
 programs; 8. a jail that cannot be built is an error with its reason; 9. limits of a whole sandbox are not taken for one
 program; 10. the disk is as large as asked; 11. more isolation than there is is refused, also by `auto`, which takes a
 jail where there is one; 12. a share of the CPUs slows a program down; 13. C compiles and runs; 14. 1,000
-programs at once need no thread each; 15. processes that make sessions and more processes are dead by the deadline.
+programs at once need no thread each; 15. processes that make sessions and more processes are dead by the deadline;
+16. no descriptor stays open.
 """
 
 import asyncio
+import contextlib
 import os
 import resource
 import shutil
@@ -45,6 +47,15 @@ def groups_of(tag: str) -> list[Path]:
     return [group for hierarchy in hierarchies_here() for group in hierarchy.path.glob(f"{GROUP_PREFIX}{tag}*")]
 
 
+def descriptors() -> set[str]:
+    """What this process has open of control groups, programs and pipes."""
+    found: set[str] = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return found
+
+
 def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
@@ -61,6 +72,15 @@ async def test_closing_the_pool_leaves_nothing(backend: str) -> None:
             await call
     assert children() == before
     assert groups_of(own_tag()) == []
+
+
+async def test_no_descriptor_stays_open(backend: str) -> None:
+    before = descriptors()
+    async with open_pool(backend=backend, wall_s=20.0) as pool, pool.acquire() as box:
+        await asyncio.gather(*(box.exec(["cat"], stdin=stdin) for stdin in (b"", b"in") * 4))
+        await box.exec(["sleep", "1000"], limits=Limits(wall_s=0.1))
+        assert (await box.exec(["readlink", "/proc/self/fd/0"])).is_ok
+    assert descriptors() <= before
 
 
 HOST = """

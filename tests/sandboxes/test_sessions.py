@@ -31,7 +31,7 @@ ENDINGS = (("x=2; echo '$?=0'; exit 7", 7), ("x=3; false", 1), ("set -e; x=5; fa
 ECHO = "import sys\nfor line in sys.stdin: print('got', line, end='', flush=True)\nexit(4)"
 
 
-@pytest.fixture(params=["subprocess", "bubblewrap"])
+@pytest.fixture(params=["subprocess", "bubblewrap", pytest.param("docker", marks=pytest.mark.slow)])
 async def pool(request: pytest.FixtureRequest, require) -> AsyncIterator[Pool]:
     await require(request.param)
     async with open_pool(backend=request.param, wall_s=20.0) as pool:
@@ -70,7 +70,11 @@ async def test_killed_program_is_dead_with_all_that_came_of_it(box: Sandbox) -> 
 async def test_spawned_program_ends_with_its_sandbox(pool: Pool) -> None:
     async with pool.acquire() as box:
         process = await box.spawn(["sleep", "1000"])
-    assert (await process.wait()).signal == signal.SIGKILL
+    if pool.capabilities().backend == "docker":  # its container is gone before anybody is told of its programs
+        with pytest.raises(SandboxError, match="closed"):
+            await process.wait()
+    else:
+        assert (await process.wait()).signal == signal.SIGKILL
 
 
 async def test_writing_to_a_dead_program(box: Sandbox) -> None:
@@ -196,7 +200,7 @@ async def test_session_is_closed_with_its_sandbox(pool: Pool) -> None:
     async with pool.acquire() as box:
         python, shell = box.python(), box.shell()
         await python.run("x = 1")
-    with pytest.raises(SandboxError, match="the sandbox is closed"):
+    with pytest.raises(SandboxError, match="closed"):
         await python.run("print(x)")
-    with pytest.raises(SandboxError, match="the sandbox is closed"):
+    with pytest.raises(SandboxError, match="closed"):
         await shell.run("echo")
