@@ -2,7 +2,7 @@
 
 records ─▶ credit.py ─▶ scoring.py ─▶ samples.py, aggregation.py ─▶ packing.py, batching.py ─▶ (a model) ─▶ logprobs.py
                             │                                                                                      │
-                  timeline.py, advantages.py                                                        losses.py, values.py
+         timeline.py, turn_returns.py, advantages.py                                                losses.py, values.py
                                                                                                            │
                                                               loss_tokens.py, loss_stats.py, divergence.py, proximal.py
 
