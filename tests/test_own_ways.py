@@ -3,6 +3,7 @@
 - weights go over a disk: what is sampled after each push has the trainer's probabilities, and no folder is left
 - keys and values are released while the trainer trains: answers under way wait, and the ledger proves the run
 - they come back when a train step fails, too; without `release_kv` the engine is left alone
+- what says the same twice, or is not heeded by the engine that was chosen, is refused
 """
 
 import os
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from areal_agent.config import Config
+from areal_agent.errors import ConfigError
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics
 from areal_agent.observe.rows import step_rows
@@ -75,3 +78,17 @@ async def test_the_memory_comes_back_when_a_train_step_fails() -> None:
 async def test_an_engine_whose_memory_is_not_to_be_lent_is_left_alone() -> None:
     async with rollouts_with(None).memory_lent():
         pass
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"kv_tokens": 512, "leave_gib": 1}, "kv_tokens is 512 and engine.leave_gib 1: .* leave one out"),
+        ({"urls": ["http://127.0.0.1:1"], "leave_gib": 1}, "leave_gib is for the embedded engine"),
+        ({"urls": ["http://127.0.0.1:1"], "release_kv": True}, "release_kv is for the embedded engine"),
+        ({"leave_gib": float("nan")}, "leave_gib"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(engine: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.parse({"tasks": "tasks.jsonl", "eval": {"num_tasks": 0}, "engine": engine})

@@ -10,6 +10,7 @@
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ TOLERANCE = 1e-4
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
