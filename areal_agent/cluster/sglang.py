@@ -12,6 +12,7 @@ from pathlib import Path
 from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
 from areal_agent.cluster.local import thread_variables, unless_it_dies
 from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.gpus import EnginePlan
 from areal_agent.engine.sglang import LAUNCHER
 from areal_agent.engine.sglang.engine import SglangEngine
 from areal_agent.process import ManagedProcess
@@ -34,7 +35,7 @@ async def start_sglang(
         servers.append(
             KeptServer(
                 url,
-                start=partial(_start, name, config, _command(config, model, version, port), logs),
+                start=partial(_start, name, config, _command(config, model, version, port, number), logs),
                 serves=partial(_serves, url, config.startup_timeout_s),
                 end=_end,
             )
@@ -52,7 +53,7 @@ async def _start(name: str, config: EngineConfig, command: Sequence[str], logs: 
     )
 
 
-def _command(config: EngineConfig, model: Path, version: WeightVersion, port: int) -> Sequence[str]:
+def _command(config: EngineConfig, model: Path, version: WeightVersion, port: int, number: int) -> Sequence[str]:
     assert config.python is not None  # the config has seen to it
     options = {
         "--model-path": os.path.abspath(model),
@@ -67,12 +68,15 @@ def _command(config: EngineConfig, model: Path, version: WeightVersion, port: in
     if config.device != "auto":
         options["--device"] = config.device
     flags = ("--skip-server-warmup", "--incremental-streaming-output")
+    plan = EnginePlan.of(config)
+    own_gpus = ("--base-gpu-id", str(plan.first_gpu_of(number))) if plan.is_spread else ()
     return [
         config.python,
         str(LAUNCHER),
         *(word for pair in options.items() for word in pair),
         *flags,
         *config.server_args,
+        *own_gpus,  # the last one counts
     ]
 
 

@@ -7,7 +7,7 @@
                       ├─▶ settings.py    workflow, tasks, ports: what preflight.py knows, fault by fault
                       ├─▶ model.py       the model's folder       tokenizer.py, template.py   what a gateway has of it
                       ├─▶ memory_check.py ─▶ memory.py   the estimate, its formulas and its parts: pure
-                      │        trainer_memory.py   engine_memory.py ─▶ engine_gpus.py   memory_parts.py   shape.py
+                      │        trainer_memory.py   engine_memory.py   memory_parts.py   shape.py
                       ├─▶ storage.py     disk, shared memory      machine.py  what this machine has
                       ├─▶ sandboxes.py   asks `python -m sandboxes doctor`
                       └─▶ trial.py       an engine and a trainer, started as a run starts them:

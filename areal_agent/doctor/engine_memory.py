@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from areal_agent.config import Config
-from areal_agent.doctor.engine_gpus import EnginePlan
 from areal_agent.doctor.machine import GIB, Machine
 from areal_agent.doctor.memory_parts import (
     BFLOAT16_BYTES,
@@ -18,6 +17,7 @@ from areal_agent.doctor.memory_parts import (
     uses_gpu,
 )
 from areal_agent.doctor.shape import ModelShape
+from areal_agent.engine.gpus import EnginePlan
 from areal_agent.engine.kv_default import default_kv_tokens
 
 

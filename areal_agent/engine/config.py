@@ -17,7 +17,7 @@ class EngineConfig(Section):
     """The Python of an environment that has SGLang: it starts the servers. SGLang's pins are its own, so it has one."""
     num_servers: Annotated[int, Field(ge=1, le=64)] = 1
     """SGLang servers to start. Each turn goes to the one that has its beginning in its cache, unless that has more to
-    do than others."""
+    do than others. With `device: cuda` each has GPUs of its own: those of the first begin at `--base-gpu-id`."""
     server_args: tuple[str, ...] = ()
     """Further arguments of `sglang.launch_server`, for example `["--mem-fraction-static", "0.6"]`."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+")], ...] = ()

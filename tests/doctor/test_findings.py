@@ -14,11 +14,11 @@ from collections.abc import Mapping
 import pytest
 
 from areal_agent.doctor.attempt import attempt, examined
-from areal_agent.doctor.engine_gpus import EnginePlan
 from areal_agent.doctor.finding import Finding, State
 from areal_agent.doctor.report import Report
 from areal_agent.doctor.sandboxes import judge
 from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.gpus import EnginePlan
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.rollout.config import SandboxConfig
 

@@ -1,6 +1,7 @@
 """SGLang's servers as processes of a run, with a stand-in for SGLang that serves nothing:
 
 - the options of the config are arguments of the server; a Python that is not there is a ConfigError
+- with `device: cuda` each of several servers has GPUs of its own
 - a Python without SGLang ends with its log; a server that never serves is an error, and is gone then
 - a server's own children are gone with it, also when the run is killed
 """
@@ -123,6 +124,17 @@ async def test_options_are_arguments(program, tmp_path):
         "--mem-fraction-static 0.6",
     ):
         assert argument in str(death.value)
+
+
+async def test_each_server_has_gpus_of_its_own(program, tmp_path):
+    told = tmp_path / "told"
+    both_told = f'until [ "$(wc -l < {told})" = 2 ]; do sleep 0.02; done'  # the first that ends is the end of both
+    words = ["--tp-size", "2", "--base-gpu-id", "2"]
+    asked = {"device": "cuda", "num_servers": 2, "server_args": words}
+    with pytest.raises(ProcessDied):
+        await start(config(program(f'echo "$@" >> {told}; {both_told}; exit 3'), **asked), tmp_path)
+    last = [re.findall(r"--base-gpu-id (\d)", line)[-1] for line in told.read_text().splitlines()]
+    assert sorted(last) == ["2", "4"]
 
 
 async def test_a_python_without_sglang(tmp_path):

@@ -1,4 +1,4 @@
-"""Which GPUs an engine takes, and how much of each, by its arguments. It starts none."""
+"""Which GPUs the servers of an engine take, and how much of each, by their arguments. It starts none."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,19 @@ FIRST_GPU = ("--base-gpu-id",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlan:
-    """Servers on GPUs `first_gpu`, `first_gpu + 1`, ...
+    """Servers on GPUs `first_gpu`, `first_gpu + 1`, ...; with `engine.device: cuda` each has GPUs of its own.
 
-    >>> config = EngineConfig(backend="sglang", python="p", server_args=("--tp-size=2", "--base-gpu-id", "4"))
-    >>> [EnginePlan.of(config).num_servers_on(number) for number in (3, 4, 5, 6)]
-    [0, 1, 1, 0]
+    >>> two = {"backend": "sglang", "python": "p", "device": "cuda", "num_servers": 2}
+    >>> plan = EnginePlan.of(EngineConfig(**two, server_args=("--tp-size=2", "--base-gpu-id", "4")))
+    >>> [plan.num_servers_on(gpu) for gpu in (3, 4, 5, 6, 7, 8)], plan.first_gpu_of(1)
+    ([0, 1, 1, 1, 1, 0], 6)
     """
 
     first_gpu: int = 0
     num_shards: int = 1  # GPUs that share one copy of the weights
     num_replicas: int = 1  # copies of one server
     num_servers: int = 1
+    is_spread: bool = False  # each server has GPUs of its own
     memory_fraction: float = DEFAULT_FRACTION
     is_share_of_all: bool = False
 
@@ -41,14 +43,24 @@ class EnginePlan:
             num_shards=max(1, int(_first(given, SHARDS, 1))),
             num_replicas=max(1, int(_first(given, REPLICAS, 1))),
             num_servers=config.num_servers,
+            is_spread=config.device == "cuda" and config.num_servers > 1,
             memory_fraction=_first(given, FRACTION, DEFAULT_FRACTION),
             is_share_of_all=any(name in given for name in FRACTION_OF_ALL),
         )
 
+    @property
+    def num_gpus(self) -> int:
+        """Of one server."""
+        return self.num_shards * self.num_replicas
+
+    def first_gpu_of(self, server: int) -> int:
+        """Where a server's GPUs begin."""
+        return self.first_gpu + (server * self.num_gpus if self.is_spread else 0)
+
     def num_servers_on(self, gpu: int) -> int:
-        """How many have a shard there: servers of one config are given the same GPUs."""
-        num_gpus = self.num_shards * self.num_replicas
-        return self.num_servers if self.first_gpu <= gpu < self.first_gpu + num_gpus else 0
+        """How many have a shard there."""
+        firsts = [self.first_gpu_of(server) for server in range(self.num_servers)]
+        return sum(first <= gpu < first + self.num_gpus for first in firsts)
 
 
 def read_arguments(words: Sequence[str]) -> Mapping[str, str]:
