@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
 
+from areal_agent.algorithms.config import AlgorithmConfig, is_import_path
+from areal_agent.algorithms.plugins import load_function
 from areal_agent.cluster.hosts import check_this_host
 from areal_agent.cluster.local import check_port
 from areal_agent.config import Config
@@ -144,6 +146,16 @@ def check_engine(config: Config) -> None:
         raise ConfigError(
             f"engine.python = {python!r}: there is no such program; give the Python of an environment that has SGLang"
         )
+
+
+def import_own_functions(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError when the advantage or the loss is a function that cannot be imported.
+
+    For a dry run: such modules import torch, which a run leaves to its trainer; there the same error comes from that.
+    """
+    for key, path in (("algorithm.advantage", algorithm.advantage), ("algorithm.loss", algorithm.loss)):
+        if is_import_path(path):
+            load_function(path, key)
 
 
 def check_model(model: str) -> None:

@@ -19,6 +19,7 @@ from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.metrics import read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.observe.rows import evaluation_rows
+from areal_agent.preflight import import_own_functions
 from areal_agent.report import RunFacts, RunStatus, closing_lines, write_report
 from areal_agent.run import Run
 from areal_agent.run_folder import RunFolder
@@ -35,6 +36,7 @@ def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is
     progress = Progress(total_steps=config.steps, mode="none" if is_dry else config.observe.progress)
     run = Run(config, name=config_file.stem, resume=resume, progress=progress)
     if is_dry:
+        import_own_functions(config.algorithm)
         print(run.preflight.summary())
         print("dry run: nothing was started and no file was made")
         return 0

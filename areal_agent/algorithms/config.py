@@ -43,7 +43,7 @@ class AlgorithmConfig(Section):
     advantage: str = "grpo"
     """`grpo`: return minus the group's mean at that turn. `dr_grpo`: the same, never divided. `rloo`: minus the mean of
     the others. `reinforce_pp`: return, normalised over the batch. `gae`: of a critic. Or a function,
-    `package.module:function`."""
+    `package.module:function`, as in `examples/custom_loss/`."""
     normalize_by_std: bool | None = None
     """Divide advantages by a standard deviation: grpo, dr_grpo and rloo that of the group's rewards; reinforce_pp and
     gae that of the batch, whose mean they subtract. By default as the paper: grpo, reinforce_pp and gae yes."""
@@ -53,7 +53,7 @@ class AlgorithmConfig(Section):
     """Weight of a second advantage (GiGPO), of turns against turns of the group that saw the same observation."""
     loss: str = "ppo_clip"
     """`ppo_clip`, `gspo` (one ratio a sequence) or `cispo` (clipped weights, no clipped gradients). Or a function,
-    `package.module:function`."""
+    `package.module:function`, as in `examples/custom_loss/`."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - clip_low; 1 clips nothing."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2

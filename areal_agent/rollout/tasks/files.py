@@ -60,4 +60,5 @@ def _value(line: bytes) -> object:
 
 
 def _unreadable(path: Path, what: str, reason: str) -> ConfigError:
-    return ConfigError(f"{what}: cannot read {str(path)!r}: {reason}")
+    where = "" if path.is_absolute() else f" (looked for from {str(Path.cwd())!r})"
+    return ConfigError(f"{what}: cannot read {str(path)!r}: {reason}{where}")

@@ -121,7 +121,7 @@ def test_faults_in_jsonl_name_file_and_line(tmp_path: Path, text: str, message: 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"source": "none.jsonl"}, r"cannot read 'none\.jsonl': No such file"),
+        ({"source": "none.jsonl"}, r"cannot read 'none\.jsonl': No such file.*looked for from '/"),
         ({"source": "none.parquet"}, r"cannot read 'none\.parquet': No such file"),
         ({"source": "./none"}, r"'\./none' is no source: there is no such folder"),
         ({"source": "my_tasks.load"}, r"is neither a function \(package\.module:function\)"),
