@@ -44,6 +44,8 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
     all_rows = read_metrics(folder.metrics)
     rows = living_rows(all_rows)
     totals, spent = total(rows), Spent.of(all_rows)
+    evaluations = evaluation_rows(all_rows)
+    rewards = {row["label"]: row.get("eval/reward_mean") for row in evaluations}  # of a label the last
     sampled_tokens, trained_tokens = facts.tokens or (totals.generated_tokens, totals.trained_tokens)
     summary: dict[str, Any] = {
         "status": facts.status.value,
@@ -51,6 +53,8 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
         "wall_s": round(facts.wall_s, 2),
         "success_before": facts.success_before,
         "success_after": facts.success_after,
+        "reward_before": None if facts.success_before is None else rewards.get("before"),
+        "reward_after": None if facts.success_after is None else rewards.get("after"),
         "num_eval_tasks": facts.num_eval_tasks,
         "trained_tokens": trained_tokens,
         "generated_tokens": sampled_tokens,
@@ -72,8 +76,8 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
         summary["error"] = facts.error
     folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     if rows:
-        evaluations = [row for row in evaluation_rows(all_rows) if row["label"] not in ("before", "after")]
-        success = [(row["step"], row["eval/success"]) for row in evaluations]
+        between = [row for row in evaluations if row["label"] not in ("before", "after")]
+        success = [(row["step"], row["eval/success"]) for row in between]
         draw_curve(
             rows,
             folder.curve,
@@ -91,13 +95,21 @@ def _time_lines(summary: dict[str, Any]) -> list[str]:
     return [table, *([f"advice: {summary['advice']}"] if summary["advice"] else [])]
 
 
+def _rewards(summary: dict[str, Any]) -> str:
+    """The mean rewards before and after, where they say more than success does: rewards other than 0 and 1."""
+    before, after = summary["reward_before"], summary["reward_after"]
+    if before is None or after is None or (before, after) == (summary["success_before"], summary["success_after"]):
+        return ""
+    return f"; mean reward {before:.3f} -> {after:.3f}"
+
+
 def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
     """What the terminal shows last: the result, where it lies, and how to go on."""
     lines = [f"{summary['status']} after {summary['steps']} steps in {summary['wall_s']:.0f} s"]
     before, after = summary["success_before"], summary["success_after"]
     if after is not None:
         compared = f"{after:.3f}, not graded before training" if before is None else f"{before:.3f} -> {after:.3f}"
-        lines.append(f"success on {summary['num_eval_tasks']} held-out tasks: {compared}")
+        lines.append(f"success on {summary['num_eval_tasks']} held-out tasks: {compared}{_rewards(summary)}")
     lines.append(
         f"trained {summary['trained_tokens']:,} of {summary['generated_tokens']:,} generated tokens; "
         f"{summary['spanning_fraction']:.0%} of the trajectories span weight versions, "

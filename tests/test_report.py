@@ -1,6 +1,7 @@
 """The lines at the end of a run: 1. blocked event loops are told when they cost time, and only then; 2. where the time
 went, and the advice, which summary.json has, too; 3. evaluations beside training are in the curve;
-4. success is compared only with what was graded before training; 5. updates that were left out are told.
+4. success is compared only with what was graded before training; 5. updates that were left out are told; 6. mean
+rewards are told where they differ from success, and summary.json has those of the last evaluations.
 """
 
 from pathlib import Path
@@ -18,6 +19,8 @@ SUMMARY = {
     "wall_s": 100.0,
     "success_before": None,
     "success_after": None,
+    "reward_before": None,
+    "reward_after": None,
     "num_eval_tasks": 0,
     "trained_tokens": 1000,
     "generated_tokens": 2000,
@@ -57,6 +60,28 @@ def test_where_the_time_went_is_told() -> None:
 def test_success_is_told(before: float | None, told: str) -> None:
     graded = {"num_eval_tasks": 4, "success_before": before, "success_after": 0.75}
     assert told in closing_lines(RunFolder(Path("runs/x")), SUMMARY | graded)
+
+
+@pytest.mark.parametrize(("after", "is_told"), [(1.125, True), (0.75, False)])
+def test_mean_rewards_are_told_where_they_differ_from_success(after: float, is_told: bool) -> None:
+    graded = {"num_eval_tasks": 4, "success_before": 0.25, "success_after": 0.75}
+    rewards = {"reward_before": 0.25, "reward_after": after}
+    text = closing_lines(RunFolder(Path("runs/x")), SUMMARY | graded | rewards)
+    assert ("0.250 -> 0.750; mean reward 0.250 -> 1.125" in text) is is_told
+
+
+def test_the_summary_has_the_mean_rewards_of_the_last_evaluations(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    log = MetricsLog(folder.metrics)
+    for label, mean in (("before", 0.25), ("after", 0.5), ("after", 0.625)):
+        log.append({"kind": "evaluation", "step": 0, "label": label, "eval/success": 0.0, "eval/reward_mean": mean})
+    log.close()
+    facts = RunFacts(
+        status=RunStatus.COMPLETED, wall_s=7.0, success_before=0.0, success_after=0.0, num_eval_tasks=4, checkpoint=None
+    )
+    summary = write_report(folder, facts)
+    assert (summary["reward_before"], summary["reward_after"]) == (0.25, 0.625)
 
 
 def write(path: Path, *, with_evaluation: bool) -> dict[str, Any]:
