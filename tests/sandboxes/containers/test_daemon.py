@@ -6,6 +6,7 @@ pool go those after.
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -85,10 +86,16 @@ class Daemon:
         """With all that it has started."""
         await self.stop(signal.SIGTERM)
         self._log.close()
-        await asyncio.to_thread(remove_with_mounts, self._folder)
+        await asyncio.to_thread(remove_with_shims_and_mounts, self._folder)
 
 
-def remove_with_mounts(folder: Path) -> None:
+def remove_with_shims_and_mounts(folder: Path) -> None:
+    """A shim stands between a daemon and each container, and may outlive both."""
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = place.read_bytes().split(b"\0")
+            if b"containerd-shim" in words[0] and any(word.startswith(f"{folder}/".encode()) for word in words):
+                os.kill(int(place.parent.name), signal.SIGKILL)
     for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
         if (place := line.split()[1]).startswith(f"{folder}/"):
             subprocess.run(["umount", "--lazy", place], check=False)
