@@ -140,11 +140,12 @@ def check_ports(config: Config) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Raise ConfigError when the Python that is to start SGLang is not there."""
+    """Raise ConfigError when the Python that is to start the servers is not there."""
     python = config.engine.python
     if python is not None and shutil.which(python) is None:
         raise ConfigError(
-            f"engine.python = {python!r}: there is no such program; give the Python of an environment that has SGLang"
+            f"engine.python = {python!r}: there is no such program; give the Python of an environment that has "
+            f"{config.engine.backend}"
         )
 
 

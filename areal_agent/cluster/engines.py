@@ -8,6 +8,7 @@ from pathlib import Path
 from areal_agent.cluster.kept_server import KeptServers
 from areal_agent.cluster.local import start_engine
 from areal_agent.cluster.sglang import start_sglang
+from areal_agent.cluster.vllm import start_vllm
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet
@@ -46,6 +47,13 @@ async def open_engine(
         async with _connected(config, config.urls) as (fleet, address):
             await _take_over(fleet, config, model, version)
             yield RunningEngine(client=fleet, address=address)
+    elif config.backend == "vllm":
+        async with (
+            start_vllm(config, model, logs) as servers,
+            _connected(config, servers.urls) as (fleet, address),
+        ):
+            await fleet.load(model, version)  # gives them the version, and shows that they take weights
+            yield RunningEngine(client=fleet, address=address, servers=servers)
     else:
         async with (
             start_sglang(config, model, version, logs) as servers,
@@ -58,7 +66,7 @@ async def open_engine(
 @asynccontextmanager
 async def _connected(config: EngineConfig, urls: tuple[str, ...]) -> AsyncGenerator[tuple[Fleet, EngineAddress]]:
     address = EngineAddress(
-        backend="sglang",
+        backend=config.backend,
         urls=urls,
         max_context_tokens=config.max_context_tokens,
         hung_after_s=config.hung_after_s,

@@ -8,13 +8,14 @@ from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.engine.http import HttpEngine
 from areal_agent.engine.served import ServedEngine
 from areal_agent.engine.sglang.engine import SglangEngine
+from areal_agent.engine.vllm.engine import VllmEngine
 from areal_agent.section import Section
 
 
 class EngineAddress(Section):
-    """One embedded engine, or one or several SGLang servers with the same weights."""
+    """One embedded engine, or one or several servers of SGLang or vLLM with the same weights."""
 
-    backend: Literal["embedded", "sglang"]
+    backend: Literal["embedded", "sglang", "vllm"]
     urls: tuple[str, ...]
     max_context_tokens: int | None = None
     """Of a prompt and its completion, where the servers' own limit is not meant."""
@@ -29,10 +30,10 @@ class EngineAddress(Section):
         return self.fleet()
 
     def fleet(self) -> Fleet:
-        """A client of all its SGLang servers, not connected yet."""
-        folders = WeightFolders()
+        """A client of all its servers, not connected yet."""
+        folders, client = WeightFolders(), VllmEngine if self.backend == "vllm" else SglangEngine
         return Fleet(
             self.urls,
-            lambda url: SglangEngine(url, folders=folders, max_context_tokens=self.max_context_tokens),
+            lambda url: client(url, folders=folders, max_context_tokens=self.max_context_tokens),
             patience=Patience(hung_after_s=self.hung_after_s, wait_s=self.wait_s),
         )

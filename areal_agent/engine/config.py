@@ -10,19 +10,22 @@ from areal_agent.section import Section
 class EngineConfig(Section):
     """How tokens are sampled. Derived from the rest of the config: the model, the seed and the weight version."""
 
-    backend: Literal["embedded", "sglang"] = "embedded"
-    """`embedded`: the engine that comes with areal_agent, in a process of its own. `sglang`: SGLang's servers, started
-    with `python` or running at `urls`; seeds of requests hold there with its `--enable-deterministic-inference`."""
+    backend: Literal["embedded", "sglang", "vllm"] = "embedded"
+    """`embedded`: the engine that comes with areal_agent, in a process of its own. `sglang`, `vllm`: their servers,
+    started with `python` or running at `urls`; seeds of requests hold in SGLang with its
+    `--enable-deterministic-inference`."""
     python: str | None = None
-    """The Python of an environment that has SGLang: it starts the servers. SGLang's pins are its own, so it has one."""
+    """The Python of an environment that has SGLang or vLLM: it starts the servers. Their pins are their own, so each
+    has one."""
     num_servers: Annotated[int, Field(ge=1, le=64)] = 1
-    """SGLang servers to start. Each turn goes to the one that has its beginning in its cache, unless that has more to
-    do than others. With `device: cuda` each has GPUs of its own: those of the first begin at `--base-gpu-id`."""
+    """Servers of SGLang or vLLM to start. Each turn goes to the one that has its beginning in its cache, unless that
+    has more to do than others. With `device: cuda` each of SGLang's has GPUs of its own: those of the first begin at
+    `--base-gpu-id`."""
     server_args: tuple[str, ...] = ()
-    """Further arguments of `sglang.launch_server`, for example `["--mem-fraction-static", "0.6"]`."""
+    """Further arguments of `sglang.launch_server`, as in `["--mem-fraction-static", "0.6"]`, or of `vllm serve`."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+")], ...] = ()
-    """SGLang servers that run already, for this run alone, and that see its files: they are given its weights. Implies
-    `backend: sglang`."""
+    """Servers of SGLang or vLLM that run already, for this run alone, and that see its files: they are given its
+    weights. They are SGLang's unless `backend` is `vllm`; vLLM's are started by areal_agent/engine/vllm/launcher.py."""
     url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
     """An engine that runs already, on this machine: with `rollout.gateway_url`, the engine behind that gateway."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -38,7 +41,7 @@ class EngineConfig(Section):
     kv_tokens: Annotated[int, Field(ge=16)] | None = None
     """Tokens whose keys and values are kept, of running requests and of those that may be continued. Default: what fits
     into a quarter of the machine's memory (a GPU: half of what is free), at most two contexts a running request; with
-    SGLang, what its `--mem-fraction-static` gives."""
+    SGLang, what its `--mem-fraction-static` gives, with vLLM its `--gpu-memory-utilization`."""
     leave_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """GiB that keys and values leave free, for a trainer on the same GPU above all: they take the rest of what is free
     once the engine's model is loaded, at most two contexts a running request. A trainer takes 16 bytes a parameter
@@ -52,10 +55,10 @@ class EngineConfig(Section):
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the engine may take to load the model and answer."""
     hung_after_s: Annotated[float, Field(gt=0)] = 30.0
-    """A SGLang server that has neither answered nor sampled a token for so long hangs: its turns go on at others. Once
+    """A server that has neither answered nor sampled a token for so long hangs: its turns go on at others. Once
     it answers it is given the weights of the others, and serves again. One that is slow is left alone."""
     wait_s: Annotated[float, Field(gt=0)] = 120.0
-    """How long turns and pushes wait while no SGLang server serves, before they fail."""
+    """How long turns and pushes wait while no server serves, before they fail."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,7 +72,7 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _fits_its_backend(self) -> Self:
         if self.backend == "embedded":
-            self._refuse(_OF_SGLANG, "is for engine.backend sglang")
+            self._refuse(_OF_SERVERS, "is for engine.backend sglang and vllm")
             if self.kv_tokens is not None and self.leave_gib is not None:
                 raise ValueError(
                     f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}: each alone says "
@@ -81,9 +84,11 @@ class EngineConfig(Section):
             self._refuse(_OF_STARTED_SERVERS, "is for servers that are started here, and engine.urls run already")
         elif self.python is None:
             raise ValueError(
-                "engine.backend is 'sglang': set engine.python to the Python of an environment that has SGLang, or "
-                "engine.urls to servers that run"
+                f"engine.backend is {self.backend!r}: set engine.python to the Python of an environment that has it, "
+                "or engine.urls to servers that run"
             )
+        if self.backend == "vllm":
+            self._refuse(("device",), "is for engine.backend embedded and sglang: vLLM takes what its build is for")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"engine.urls names a server twice: {', '.join(self.urls)}")
         if self.port and self.num_servers > 1:
@@ -97,7 +102,7 @@ class EngineConfig(Section):
                 raise ValueError(f"engine.{name} {why}; leave it out")
 
 
-_OF_SGLANG = ("python", "num_servers", "server_args", "urls", "hung_after_s", "wait_s")
+_OF_SERVERS = ("python", "num_servers", "server_args", "urls", "hung_after_s", "wait_s")
 
 _OF_STARTED_SERVERS = (
     "python",

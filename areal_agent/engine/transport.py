@@ -40,6 +40,11 @@ class Transport:
         """The JSON of an answer."""
         return await self._read("GET", path, None, EngineRejected, timeout_s)
 
+    async def text(self, path: str, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> str:
+        """An answer that is no JSON."""
+        async with self._answer("GET", path, None, EngineRejected, timeout_s) as answer:
+            return (await answer.read()).decode(errors="replace")
+
     async def post(
         self,
         path: str,

@@ -99,6 +99,7 @@ class Stage:
     other: Path
     old: WeightVersion
     is_real: bool
+    num_long: int = 400  # tokens that are still being sampled when a test gets to it
 
     @property
     def new(self) -> WeightVersion:

@@ -24,7 +24,7 @@ def test_urls_are_of_sglang():
     ("values", "message"),
     [
         ({"backend": "sglang"}, "set engine.python"),
-        ({"backend": "embedded", "urls": URLS}, "engine.urls is for engine.backend sglang"),
+        ({"backend": "embedded", "urls": URLS}, "engine.urls is for engine.backend sglang and vllm"),
         ({"python": "/venv/bin/python"}, "engine.python is for engine.backend sglang"),
         ({"num_servers": 2}, "engine.num_servers is for engine.backend sglang"),
         ({"server_args": ["--x"]}, "engine.server_args is for engine.backend sglang"),

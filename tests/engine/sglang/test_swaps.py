@@ -37,7 +37,7 @@ def new_weights(request, stage, share, tmp_path):
 
 
 async def test_after_a_swap_the_new_model_goes_on(stage, ask, truth, new_weights):
-    request = ask(1, max_tokens=400)
+    request = ask(1, max_tokens=stage.num_long)
     await stage.send(new_weights)
     watched = Watched(stage.engine, request)
     await watched.until(5)
@@ -46,7 +46,7 @@ async def test_after_a_swap_the_new_model_goes_on(stage, ask, truth, new_weights
     (cut,) = {span.start for span in result.versions} - {0}
     assert result.versions == (
         VersionSpan(version=stage.old, start=0, end=cut),
-        VersionSpan(version=stage.new, start=cut, end=400),
+        VersionSpan(version=stage.new, start=cut, end=stage.num_long),
     )
     before = truth(stage.model).logprobs(request.input_ids, result.token_ids)
     after = truth(stage.other).logprobs(request.input_ids, result.token_ids)
@@ -63,22 +63,22 @@ async def test_after_a_swap_the_new_model_goes_on(stage, ask, truth, new_weights
 
 async def test_a_request_that_was_frozen_goes_on_under_the_new_version(stage, ask, share):
     await stage.send(share(stage.other))
-    watched = Watched(stage.engine, ask(3, max_tokens=400))
+    watched = Watched(stage.engine, ask(3, max_tokens=stage.num_long))
     await watched.until(5)
     await stage.swap(PauseMode.IN_PLACE)
     result = await watched.answer
     assert [span.version for span in result.versions] == [stage.old, stage.new]
-    assert result.versions[-1].end == 400
+    assert result.versions[-1].end == stage.num_long
 
 
 async def test_what_has_begun_ends_first_and_what_comes_then_waits(stage, ask, share):
     await stage.send(share(stage.other))
-    begun = Watched(stage.engine, ask(4, max_tokens=400))
+    begun = Watched(stage.engine, ask(4, max_tokens=stage.num_long))
     await begun.until(1)
     pausing = asyncio.ensure_future(stage.engine.pause(PauseMode.WAIT))
     await asyncio.sleep(0)
     late = Watched(stage.engine, ask(5, max_tokens=5))
-    assert (await begun.answer).versions == (VersionSpan(version=stage.old, start=0, end=400),)
+    assert (await begun.answer).versions == (VersionSpan(version=stage.old, start=0, end=stage.num_long),)
     await pausing
     assert not late.token_ids
     await stage.engine.commit_push("p", stage.new)

@@ -1,0 +1,16 @@
+"""A real vLLM server as an engine. Written for 0.32.0, and tested against its build for CPUs.
+
+    engine.py      `VllmEngine`: one server as `protocols.Engine`
+    dialect.py     how it is asked for a completion      sampling.py  how that is sampled, in vLLM's words
+    answer.py      reads the events of an answer
+    loader.py      lets it load weights      info.py  what it says of itself
+    launcher.py    runs in vLLM's own environment: starts its server      worker_extension.py  which its workers import
+
+Requests, weights and the model behind it: `foreign/`, which SGLang's client shares. vLLM's own ways are known here
+alone. No torch.
+"""
+
+from pathlib import Path
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+"""Run it with the Python of vLLM's environment; arguments are those of `vllm serve`."""

@@ -1,0 +1,49 @@
+"""How a vLLM server is asked for a completion: token ids in, token ids out, in events. Knows no server."""
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from areal_agent.engine.transport import Transport
+from areal_agent.engine.vllm.answer import VllmAnswer
+from areal_agent.engine.vllm.sampling import encode_sampling
+from areal_agent.types import GenerateRequest
+
+GENERATE = "/inference/v1/generate"
+ABORT_REQUESTS = "/abort_requests"
+
+_PREFIX = "generate-tokens-"  # vLLM's own, in front of the id that it was given
+
+
+class VllmDialect:
+    """`foreign.request.Dialect`. Each request names the weights that serve when it is sent: `label` tells them.
+
+    The label salts the cache of prefixes: keys and values that other weights have left are never taken for new ones.
+    """
+
+    path = GENERATE
+
+    def __init__(self, label: Callable[[], str]) -> None:
+        self._label = label
+
+    def encode(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
+        """The body of a request."""
+        ids = request.input_ids
+        return {
+            "request_id": rid,
+            "token_ids": np.asarray(ids) if isinstance(ids, array) else ids,
+            "sampling_params": encode_sampling(request),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache_salt": self._label(),
+        }
+
+    def reader(self, request: GenerateRequest) -> VllmAnswer:
+        """For the events of its answer."""
+        return VllmAnswer(num_top_logprobs=request.num_top_logprobs)
+
+    async def abort(self, transport: Transport, rid: str) -> None:
+        """Let the server end a request that has begun."""
+        await transport.post(ABORT_REQUESTS, {"request_ids": [_PREFIX + rid]})

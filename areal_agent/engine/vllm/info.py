@@ -1,0 +1,71 @@
+"""What a vLLM server says of itself: in `/v1/models`, `/weight_info` and `/metrics`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_agent.engine.fields import WireError, as_integer, as_number, as_object, get
+from areal_agent.engine.wire import EngineStats
+from areal_agent.types import JsonObject, WeightVersion
+
+MODELS = "/v1/models"
+WEIGHT_INFO = "/weight_info"
+IS_PAUSED = "/is_paused"
+METRICS = "/metrics"
+
+UNLABELLED = "default"
+"""vLLM's label of weights that nobody labelled: those of the start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """What a server was started with."""
+
+    model: Path
+    max_context_tokens: int
+
+
+def decode_started(body: object) -> Started:
+    """Read `/v1/models`. Adapters are listed behind the model."""
+    cards: list[Any] = get(as_object(body, MODELS), "data", list)
+    if not cards:
+        raise WireError("data is empty; it must name the model that is served")
+    card = as_object(cards[0], "an entry of data")
+    return Started(
+        model=Path(get(card, "root", str)),
+        max_context_tokens=as_integer(card.get("max_model_len"), "max_model_len"),
+    )
+
+
+def decode_label(body: object) -> str:
+    """Read `/weight_info`."""
+    return get(as_object(body, WEIGHT_INFO), "weight_version", str)
+
+
+def decode_metrics(text: str, version: WeightVersion) -> EngineStats:
+    """Read `/metrics`, Prometheus' text: the sums over all engines of the server."""
+    sums = _sums(text)
+    return EngineStats(
+        num_running=int(_told(sums, "vllm:num_requests_running")),
+        num_queued=int(_told(sums, "vllm:num_requests_waiting")),
+        busy_s=None,
+        generated_tokens=int(_told(sums, "vllm:generation_tokens_total")),
+        weight_version=version,
+    )
+
+
+def _sums(text: str) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name, value = line.partition(" ")[0].partition("{")[0], line.rpartition(" ")[2]
+        try:
+            sums[name] = sums.get(name, 0.0) + float(value)
+        except ValueError:
+            raise WireError(f"{METRICS} has the line {line!r:.80}; it must end with a number") from None
+    return sums
+
+
+def _told(sums: JsonObject, name: str) -> float:
+    return as_number(sums.get(name), name)

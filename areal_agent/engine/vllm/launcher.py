@@ -1,0 +1,35 @@
+"""Starts vLLM's own server as `VllmEngine` needs it. Run as a file by the Python of vLLM's environment.
+
+That environment has no areal_agent in it. The server ends with the process that started it, if that gave it a lifeline.
+Arguments are those of `vllm serve`, which itself fails on its metadata in the package for CPUs. Where vLLM runs on a
+CPU, it is given what that wants: float32, no compilation, and a bound on its memory, of which it would take nearly all.
+"""
+
+import importlib
+import os
+import runpy
+import sys
+from pathlib import Path
+
+SERVER = "vllm.entrypoints.openai.api_server"
+LIFELINE = str(Path(__file__).parents[1] / "foreign" / "lifeline.py")
+FLAGS = (
+    "--enable-scale-out",  # token ids in and out
+    *("--logprobs-mode", "processed_logprobs"),  # after temperature
+    *("--worker-extension-cls", "worker_extension.FolderLoading"),
+)
+CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "1G")
+VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",  # pauses, aborts and weights
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share a machine
+}
+
+
+if __name__ == "__main__":  # vLLM's own processes import this file, too
+    runpy.run_path(LIFELINE)["end_with_parent"]()
+    os.environ.update(VARIABLES)
+    is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+    sys.argv[1:1] = (*FLAGS, *(CPU_FLAGS if is_cpu else ()))  # in front: what was asked for holds
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=False)

@@ -1,0 +1,61 @@
+"""Lets a vLLM server load weights. Knows nothing of pushes, nor of what is in a folder.
+
+Every worker reads the folder itself (worker_extension.py), whatever it runs on. vLLM's own transfers of tensors (NCCL,
+CUDA IPC) need GPUs on both sides, and are not used here.
+"""
+
+import os
+from pathlib import Path
+
+from areal_agent.engine.fields import WireError
+from areal_agent.engine.transport import Transport
+from areal_agent.engine.vllm import LAUNCHER
+from areal_agent.engine.vllm.info import WEIGHT_INFO, decode_label
+from areal_agent.errors import EngineError, WeightUpdateError
+
+COLLECTIVE_RPC = "/collective_rpc"
+RESET_CACHE = "/reset_prefix_cache?reset_running_requests=true"
+UPDATE_LABEL = "/update_weight_version"
+
+
+class VllmLoader:
+    """`foreign.weights.Loader`. A load does not move the label, so it is given afterwards, and read back."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    @property
+    def base_url(self) -> str:
+        """Where the server listens."""
+        return self._transport.base_url
+
+    async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
+        """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that.
+
+        With `flush_cache`, running requests are taken back to their beginning: what they have is computed again.
+        """
+        path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
+        await self._load_folder(path)
+        if flush_cache:
+            await self._flush_cache()
+        await self._tell(UPDATE_LABEL, {"new_version": label})
+        try:
+            served = decode_label(await self._transport.get(WEIGHT_INFO))
+        except WireError as error:
+            raise self._transport.unreadable(WEIGHT_INFO, error) from error
+        if served != label:
+            raise WeightUpdateError(f"{self.base_url} says that it serves {served} after an update to {label}")
+
+    async def _load_folder(self, path: str) -> None:
+        try:
+            await self._tell(COLLECTIVE_RPC, {"method": "load_folder", "args": [path]})
+        except EngineError as error:
+            raise WeightUpdateError(f"{error}; see its log. Was it started by {LAUNCHER}?") from error
+
+    async def _flush_cache(self) -> None:
+        answer = await self._tell(RESET_CACHE, {})
+        if answer != {"success": True}:
+            raise WeightUpdateError(f"{self.base_url} keeps keys and values of the weights before: {answer}")
+
+    async def _tell(self, path: str, body: dict[str, object]) -> object:
+        return await self._transport.post(path, body, refusal=WeightUpdateError)

@@ -1,0 +1,43 @@
+"""The options of vLLM's servers: each has an effect where it is given, or is refused with the remedy.
+
+- servers that are started need a Python, those that run a backend, and the device is that of vLLM's build
+- a run of several processes may push as it likes: the server itself lets requests end
+"""
+
+import pytest
+from pydantic import ValidationError
+
+from areal_agent.config import Config
+from areal_agent.engine.config import EngineConfig
+
+URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
+
+
+def test_urls_may_be_of_vllm():
+    assert EngineConfig(backend="vllm", urls=URLS).urls == URLS
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backend": "vllm"}, "engine.backend is 'vllm': set engine.python"),
+        ({"backend": "vllm", "python": "p", "device": "cpu"}, "engine.device .*its build is for"),
+        ({"backend": "vllm", "urls": URLS, "kv_tokens": 1000}, "engine.kv_tokens is for servers that are started here"),
+        ({"backend": "vllm", "urls": URLS, "url": URLS[0]}, "engine.url"),
+        ({"backend": "vllm", "python": "p", "num_servers": 2, "port": 8000}, "leave port out"),
+    ],
+)
+def test_options_that_do_not_go_together(values, message):
+    with pytest.raises(ValidationError, match=message):
+        EngineConfig.model_validate(values)
+
+
+@pytest.mark.parametrize("on_push", ["interrupt", "turn_boundary", "drain"])
+def test_several_processes_may_wait_for_requests_to_end(on_push):
+    values = {
+        "workflow": "m:f",
+        "tasks": "m:f",
+        "rollout": {"workers": 2},
+        "engine": {"backend": "vllm", "urls": URLS, "on_push": on_push},
+    }
+    assert Config.parse(values).engine.on_push == on_push

@@ -1,0 +1,106 @@
+"""vLLM's servers as processes of a run, with a stand-in for vLLM that serves nothing:
+
+- the options of the config are arguments of the server, and what a CPU wants stands in front of them
+- a Python without vLLM ends with its log
+- a server's own children are gone with it, also when the run is killed
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_agent.cluster.vllm import start_vllm
+from areal_agent.engine.config import EngineConfig
+from areal_agent.errors import ProcessDied
+
+from ..sglang.test_launch import SERVES_NOTHING, child_in, program, until_gone
+
+__all__ = ["program"]  # a fixture
+
+MODEL = os.path.abspath("model")
+
+NO_GPU = """
+class current_platform:
+    is_cpu = staticmethod(lambda: True)
+"""
+
+RUN = """
+import asyncio, sys
+from pathlib import Path
+from areal_agent.cluster.vllm import start_vllm
+from areal_agent.engine.config import EngineConfig
+
+async def run():
+    config = EngineConfig(backend="vllm", python=sys.argv[1])
+    async with start_vllm(config, Path("model"), Path(sys.argv[2])):
+        pass
+
+asyncio.run(run())
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, program: Callable[[str], str]) -> Callable[[str], str]:
+    """A Python with a package `vllm` whose server is this program."""
+
+    def make(server: str) -> str:
+        package = tmp_path / "vllm"
+        (package / "entrypoints" / "openai").mkdir(parents=True)
+        (package / "platforms.py").write_text(NO_GPU)
+        (package / "entrypoints" / "openai" / "api_server.py").write_text(server)
+        return program(f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"')
+
+    return make
+
+
+def config(python: str, **options: object) -> EngineConfig:
+    return EngineConfig.model_validate({"backend": "vllm", "python": python} | options)
+
+
+async def start(options: EngineConfig, logs: Path) -> None:
+    async with start_vllm(options, Path("model"), logs):
+        pass
+
+
+async def test_options_are_arguments(stand_in, tmp_path):
+    options = config(
+        stand_in("import sys; print(*sys.argv); sys.exit(3)"),
+        port=12345,
+        kv_tokens=1000,
+        max_context_tokens=500,
+        max_running_requests=7,
+        server_args=["--dtype", "bfloat16"],
+    )
+    with pytest.raises(ProcessDied, match="the engine process exited with 3") as death:
+        await start(options, tmp_path)
+    words = str(death.value)
+    for argument in (
+        f"--model {MODEL}",
+        "--port 12345",
+        "--max-model-len 500",
+        "--max-num-seqs 7",
+        "--logprobs-mode processed_logprobs",
+        "--enable-scale-out",
+    ):
+        assert argument in words
+    assert words.index("--dtype float32") < words.index("--dtype bfloat16")  # the last one holds
+
+
+async def test_a_python_without_vllm(tmp_path):
+    with pytest.raises(ProcessDied, match=r"No module named .*vllm"):
+        await start(config(sys.executable), tmp_path)
+
+
+@pytest.mark.slow
+async def test_a_run_that_is_killed_leaves_no_server(stand_in, tmp_path):
+    python = stand_in(SERVES_NOTHING)
+    run = await asyncio.create_subprocess_exec(sys.executable, "-c", RUN, python, str(tmp_path))
+    child = await child_in(tmp_path / "engine.log")
+    os.kill(run.pid, signal.SIGKILL)
+    await run.wait()
+    await until_gone(child)
