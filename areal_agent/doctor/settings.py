@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 
+from areal_agent.algorithms.config import is_import_path
 from areal_agent.cluster.hosts import check_this_host
 from areal_agent.config import Config
 from areal_agent.doctor.attempt import examined
@@ -15,7 +16,14 @@ from areal_agent.doctor.report import Report
 from areal_agent.errors import ConfigError
 from areal_agent.gateway.admin_key import find_admin_key
 from areal_agent.observe.trackers.choice import require_installed
-from areal_agent.preflight import check_engine, check_ports, choose_folder, load_eval_tasks, make_curriculum
+from areal_agent.preflight import (
+    check_engine,
+    check_ports,
+    choose_folder,
+    import_own_functions,
+    load_eval_tasks,
+    make_curriculum,
+)
 from areal_agent.rollout.tasks.loading import load_tasks, require_json
 from areal_agent.rollout.workflow import import_path, load_workflow
 
@@ -32,6 +40,7 @@ async def check_settings(config: Config, name: str, report: Report) -> None:
     elsewhere: Mapping[str, Check] = {"gateway": _gateway}
     for check, work in (elsewhere if config.is_online else own).items():
         await examined(report, check, work(config))
+    await examined(report, "algorithm", _algorithm(config))
     await examined(report, "ports", _ports(config))
     await examined(report, "trackers", _trackers(config))
     await examined(report, "run folder", _folder(config, name))
@@ -92,6 +101,13 @@ async def _engine_python(config: Config) -> list[Finding]:
             f"engine.python = {config.engine.python!r} has no module {module!r}; install it into that environment"
         )
     return [_ok("engine.python", f"{config.engine.python} has {module}")]
+
+
+async def _algorithm(config: Config) -> list[Finding]:
+    """Of a user's own advantage and loss, whether they can be imported; nothing is to be said of ours."""
+    import_own_functions(config.algorithm)
+    own = [name for name in (config.algorithm.advantage, config.algorithm.loss) if is_import_path(name)]
+    return [_ok("algorithm", ", ".join(own))] if own else []
 
 
 async def _ports(config: Config) -> list[Finding]:

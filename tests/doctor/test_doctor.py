@@ -80,13 +80,14 @@ async def test_each_fault_is_told(small_model: Path, tmp_path: Path) -> None:
         tmp_path,
         workflow="envs.calculator.workflow:slove",
         tasks="no.such.module:load",
+        algorithm={"loss": "no.such.module:loss"},
         engine={"max_context_tokens": 10_000},
         trainer={"device": "cuda", "num_ranks": 5},
         observe={"trackers": ["wandb"]},
         rollout={"gateway_port": 1},
     )
     found = await examine(wrong, planned=Machine(memory_bytes=GIB, num_gpus=1, gpu_bytes=GIB))
-    for check in ("workflow", "tasks", "model", "GPU 4"):
+    for check in ("workflow", "tasks", "algorithm", "model", "GPU 4"):
         assert State.FAIL in found[check], check
     assert found["tokenizer"] == [State.OK]
     assert found["engine"] == [State.SKIP]
