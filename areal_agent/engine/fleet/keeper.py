@@ -61,6 +61,7 @@ class Keeper:
         self._standard = standard
         self._patience = patience
         self._now = now
+        self._num_silent = 0  # probes in a row without an answer
 
     async def run(self) -> None:
         """Look after it."""
@@ -116,16 +117,19 @@ class Keeper:
             if not self._member.is_loading:
                 self._roster.fall(self._member, str(error))
             return
-        self._member.heard_s = self._now()
+        self._member.heard_s, self._num_silent = self._now(), 0
         if is_settled and not self._standard.is_changing and self._standard.due is due:
             self._judge_label(info, due)
 
     def _judge_silence(self) -> None:
         member = self._member
+        self._num_silent += 1
         if member.is_loading:  # as long as it takes: the call itself has a time limit
             member.heard_s = self._now()
         silent_s = self._now() - member.heard_s
-        if silent_s >= self._patience.hung_after_s:
+        if (
+            silent_s >= self._patience.hung_after_s and self._num_silent > 1
+        ):  # after one it may be this process that slept
             why = f"it hangs: for {silent_s:.0f} s it has neither answered nor sampled a token"
             self._roster.fall(member, why, is_lost=True)
 

@@ -29,7 +29,7 @@ class Partial:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
-        self._spans: list[VersionSpan] = []  # without gap, from the first token to the last one with a known version
+        self._spans: list[VersionSpan] = []  # without gap; neighbours are of different versions
         self._num_before = 0  # tokens of the servers before this one
         self._num_servers = 0
 
@@ -59,8 +59,9 @@ class Partial:
 
     def take(self, chunk: TokenChunk) -> None:
         """Tokens have come."""
-        is_told = self.num_told == len(self._token_ids) and bool(chunk.versions)
-        self._spans += _moved(chunk.versions, len(self._token_ids)) if is_told else ()
+        if self.num_told == len(self._token_ids):
+            for span in chunk.versions:
+                self._extend(span)
         self._token_ids += chunk.token_ids
         self._logprobs += chunk.logprobs
         self._top_logprobs += chunk.top_logprobs
@@ -115,31 +116,25 @@ class Partial:
         return self.result(result.finish_reason, result.cached_tokens)
 
     def result(self, reason: FinishReason, num_cached: int = 0) -> GenerateResult:
-        """All of it. Spans of one version that came of several servers are one."""
+        """All of it."""
         return GenerateResult(
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
-            versions=_merged(self._spans),
+            versions=tuple(self._spans),
             finish_reason=reason,
             cached_tokens=min(num_cached, len(self._request.input_ids)),
             top_logprobs=tuple(self._top_logprobs),
         )
 
+    def _extend(self, span: VersionSpan) -> None:
+        """So many tokens more of that version, whichever server sampled them."""
+        start, end = self.num_told, self.num_told + span.end - span.start
+        if self._spans and self._spans[-1].version == span.version:
+            start = self._spans.pop().start
+        if end > start:
+            self._spans.append(VersionSpan(version=span.version, start=start, end=end))
+
 
 def _looks_back(sampling: SamplingParams) -> bool:
     """Whether a token depends on which of those before it were generated, and not on the text alone."""
     return bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.grammar)
-
-
-def _moved(spans: tuple[VersionSpan, ...], by: int) -> list[VersionSpan]:
-    return [replace(span, start=span.start + by, end=span.end + by) for span in spans if span.end > span.start]
-
-
-def _merged(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
-    merged: list[VersionSpan] = []
-    for span in spans:
-        if merged and merged[-1].version == span.version:
-            merged[-1] = replace(merged[-1], end=span.end)
-        else:
-            merged.append(span)
-    return tuple(merged)
