@@ -1,5 +1,7 @@
 """What a request has got so far: spans of one version stay one however many chunks they came in, and a cut is exact."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ def test_spans_are_those_of_the_tokens(chunks, num_kept):
     partial.cut(num_kept)
     spans = partial.result(FinishReason.ABORT).versions
     assert [span.version.step for span in spans for _ in range(span.start, span.end)] == steps
-    assert all(a.version != b.version and a.end == b.start for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.version != b.version and a.end == b.start for a, b in pairwise(spans))
     assert partial.num_told == partial.num_tokens == len(steps)
 
 
