@@ -49,10 +49,10 @@ async def open_engine(
             yield RunningEngine(client=fleet, address=address)
     elif config.backend == "vllm":
         async with (
-            start_vllm(config, model, logs) as servers,
+            start_vllm(config, model, version, logs) as servers,
             _connected(config, servers.urls) as (fleet, address),
         ):
-            await fleet.load(model, version)  # gives them the version, and shows that they take weights
+            await fleet.load(model, version)  # so that it knows from where they have them, and can put them back
             yield RunningEngine(client=fleet, address=address, servers=servers)
     else:
         async with (

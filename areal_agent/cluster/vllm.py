@@ -10,6 +10,8 @@ from areal_agent.cluster.servers import Launch, start_servers
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.vllm import LAUNCHER
 from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.errors import EngineError, EngineUnreachable
+from areal_agent.types import WeightVersion
 
 MAX_LOGPROBS = 32
 """Of a token: one more than is asked for, and a gateway hands out 20."""
@@ -18,9 +20,35 @@ BLOCK_TOKENS = 32
 """What keys and values are kept by, where `kv_tokens` says how many: a CPU wants multiples of it, a GPU takes them."""
 
 
-def start_vllm(config: EngineConfig, model: Path, logs: Path) -> AbstractAsyncContextManager[KeptServers]:
-    """`config.num_servers` servers of `model`, which have no version yet; kept alive, and ended on leaving."""
-    launch = Launch(command=lambda port, _: _command(config, model, port), client=VllmEngine)
+class StartedServer:
+    """A server that is given its version once it serves, also when it was started again: vLLM has no flag for it."""
+
+    def __init__(self, engine: VllmEngine, model: Path, version: WeightVersion) -> None:
+        self._engine = engine
+        self._model = model
+        self._version = version
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until it serves `model` as `version`. Raises EngineUnreachable when it does not."""
+        await self._engine.wait_ready(timeout_s)
+        try:
+            await self._engine.load(self._model, self._version)
+        except EngineError as error:
+            raise EngineUnreachable(f"it serves, and takes no weights: {error}") from error
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._engine.aclose()
+
+
+def start_vllm(
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+) -> AbstractAsyncContextManager[KeptServers]:
+    """`config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving."""
+    launch = Launch(
+        command=lambda port, _: _command(config, model, port),
+        client=lambda url: StartedServer(VllmEngine(url), model, version),
+    )
     return start_servers(config, launch, logs)
 
 

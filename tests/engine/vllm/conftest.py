@@ -58,7 +58,7 @@ def vllm_server(vllm_python, vllm_model, tmp_path_factory) -> Iterator[str]:
     )
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
-        started = start_vllm(config, vllm_model, tmp_path_factory.mktemp("vllm"))
+        started = start_vllm(config, vllm_model, WeightVersion(step=7), tmp_path_factory.mktemp("vllm"))
         (url,) = runner.run(stack.enter_async_context(started)).urls
         try:
             yield url

@@ -17,6 +17,7 @@ import pytest
 from areal_agent.cluster.vllm import start_vllm
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ProcessDied
+from areal_agent.types import WeightVersion
 
 from ..sglang.test_launch import SERVES_NOTHING, child_in, program, until_gone
 
@@ -34,10 +35,11 @@ import asyncio, sys
 from pathlib import Path
 from areal_agent.cluster.vllm import start_vllm
 from areal_agent.engine.config import EngineConfig
+from areal_agent.types import WeightVersion
 
 async def run():
     config = EngineConfig(backend="vllm", python=sys.argv[1])
-    async with start_vllm(config, Path("model"), Path(sys.argv[2])):
+    async with start_vllm(config, Path("model"), WeightVersion(), Path(sys.argv[2])):
         pass
 
 asyncio.run(run())
@@ -63,7 +65,7 @@ def config(python: str, **options: object) -> EngineConfig:
 
 
 async def start(options: EngineConfig, logs: Path) -> None:
-    async with start_vllm(options, Path("model"), logs):
+    async with start_vllm(options, Path("model"), WeightVersion(), logs):
         pass
 
 

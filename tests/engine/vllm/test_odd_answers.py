@@ -6,7 +6,7 @@
 - a request names the weights that serve, so that keys and values of others are never taken for its own
 - answers: tokens, versions, aborts, likeliest tokens out of order; what contradicts itself is no answer
 - it is healthy as long as its scheduler answers; no call goes over a connection that the server may be closing
-- a server that was started again is known by its label
+- a server is given its version when it is started, and one that was started again is known by its label
 """
 
 import json
@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
+from areal_agent.cluster.vllm import StartedServer
 from areal_agent.engine.vllm.engine import VllmEngine
 from areal_agent.errors import EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
@@ -298,6 +299,15 @@ async def test_metrics_are_added_up(scripted):
     stats = await engine.stats()
     assert (stats.num_running, stats.num_queued, stats.generated_tokens) == (5, 1, 170)
     assert stats.weight_version == OLD
+
+
+async def test_a_server_that_is_started_is_given_its_version(scripted, tiny):
+    server, engine = scripted
+    await StartedServer(engine, tiny, OLD).wait_ready(60.0)
+    assert (server.loaded, server.label) == ([str(tiny)], str(OLD))
+    server.load_statuses = [500]
+    with pytest.raises(EngineUnreachable, match="takes no weights"):
+        await StartedServer(engine, tiny, NEW).wait_ready(60.0)
 
 
 async def test_a_server_that_was_started_again_is_known_by_its_label(scripted, share, other):
