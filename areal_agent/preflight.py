@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self, cast
 
 from areal_agent.algorithms.config import AlgorithmConfig, is_import_path
-from areal_agent.algorithms.plugins import load_function
+from areal_agent.algorithms.plugins import load_advantage, load_loss
 from areal_agent.cluster.hosts import check_this_host
 from areal_agent.cluster.local import check_port
 from areal_agent.config import Config
@@ -150,13 +150,14 @@ def check_engine(config: Config) -> None:
 
 
 def import_own_functions(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError when the advantage or the loss is a function that cannot be imported.
+    """Raise ConfigError when the advantage or the loss is a function that cannot be imported, or not be called so.
 
     For a dry run: such modules import torch, which a run leaves to its trainer; there the same error comes from that.
     """
-    for key, path in (("algorithm.advantage", algorithm.advantage), ("algorithm.loss", algorithm.loss)):
-        if is_import_path(path):
-            load_function(path, key)
+    if is_import_path(algorithm.advantage):
+        load_advantage(algorithm.advantage)
+    if is_import_path(algorithm.loss):
+        load_loss(algorithm.loss)
 
 
 def check_model(model: str) -> None:

@@ -79,7 +79,7 @@ class Sandbox:
 
     async def exec_python(self, source: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
         """Run Python source as `__main__`, in a process of its own, to its end."""
-        return await self._run(Program(source=source, env=self._spec.env), stdin, limits)
+        return await self._run(self._python(source), stdin, limits)
 
     async def spawn(
         self,
@@ -98,7 +98,7 @@ class Sandbox:
 
     async def spawn_python(self, source: str, *, limits: Limits | None = None) -> Process:
         """As `spawn`, of Python source as `__main__`."""
-        return await self._spawn(Program(source=source, env=self._spec.env), limits)
+        return await self._spawn(self._python(source), limits)
 
     def shell(self) -> ShellSession:
         """Bash commands that share variables, functions and the folder they are in; see `shell_session.py`."""
@@ -147,6 +147,11 @@ class Sandbox:
         if cwd not in (None, "."):
             relative_parts(cwd)
         return Program(argv=tuple(argv), env={**self._spec.env, **(env or {})}, cwd=cwd or ".")
+
+    def _python(self, source: str) -> Program:
+        if not isinstance(source, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # nobody checks a caller's types
+            raise ValueError(f"source is {source!r:.100}; give Python source as text")
+        return Program(source=source, env=self._spec.env)
 
     async def _run(self, program: Program, stdin: bytes, limits: Limits | None) -> ExecResult:
         async with self._slots:

@@ -18,7 +18,7 @@ from areal_agent.algorithms.config import AlgorithmConfig, is_import_path
 from areal_agent.algorithms.divergence import MAX_LOG_RATIO, divergence
 from areal_agent.algorithms.loss_stats import LossStats
 from areal_agent.algorithms.loss_tokens import LossTokens
-from areal_agent.algorithms.plugins import load_function
+from areal_agent.algorithms.plugins import load_loss
 
 Objective = Callable[[LossTokens, AlgorithmConfig], Tensor]
 """What is maximised, a token: [M], differentiable in `logprobs`. Not weighted, not aggregated."""
@@ -34,7 +34,7 @@ def choose_objective(config: AlgorithmConfig) -> Objective:
         case "cispo":
             return cispo
         case path:
-            return cast(Objective, load_function(path, "algorithm.loss"))
+            return cast(Objective, load_loss(path))
 
 
 def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objective) -> tuple[Tensor, LossStats]:

@@ -23,7 +23,7 @@ from areal_agent.algorithms.advantages import (
     whitened,
 )
 from areal_agent.algorithms.config import AlgorithmConfig, is_import_path
-from areal_agent.algorithms.plugins import load_function
+from areal_agent.algorithms.plugins import load_advantage
 from areal_agent.algorithms.timeline import Timeline
 from areal_agent.algorithms.turn_returns import returns_by_turn, rollouts_of
 from areal_agent.types import TokenRecord
@@ -39,7 +39,7 @@ def choose_own_advantage(config: AlgorithmConfig) -> AdvantageFunction | None:
     """The user's function that `config.advantage` names, or None for one of ours. Raises ConfigError."""
     if not is_import_path(config.advantage):
         return None
-    return cast(AdvantageFunction, load_function(config.advantage, "algorithm.advantage"))
+    return cast(AdvantageFunction, load_advantage(config.advantage))
 
 
 def own_advantages(

@@ -286,6 +286,15 @@ def test_a_users_objective_that_is_no_function_is_a_config_error():
         choose_objective(AlgorithmConfig(loss="math:tau"))
 
 
+def needs_more(tokens, config, temperature):
+    return tokens.logprobs * temperature
+
+
+def test_a_users_objective_that_cannot_be_called_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"needs_more' cannot be called with \(tokens, config\)"):
+        choose_objective(AlgorithmConfig(loss=f"{__name__}:needs_more"))
+
+
 def test_tensors_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match=r"entropy is of shape \(1,\), logprobs of \(5,\)"):
         replace(case(), entropy=torch.ones(1))

@@ -6,8 +6,9 @@ handlers finish first; 7. each program is a process of its own: nothing stays; 8
 it; 9. an executable gets its arguments, stdin, environment and folder; 10. one that does not exist ends with 127, one
 that cannot be run with 126; 11. the environment has PATH, HOME, TMPDIR and what the spec names; 12. output is bytes as
 written; 13. a megabyte of honest output within the bound is whole; 14. time and memory are measured; 15. text that the
-system cannot take is the program's failure; 16. a string for argv, a `cwd` outside and an empty argv are refused; 17.
-the standard streams and the handler of Ctrl-C are those of a Python that has just started, be stdin a file or a pipe.
+system cannot take is the program's failure; 16. a string for argv, bytes for source, a `cwd` outside and an empty argv
+are refused; 17. the standard streams and the handler of Ctrl-C are those of a Python that has just started, be stdin a
+file or a pipe.
 """
 
 from collections.abc import AsyncIterator
@@ -148,6 +149,11 @@ async def test_text_that_the_system_cannot_take_fails_the_program(box: Sandbox, 
 async def test_argv_must_be_a_list_with_a_program(box: Sandbox, argv: list[str]) -> None:
     with pytest.raises(ValueError, match="give the program and its arguments as a list"):
         await box.exec(argv)
+
+
+async def test_source_must_be_text(box: Sandbox) -> None:
+    with pytest.raises(ValueError, match="give Python source as text"):
+        await box.exec_python(b"pass")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("cwd", ["..", "/", "a/../.."])
