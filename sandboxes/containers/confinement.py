@@ -17,12 +17,15 @@ from sandboxes.limits import Limits
 from sandboxes.spec import Access, CellSpec
 
 WORKDIR = "/work"
+DEFAULT_RUNTIME = "runc"
 NOBODY = 65534
 AGENT_BYTES = 32 * 2**20
 """The agent's own memory, and what the kernel keeps for it: beside that of the programs."""
 AGENT_PIDS = 2
 TUNNEL_BYTES = 24 * 2**20
 """Of the process that carries a container's connections, where there are any."""
+SANDBOXED_BYTES, SANDBOXED_PIDS = 128 * 2**20, 256
+"""Of a runtime that is a kernel of its own, such as gVisor's: it lives within the container's bounds."""
 AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill what is that user's
 AGENT_OPEN_FILES = 4096
 SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
@@ -50,13 +53,14 @@ class Bounds:
     def of(cls, limits: Limits) -> "Bounds":
         return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
 
-    def config(self, *, has_tunnel: bool) -> dict[str, Any]:
-        """As the engine takes it, without swap, with what our own processes need beside."""
-        memory_bytes = self.memory_bytes + AGENT_BYTES + TUNNEL_BYTES * has_tunnel
+    def config(self, spec: CellSpec) -> dict[str, Any]:
+        """As the engine takes it, without swap, with what our own processes and the runtime need beside."""
+        has_way_out, is_kernel = has_tunnel(spec), spec.runtime not in (None, DEFAULT_RUNTIME)
+        memory_bytes = self.memory_bytes + AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
         return {
             "Memory": memory_bytes,
             "MemorySwap": memory_bytes,
-            "PidsLimit": self.pids + AGENT_PIDS + has_tunnel,
+            "PidsLimit": self.pids + AGENT_PIDS + has_way_out + SANDBOXED_PIDS * is_kernel,
             "NanoCpus": round((self.cpus or 0) * 1e9),
         }
 
@@ -137,7 +141,7 @@ def container_config(
         "StdinOnce": True,  # its end is the end of the host
         "Tty": False,
         "HostConfig": {
-            **Bounds.of(spec.limits).config(has_tunnel=has_tunnel(spec)),
+            **Bounds.of(spec.limits).config(spec),
             "AutoRemove": True,
             "CapAdd": list(AGENT_CAPABILITIES) if is_agent else [],
             "CapDrop": ["ALL"],

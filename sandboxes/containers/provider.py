@@ -179,7 +179,7 @@ class DockerProvider:
 
     def _bounds_of(self, spec: CellSpec, container: str) -> SharedBounds:
         async def change(bounds: Bounds) -> None:
-            await self._engine.limit(container, bounds.config(has_tunnel=has_tunnel(spec)))
+            await self._engine.limit(container, bounds.config(spec))
 
         return SharedBounds(Bounds.of(spec.limits), change)
 

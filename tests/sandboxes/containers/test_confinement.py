@@ -3,7 +3,8 @@
 1. no network, no capabilities but the agent's three, no new privileges, a read-only root; 2. memory without swap,
 processes, CPUs and disks as the limits say, the disks together no more than allowed; 3. nothing of a spec reaches the
 configuration but by its own field; 4. root and names are refused as users; 5. folders that cannot be a disk of their
-own are refused; 6. a runtime that is not installed is refused; 7. the network is a tunnel, whose user is neither root
+own are refused; 6. a runtime that is not installed is refused, and one
+that is a kernel of its own has room for itself; 7. the network is a tunnel, whose user is neither root
 nor the programs'.
 """
 
@@ -18,6 +19,8 @@ from areal_agent.errors import SandboxError
 from sandboxes.containers.confinement import (
     AGENT_BYTES,
     AGENT_PIDS,
+    SANDBOXED_BYTES,
+    SANDBOXED_PIDS,
     check,
     container_config,
     tunnel_user,
@@ -103,6 +106,12 @@ def test_workdir_that_is_refused(workdir: str) -> None:
 def test_runtime_that_is_not_installed() -> None:
     with pytest.raises(SandboxError, match=r"runsc.*runc"):
         check(CellSpec(limits=Limits(), runtime="runsc"), RUNTIMES)
+
+
+def test_room_of_a_runtime_that_is_a_kernel_of_its_own() -> None:
+    plain, sandboxed = (config_of(CellSpec(limits=Limits(), runtime=name))["HostConfig"] for name in ("runc", "runsc"))
+    assert sandboxed["Memory"] == sandboxed["MemorySwap"] == plain["Memory"] + SANDBOXED_BYTES
+    assert sandboxed["PidsLimit"] == plain["PidsLimit"] + SANDBOXED_PIDS
 
 
 def test_network_is_a_tunnel_and_no_interface() -> None:
