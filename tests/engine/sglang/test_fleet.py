@@ -62,7 +62,7 @@ async def running(python: str, model: Path, logs: Path) -> AsyncGenerator[Run]:
         kv_tokens=8 * CONTEXT,
         max_running_requests=16,
         startup_timeout_s=STARTUP_S,
-        hung_after_s=20.0,
+        hung_after_s=45.0,
         wait_s=STARTUP_S,
     )
     async with asyncio.timeout(DEADLINE_S), open_engine(config, model, OLD, logs) as engine:
