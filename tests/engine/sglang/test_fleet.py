@@ -21,6 +21,7 @@ from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import MemberState
+from areal_agent.engine.sglang.engine import SglangEngine
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.push import push
@@ -71,6 +72,15 @@ async def running(python: str, model: Path, logs: Path) -> AsyncGenerator[Run]:
         yield Run(engine=engine, fleet=engine.client)
 
 
+async def serve_again(url: str, model: Path, version: WeightVersion) -> None:
+    """Whatever other tests have left there: a fleet takes no server that is ahead of it."""
+    engine = SglangEngine(url)
+    try:
+        await engine.load(model, version)
+    finally:
+        await engine.aclose()
+
+
 @pytest.mark.slow
 async def test_servers_are_killed_stopped_and_added(
     sglang_python, real_model, real_other, real_server, ask, share, tmp_path
@@ -104,6 +114,7 @@ async def test_servers_are_killed_stopped_and_added(
             await push([fleet], replace(weights, crc32=weights.crc32 ^ 1), WeightVersion(step=10))
         await run.until_all_serve(NEXT)
 
+        await serve_again(real_server, real_model, OLD)
         await fleet.add(real_server)
         await run.until_all_serve(NEXT)
         await fleet.remove(run.engine.address.urls[0])
