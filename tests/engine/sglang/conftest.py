@@ -128,7 +128,7 @@ async def _real_stage(url: str, model: Path, other: Path) -> AsyncGenerator[Stag
         served = (await engine.info()).weight_version
         version = WeightVersion(step=served.step + 1)
         await engine.load(model, version)  # whatever the test before has left
-        yield Stage(engine=engine, model=model, other=other, old=version, is_real=True)
+        yield Stage(engine=engine, model=model, other=other, old=version, is_real=True, num_long=1000)
     finally:
         await engine.resume()
         await engine.aclose()

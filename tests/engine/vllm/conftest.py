@@ -19,6 +19,7 @@ from areal_agent.types import WeightVersion
 from ..sglang.conftest import CONTEXT, DEADLINE_S, STARTUP_S, Stage, with_tokenizer
 
 HEAD_DIM = 32  # the least that vLLM has attention for on a CPU
+LONG = 3500  # tokens: on busy cores its front end has told of the first when hundreds are sampled
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +76,7 @@ async def stage(vllm_server: str, vllm_model: Path, vllm_other: Path) -> AsyncGe
             served = (await engine.info()).weight_version
             version = WeightVersion(step=served.step + 1)
             await engine.load(vllm_model, version)  # whatever the test before has left
-            yield Stage(engine=engine, model=vllm_model, other=vllm_other, old=version, is_real=True, num_long=1000)
+            yield Stage(engine=engine, model=vllm_model, other=vllm_other, old=version, is_real=True, num_long=LONG)
         finally:
             await engine.resume()
             await engine.aclose()
