@@ -134,7 +134,7 @@ def offline_rate(side: str, folder: Path, num_requests: int, rounds: int) -> flo
 
 
 async def served_rates(plan: Plan, folder: Path, name: str, num_requests: int) -> dict[str, float]:
-    """All servers are up at once, idle but for the one whose turn it is. One that does not start is left out."""
+    """All servers are up at once, frozen but for the one whose turn it is. One that does not start is left out."""
     servers: dict[str, Server] = {}
     rates: dict[str, list[float]] = {}
     vocabulary = SHAPES[name].vocabulary
@@ -149,10 +149,14 @@ async def served_rates(plan: Plan, folder: Path, name: str, num_requests: int) -
                     rates[side] = []
                 except NotServing as error:
                     print(f"{side} failed: {error}", flush=True)
+                    continue
+                servers[side].freeze()
             for _, (side, values) in itertools.product(range(plan.rounds), rates.items()):
+                servers[side].go_on()
                 before_s = cpu_s(servers[side].process.pid)
                 await batch(client, servers[side], num_requests, vocabulary)
                 values.append(num_requests * NEW_TOKENS / (cpu_s(servers[side].process.pid) - before_s))
+                servers[side].freeze()
     finally:
         for server in servers.values():
             server.stop()

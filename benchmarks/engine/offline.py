@@ -3,12 +3,13 @@
     python benchmarks/engine/offline.py SIDE MODEL_FOLDER NUM_REQUESTS ROUNDS
 
 SIDE: `generate` (transformers' own), `continuous` (its continuous batching), or `floor`: what the matrix products and
-the reading of keys and values alone would take, each measured alone, on one thread.
+the reading of keys and values alone would take, on one thread.
 """
 
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,39 +79,42 @@ def by_continuous_batching(model: Any, num_requests: int) -> float:
 
 
 def floor(model: Any, num_requests: int) -> float:
-    """CPU-seconds of all requests' products, at full size, and of reading keys and values once a step."""
+    """CPU-seconds of all requests' products, at full size, and of reading keys and values once a step.
+
+    Each layer has weights of its own, as in the model: they come from the caches that hold all of it.
+    """
     config = model.config
     heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    shapes = [
+    layer = [
         (heads, config.hidden_size),
         (config.hidden_size, config.num_attention_heads * config.head_dim),
         (2 * config.intermediate_size, config.hidden_size),
         (config.hidden_size, config.intermediate_size),
     ]
-    layer_s = sum(product_s(num_requests, *shape) for shape in shapes)
-    head_s = product_s(num_requests, config.vocab_size, config.hidden_size)
+    layers = layer * config.num_hidden_layers
     chunk = 512
-    prefill_s = config.num_hidden_layers * sum(product_s(chunk, *shape) for shape in shapes) / chunk
+    prefill_s = products_s(chunk, layers) / chunk
     mean_length = PROMPT_TOKENS + NEW_TOKENS // 2
     kv_numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * mean_length
     keys = torch.randn(num_requests * kv_numbers)
-    read_s = fastest_s(lambda: keys.sum())
-    step_s = config.num_hidden_layers * layer_s + head_s + read_s
+    read_s = median_s(lambda: keys.sum())
+    step_s = products_s(num_requests, [*layers, (config.vocab_size, config.hidden_size)]) + read_s
     return NEW_TOKENS * step_s + num_requests * PROMPT_TOKENS * prefill_s
 
 
-def product_s(num_rows: int, num_outputs: int, num_inputs: int) -> float:
-    weight, x = torch.randn(num_outputs, num_inputs), torch.randn(num_rows, num_inputs)
-    return fastest_s(lambda: linear(x, weight))
+def products_s(num_rows: int, shapes: Sequence[tuple[int, int]]) -> float:
+    """Of all products with weights of these shapes, one after the other."""
+    pairs = [(torch.randn(num_rows, shape[1]), torch.randn(shape)) for shape in shapes]
+    return median_s(lambda: [linear(x, weight) for x, weight in pairs])
 
 
-def fastest_s(action: Callable[[], object]) -> float:
+def median_s(action: Callable[[], object]) -> float:
     times: list[float] = []
     for _ in range(30):
         started_s = time.thread_time()
         action()
         times.append(time.thread_time() - started_s)
-    return min(times)
+    return statistics.median(times)
 
 
 if __name__ == "__main__":

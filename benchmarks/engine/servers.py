@@ -7,6 +7,7 @@ PyPI has no CPU build of; a dense model calls none of them, and `sglang_cpu/` st
 import asyncio
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +36,16 @@ class Server:
     health_url: str
     body: Body  # of request number, ids and tokens to sample
 
+    def freeze(self) -> None:
+        """Let it take no CPU: an idle SGLang keeps a core busy, which slows what runs on the other."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
+        if self.process.poll() is None:
+            self.go_on()
         self.process.terminate()
         try:
             self.process.wait(20)
@@ -126,7 +136,11 @@ def _start(
     one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            argv, stdout=output, stderr=output, env={**os.environ, **one_thread, **(environment or {})}
+            argv,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **one_thread, **(environment or {})},
+            start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"
     return Server(process=process, url=url + path, health_url=url + "/health", body=body)
