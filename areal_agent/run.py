@@ -316,6 +316,7 @@ class Run:
             async with asyncio.timeout(limit_s):
                 loaded = await self._trainer.init(
                     model=weights,
+                    base=model,
                     trainer=config.trainer,
                     algorithm=config.algorithm,
                     seed=config.seed,

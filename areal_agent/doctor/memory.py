@@ -22,6 +22,13 @@ micro-batch, or the longest context where that may go alone. Bytes:
       and on a CPU, all in float32:
               24 H + 12 Q D + 8 K D + 16 I  + 8 (Q D + K D)
 
+      where adapters are trained (`trainer.lora`), of A parameters, beside M parameters in matrices of layers:
+         always                         4 P / N         weights; of the M on a GPU 2 M where files are in bfloat16
+                                       12 A / N         adapters and their moments; no reference
+         while it trains, besides       4 A / N         gradients, none of the output layer, and 2 (P - M) of copies
+                                        T L e R          a target: between the matrices of each adapter
+         while it publishes             e M             merged weights, on rank 0
+
     an engine                           e P             weights, e bytes each: 4 on a CPU, 2 on a GPU
                                         2 e L K D       keys and values of one token, times the tokens kept
                                         8 V R           logits of R running requests

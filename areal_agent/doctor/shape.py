@@ -10,7 +10,7 @@ Shapes: V vocabulary, H hidden, I intermediate, L layers, Q query and K key-valu
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -113,9 +113,32 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
+    def linear_layers(self) -> Mapping[str, tuple[int, int]]:
+        """Inputs and outputs of the matrices of one layer, by name."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return {
+            "q_proj": (hidden, self.query_size),
+            "k_proj": (hidden, self.kv_size),
+            "v_proj": (hidden, self.kv_size),
+            "o_proj": (self.query_size, hidden),
+            "gate_proj": (hidden, inner),
+            "up_proj": (hidden, inner),
+            "down_proj": (inner, hidden),
+        }
+
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Of the matrices of all layers."""
+        return self.num_layers * sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
+
+    def num_adapter_parameters(self, rank: int, modules: Collection[str]) -> int:
+        """Of adapters (LoRA) of these matrices in all layers: R (inputs + outputs) each."""
+        return self.num_layers * sum(rank * sum(self.linear_layers.get(name, ())) for name in modules)
+
+    @property
     def num_layer_parameters(self) -> int:
         """Of one layer."""
-        matrices = self.hidden_size * (2 * self.query_size + 2 * self.kv_size + 3 * self.intermediate_size)
+        matrices = sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.has_head_norms else 0)
         biases = self.query_size + 2 * self.kv_size if self.model_type in BIASED_TYPES else 0
         return matrices + norms + biases

@@ -13,6 +13,7 @@ from areal_agent.doctor.memory_parts import (
     sum_of,
 )
 from areal_agent.doctor.shape import ModelShape
+from areal_agent.trainer.config import LoraConfig
 
 LOGITS_A_CHUNK = 2**24  # algorithms/logprobs.py
 LOGIT_BYTES = 20
@@ -35,9 +36,10 @@ class TrainerMemory:
     def training(self) -> tuple[Part, ...]:
         """While gradients are computed."""
         shape = self.shape
-        copies = BFLOAT16_BYTES * shape.num_parameters if self.is_gpu else 0
+        copies = BFLOAT16_BYTES * (shape.num_parameters - self._held_in_bfloat16()) if self.is_gpu else 0
         gathered = FLOAT32_BYTES * (shape.num_embedding_parameters + 2 * shape.num_layer_parameters)
         gradient_bytes = FLOAT32_BYTES + (BFLOAT16_BYTES if self.is_gpu else 0)
+        head = 0 if self._lora else gradient_bytes * shape.num_embedding_parameters  # adapters leave it as it is
         return (
             *self._always(),
             *part_of("trainer: gradients", self._gradients()),
@@ -45,7 +47,7 @@ class TrainerMemory:
             *part_of("trainer: gathered layers", gathered if self._num_ranks > 1 else 0),
             *part_of("trainer: activations", self.activations()),
             *part_of("trainer: logits", LOGIT_BYTES * min(self.tokens * shape.vocab_size, LOGITS_A_CHUNK)),
-            *part_of("trainer: output layer's gradient", gradient_bytes * shape.num_embedding_parameters),
+            *part_of("trainer: output layer's gradient", head),
         )
 
     def updating(self) -> tuple[Part, ...]:
@@ -53,7 +55,7 @@ class TrainerMemory:
         return (
             *self._always(),
             *part_of("trainer: gradients", self._gradients()),
-            *part_of("trainer: AdamW's workspace", self._share(FLOAT32_BYTES * self.shape.num_parameters)),
+            *part_of("trainer: AdamW's workspace", self._share(FLOAT32_BYTES * self._trained_parameters())),
         )
 
     def loading(self) -> tuple[Part, ...]:
@@ -64,13 +66,15 @@ class TrainerMemory:
         )
 
     def publishing(self, rank: int) -> tuple[Part, ...]:
-        """Rank 0 has all weights in one piece when they were spread."""
-        whole = FLOAT32_BYTES * self.shape.num_parameters if self._num_ranks > 1 and rank == 0 else 0
-        return (*self._always(), *part_of("trainer: weights in one piece", whole))
+        """Rank 0 has all weights in one piece when they were spread, and those that adapters are merged with anyway."""
+        merged = self.shape.num_matrix_parameters if self._lora else 0
+        whole = FLOAT32_BYTES * (self.shape.num_parameters - merged) if self._num_ranks > 1 else 0
+        whole += self._published_item_bytes * merged
+        return (*self._always(), *part_of("trainer: weights in one piece", whole if rank == 0 else 0))
 
     def activations(self) -> int:
         """Of all tokens that go through the model at once, for the backward pass."""
-        layers, token = self.shape.num_layers, self.activation_bytes()
+        layers, token = self.shape.num_layers, self.activation_bytes() + self._adapter_activation_bytes()
         if not self.config.trainer.gradient_checkpointing:
             return self.tokens * (layers + 1) * token
         return self.tokens * (FLOAT32_BYTES * self.shape.hidden_size * layers + 2 * token)
@@ -115,13 +119,17 @@ class TrainerMemory:
     @property
     def published_bytes(self) -> int:
         """Of one set of weights as it is handed to engines."""
-        return (BFLOAT16_BYTES if self.is_gpu else FLOAT32_BYTES) * self.shape.num_parameters
+        return self._published_item_bytes * self.shape.num_parameters
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint: an export in float32, Adam's moments, and the models that are no export."""
+        """Of one checkpoint: an export in float32, Adam's moments, and the models that are no export.
+
+        Adapters are there twice: to go on with, and for others.
+        """
         critic, reference = self._critic_parameters(), self._reference_parameters()
-        return FLOAT32_BYTES * (3 * self.shape.num_parameters + 3 * critic + reference)
+        trained = (4 if self._lora else 2) * self._trained_parameters()
+        return FLOAT32_BYTES * (self.shape.num_parameters + trained + 3 * critic + reference)
 
     # ------------------------------------------------------------------------------------------- internals
 
@@ -134,10 +142,11 @@ class TrainerMemory:
         return self.config.trainer.num_ranks
 
     def _always(self) -> tuple[Part, ...]:
-        policy, critic = self.shape.num_parameters, self._critic_parameters()
+        trained, critic = self._trained_parameters(), self._critic_parameters()
         return (
-            Part(what="trainer: weights", num_bytes=self._share(FLOAT32_BYTES * policy)),
-            Part(what="trainer: Adam's moments", num_bytes=self._share(2 * FLOAT32_BYTES * policy)),
+            Part(what="trainer: weights", num_bytes=self._share(self._weight_bytes())),
+            *part_of("trainer: adapters", self._share(FLOAT32_BYTES * trained) if self._lora else 0),
+            Part(what="trainer: Adam's moments", num_bytes=self._share(2 * FLOAT32_BYTES * trained)),
             *part_of("trainer: critic with its moments", self._share(3 * FLOAT32_BYTES * critic)),
             *part_of("trainer: reference", self._share(FLOAT32_BYTES * self._reference_parameters())),
             *part_of("trainer: new weights for the engine", self.published_bytes if self._is_within_gpu else 0),
@@ -145,7 +154,7 @@ class TrainerMemory:
         )
 
     def _gradients(self) -> int:
-        return self._share(FLOAT32_BYTES * (self.shape.num_parameters + self._critic_parameters()))
+        return self._share(FLOAT32_BYTES * (self._trained_parameters() + self._critic_parameters()))
 
     def _whole_bytes(self) -> int:
         every = self.shape.num_parameters + self._reference_parameters() + self._critic_parameters()
@@ -155,7 +164,39 @@ class TrainerMemory:
         return self.shape.num_backbone_parameters + self.shape.hidden_size if self.config.algorithm.critic else 0
 
     def _reference_parameters(self) -> int:
-        return self.shape.num_parameters if self.config.algorithm.reference == "initial" else 0
+        """Where adapters are trained it is the model without them."""
+        has_own = self.config.algorithm.reference == "initial" and not self._lora
+        return self.shape.num_parameters if has_own else 0
+
+    def _trained_parameters(self) -> int:
+        lora = self._lora
+        if lora is None:
+            return self.shape.num_parameters
+        return self.shape.num_adapter_parameters(lora.rank, lora.target_modules)
+
+    def _weight_bytes(self) -> int:
+        """Of the policy's own."""
+        held = self._held_in_bfloat16()
+        return FLOAT32_BYTES * (self.shape.num_parameters - held) + BFLOAT16_BYTES * held
+
+    def _held_in_bfloat16(self) -> int:
+        """Parameters of the frozen matrices, on a GPU, where their files have them in no more."""
+        is_held = self._lora is not None and self.is_gpu and self.shape.dtype == "bfloat16"
+        return self.shape.num_matrix_parameters if is_held else 0
+
+    def _adapter_activation_bytes(self) -> int:
+        """Of one token in one layer, between the two matrices of each adapter."""
+        lora = self._lora
+        return 0 if lora is None else len(lora.target_modules) * lora.rank * self._published_item_bytes
+
+    @property
+    def _published_item_bytes(self) -> int:
+        """Of one number as this device multiplies it."""
+        return BFLOAT16_BYTES if self.is_gpu else FLOAT32_BYTES
+
+    @property
+    def _lora(self) -> LoraConfig | None:
+        return self.config.trainer.lora
 
     def _share(self, num_bytes: int) -> int:
         return -(-num_bytes // self._num_ranks)

@@ -48,6 +48,7 @@ class TrainerClient:
         self,
         *,
         model: Path,
+        base: Path | None = None,
         trainer: TrainerConfig,
         algorithm: AlgorithmConfig,
         seed: int,
@@ -58,7 +59,8 @@ class TrainerClient:
     ) -> TrainerInfo:
         """Load `model`, a Hugging Face folder; with `resume`, when it is a checkpoint, its training state too.
 
-        The first command. `chat_template` goes with every checkpoint; None: the one of `model`. The learning rate
+        The first command. `base` is the model folder that the run began with: a checkpoint has adapters only beside it.
+        `chat_template` goes with every checkpoint; None: the one of `model`. The learning rate
         follows a run of `num_steps`. `shared_memory` is the folder in which weights are published. Raises ConfigError
         for a model or a device that cannot be used.
         """
@@ -66,6 +68,7 @@ class TrainerClient:
             "init",
             {
                 "model": str(model),
+                "base": str(base) if base else None,
                 "trainer": trainer.model_dump(mode="json"),
                 "algorithm": algorithm.model_dump(mode="json"),
                 "seed": seed,

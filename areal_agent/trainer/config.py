@@ -2,12 +2,43 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from areal_agent.section import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): thin matrices that are trained in place of the model's own."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """The size between the two matrices of an adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What an adapter adds is multiplied by `alpha` through `rank`."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """The linear layers that get adapters, by the last part of their names; by default all of every layer."""
+
+    @property
+    def scale(self) -> float:
+        """Of what an adapter adds."""
+        return self.alpha / self.rank
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_each_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"names {twice[0]!r} twice; name it once")
+        return names
 
 
 class TrainerConfig(Section):
@@ -49,6 +80,11 @@ class TrainerConfig(Section):
     """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
     temporary directory, for where /dev/shm is too small, as it is in many containers. `cuda_ipc`: within the memory of
     the one GPU that the trainer and the embedded engine share."""
+    lora: LoraConfig | None = None
+    """Train adapters (LoRA), and leave the model as it is: optimiser and gradients are of the adapters alone, and the
+    reference is the model without them. Engines and checkpoints get the merged weights, checkpoints the adapters too.
+    They want a learning rate about ten times that of full training. `{}` takes the defaults below; by default, the
+    whole model is trained. See docs/lora.md."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Train steps between checkpoints."""
     keep_last: Annotated[int, Field(ge=1)] = 2

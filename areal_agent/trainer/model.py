@@ -6,7 +6,7 @@ It knows micro-batches, not losses or optimisers. With several ranks its paramet
 import copy
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Self, cast
+from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from areal_agent.algorithms.batching import MicroBatch
 from areal_agent.algorithms.logprobs import logprobs_and_entropy
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.attention import use_segment_attention
+from areal_agent.trainer.config import LoraConfig
 from areal_agent.trainer.group import ALONE, Group, whole
+from areal_agent.trainer.lora import Adapter
 from areal_agent.trainer.recomputation import recompute
 
 
@@ -39,6 +41,14 @@ def mixed_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
+class Measured(Protocol):
+    """What log-probabilities are taken of."""
+
+    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the micro-batch's loss tokens, [M] each, at the rollouts' temperatures."""
+        ...
+
+
 class Policy:
     """A causal language model with float32 weights; on cuda its matrices are multiplied in bfloat16."""
 
@@ -46,6 +56,7 @@ class Policy:
         # eval mode: dropout would make the proximal and the current policy differ without an update
         self.model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
         self.device = device
+        self.adapter: Adapter | None = None
         self._group = ALONE
         _choose_attention(self.model)
         self._loss_tokens = LossTokenForward(self.model)
@@ -77,6 +88,11 @@ class Policy:
         self.model.requires_grad_(False)
         return self
 
+    def adapt(self, config: LoraConfig, seed: int) -> None:
+        """From now on train adapters alone. Copies (`backbone`) that are to be trained whole have to be made before."""
+        is_gpu = self.device.type == "cuda"
+        self.adapter = Adapter.attach(self.model, decoder_layers(self._decoder), config, seed, is_gpu=is_gpu)
+
     def backbone(self) -> nn.Module:
         """A copy of everything below the output layer, with parameters of its own."""
         return copy.deepcopy(self._decoder)
@@ -95,27 +111,56 @@ class Policy:
         """What an engine on the same kind of device computes in."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
+    def trained_parameters(self) -> dict[str, Tensor]:
+        """By name; where there are several ranks, the shard of this one."""
+        return self.named_parameters() if self.adapter is None else self.adapter.parameters()
+
     def named_parameters(self) -> dict[str, Tensor]:
-        """By name, tied weights once; where there are several ranks, the shard of this one."""
-        return dict(self.model.named_parameters())
+        """All of the model but adapters, by name, tied weights once; of several ranks, the shard of this one."""
+        adapters = {} if self.adapter is None else self.adapter.parameters()
+        return {name: one for name, one in self.model.named_parameters() if name not in adapters}
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """As `named_parameters`, in one piece. Every rank has to ask; all but rank 0 are given nothing."""
-        parameters = ((name, whole(one.detach())) for name, one in self.model.named_parameters())
+        """As `named_parameters`, in one piece, merged with adapters. Every rank has to ask; all but rank 0 are given
+        nothing."""
+        parameters = ((name, self._whole(name, one)) for name, one in self.named_parameters().items())
         if self._group.rank == 0:
             return dict(parameters)
         for _ in parameters:
             pass  # its part in gathering
         return {}
 
+    def without_adapter(self) -> "WithoutAdapter":
+        """The model that adapters were given to, in the same memory."""
+        assert self.adapter is not None, "there is nothing to leave out"
+        return WithoutAdapter(self, self.adapter)
+
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the micro-batch's loss tokens, [M] each, at the rollouts' temperatures."""
         with mixed_precision(self.device):
             return self._loss_tokens(batch)
 
+    def _whole(self, name: str, parameter: Tensor) -> Tensor:
+        if self.adapter is None:
+            return whole(parameter.detach())
+        return self.adapter.merged(name, parameter, self.publish_dtype)
+
     @property
     def _decoder(self) -> nn.Module:
         return self.model.base_model
+
+
+class WithoutAdapter:
+    """A policy as it was before it was trained: the reference of one that has adapters."""
+
+    def __init__(self, policy: Policy, adapter: Adapter) -> None:
+        self._policy = policy
+        self._adapter = adapter
+
+    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """As that of the policy."""
+        with self._adapter.off():
+            return self._policy.logprobs_and_entropy(batch)
 
 
 class LossTokenForward(nn.Module):

@@ -18,11 +18,14 @@ class Optimizer:
         self._schedule = schedule or Schedule.of(config, num_updates=1)
         self._parameters = list(parameters)
         self.num_updates = 0
+        decayed = [one for one in self._parameters if one.ndim >= 2]
+        others = [one for one in self._parameters if one.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self._adamw = torch.optim.AdamW(
-            [
-                {"params": [one for one in self._parameters if one.ndim >= 2], "weight_decay": config.weight_decay},
-                {"params": [one for one in self._parameters if one.ndim < 2], "weight_decay": 0.0},
-            ],
+            [group for group in groups if group["params"]],  # adapters have matrices alone
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.epsilon,

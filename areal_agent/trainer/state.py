@@ -4,8 +4,12 @@ Reading and writing only; how a folder is published is checkpoint.py's. Both are
 own part: `torch.distributed.checkpoint` writes tensors as safetensors with their place in the whole, so that what N
 ranks have written M ranks can read. Nothing is pickled: numbers are JSON, and hyperparameters follow from the config.
 
-    training/shard-....safetensors   optimizer.*  generator  critic.*  critic_optimizer.*  reference.*
-             progress.json           numbers of updates, and which of these parts there are
+    training/shard-....safetensors   optimizer.*  generator  critic.*  critic_optimizer.*  reference.*  adapter.*
+             progress.json           numbers of updates, which of these parts there are, and what the adapters are
+    adapter/                         what was trained of a model with adapters, for others to load (adapter_folder.py)
+
+Where adapters are trained the export has them merged; what they were merged with is in the folder that the run began
+with, and only there.
 """
 
 import shutil
@@ -19,6 +23,7 @@ from typing import Any
 import orjson
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -30,17 +35,25 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from areal_agent.engine.stored_weights import weight_files
 from areal_agent.errors import ConfigError
 from areal_agent.manifest import MANIFEST
+from areal_agent.trainer.adapter_folder import write_adapter
 from areal_agent.trainer.checkpoint import RUN_STATE, TRAINING
+from areal_agent.trainer.config import LoraConfig
 from areal_agent.trainer.critic import Critic
+from areal_agent.trainer.group import whole
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
 
 PROGRESS = "progress.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+ADAPTER = "adapter"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and template files; what save_pretrained writes itself is not copied over."""
+
+ROUNDING = 2**-7
+"""What a merged weight may differ by from the same in bfloat16, which it is published in on a GPU."""
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -55,6 +68,8 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
     weights = get_model_state_dict(policy.model, options=WHOLE)  # all ranks take part, one has them in the end
     if not _is_first_rank():
         return
+    if policy.adapter is not None:
+        weights = policy.adapter.merge(_only_tensors(weights))
     once = {*policy.named_parameters(), *(name for name, _ in policy.model.named_buffers())}  # tied weights, too
     policy.model.save_pretrained(folder, state_dict={name: one for name, one in weights.items() if name in once})
     for pattern in COPIED:
@@ -66,11 +81,21 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
         (folder / CHAT_TEMPLATE).write_text(chat_template)
 
 
+def export_adapter(folder: Path, training: "Training", base: Path) -> None:
+    """Write what was trained beside the model in `base`, if it is adapters, to a folder of its own in `folder`."""
+    if training.lora is None:
+        return
+    matrices = {name: whole(one.detach()) for name, one in training.policy.trained_parameters().items()}
+    if _is_first_rank():
+        write_adapter(folder / ADAPTER, matrices, training.lora, base)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     """What going on needs besides the weights: optimiser and number of updates, random state, and two models."""
 
     policy: Policy
+    lora: LoraConfig | None  # what is trained of it; None: all
     optimizer: Optimizer
     generator: torch.Generator
     critic: Critic | None
@@ -83,20 +108,22 @@ class Training:
             found["critic_optimizer"] = (self.critic.model, self.critic.optimizer)
         return found
 
-    def models(self) -> Mapping[str, nn.Module]:
-        """By name, those that are no Hugging Face export."""
-        found: dict[str, nn.Module] = {}
+    def weights(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """By name, those of which there is no Hugging Face export. Tied ones come once."""
+        found: dict[str, Mapping[str, Tensor]] = {}
+        if self.lora is not None:
+            found["adapter"] = self.policy.trained_parameters()
         if self.critic is not None:
-            found["critic"] = self.critic.model
+            found["critic"] = dict(self.critic.model.named_parameters())
         if self.reference is not None:
-            found["reference"] = self.reference.model
+            found["reference"] = self.reference.named_parameters()
         return found
 
 
 def write_training(folder: Path, training: Training) -> None:
     """Write all of it. An optimiser that has made no update has nothing to write."""
     started = [name for name, (_, optimizer) in training.optimizers().items() if optimizer.adamw.state]
-    parts = [*training.models(), *started]
+    parts = [*training.weights(), *started]
     with _alone_without_warning():
         save(
             _tensors(training, parts),
@@ -104,14 +131,17 @@ def write_training(folder: Path, training: Training) -> None:
         )
     if _is_first_rank():
         num_updates = {name: optimizer.num_updates for name, (_, optimizer) in training.optimizers().items()}
-        (folder / TRAINING / PROGRESS).write_bytes(orjson.dumps({"parts": parts, "num_updates": num_updates}))
+        progress = {"parts": parts, "num_updates": num_updates, "lora": _lora(training)}
+        (folder / TRAINING / PROGRESS).write_bytes(orjson.dumps(progress))
 
 
 def read_training(folder: Path, training: Training) -> None:
-    """Restore what `write_training` wrote. Raises ConfigError when the run had no critic or no reference until now."""
+    """Restore what `write_training` wrote. Raises ConfigError when the run had no critic or no reference until now, or
+    trained something else."""
     progress: dict[str, Any] = orjson.loads((folder / TRAINING / PROGRESS).read_bytes())
-    parts = [name for name in progress["parts"] if name in {*training.models(), *training.optimizers()}]
-    for name in training.models():
+    _require_same_lora(progress.get("lora"), training, folder)
+    parts = [name for name in progress["parts"] if name in {*training.weights(), *training.optimizers()}]
+    for name in training.weights():
         _require(name, parts, folder)
     tensors = _tensors(training, parts)
     with _alone_without_warning():
@@ -119,13 +149,15 @@ def read_training(folder: Path, training: Training) -> None:
     _take(training, tensors)
     for name, (_, optimizer) in training.optimizers().items():
         optimizer.num_updates = int(progress["num_updates"][name])
+    if training.lora is not None:
+        _require_same_base(folder, training.policy)
 
 
 def _tensors(training: Training, parts: list[str]) -> dict[str, Tensor]:
-    """The named parts as tensors, of each rank its share: what is written, or read into. Tied weights come once."""
+    """The named parts as tensors, of each rank its share: what is written, or read into."""
     tensors = {"generator": training.generator.get_state()}
-    for name, model in training.models().items():
-        tensors |= {f"{name}.{key}": one.detach() for key, one in model.named_parameters()}
+    for name, weights in training.weights().items():
+        tensors |= {f"{name}.{key}": one.detach() for key, one in weights.items()}
     for name, (model, optimizer) in training.optimizers().items():
         if name in parts:
             state = get_optimizer_state_dict(model, optimizer.adamw, options=FLAT)
@@ -165,6 +197,32 @@ def _require(name: str, parts: list[str], folder: Path) -> None:
             f"cannot resume: the checkpoint {str(folder)!r} was saved without a {name}, which the algorithm now asks "
             "for; resume with the algorithm that the run began with"
         )
+
+
+def _lora(training: Training) -> dict[str, Any] | None:
+    return None if training.lora is None else training.lora.model_dump(mode="json")
+
+
+def _require_same_lora(saved: dict[str, Any] | None, training: Training, folder: Path) -> None:
+    if saved != _lora(training):
+        raise ConfigError(
+            f"cannot resume: the checkpoint {str(folder)!r} was saved with trainer.lora = {saved}, and the config now "
+            f"says {_lora(training)}; resume with what the run began with"
+        )
+
+
+def _require_same_base(folder: Path, policy: Policy) -> None:
+    """Merged with its adapters, the model has to be what was exported: else they stand beside other weights now."""
+    merged = policy.whole_parameters()  # all ranks take part, one has them in the end
+    for file in weight_files(folder) if merged else ():
+        with safe_open(folder / file, framework="pt") as exported:
+            for name in set(exported.keys()) & set(merged):
+                one = merged[name].to("cpu", torch.float32)
+                if not torch.allclose(exported.get_tensor(name), one, rtol=ROUNDING, atol=1e-5):
+                    raise ConfigError(
+                        f"cannot resume: the adapters of {str(folder)!r} were trained beside other weights than those "
+                        f"that were loaded now ({name!r} differs); give the model that the run began with"
+                    )
 
 
 def _alone_without_warning() -> AbstractContextManager[object]:

@@ -32,7 +32,7 @@ from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.critic import Critic
 from areal_agent.trainer.group import ALONE, Group
 from areal_agent.trainer.micro_batches import MicroBatches
-from areal_agent.trainer.model import Policy
+from areal_agent.trainer.model import Measured, Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.step_input import StepInput
 from areal_agent.trainer.step_metrics import (
@@ -75,7 +75,7 @@ class Stepper:
         algorithm: AlgorithmConfig,
         config: TrainerConfig,
         *,
-        reference: Policy | None = None,
+        reference: Measured | None = None,
         critic: Critic | None = None,
         group: Group = ALONE,
     ) -> None:

@@ -20,7 +20,7 @@ from areal_agent.trainer.model import Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.reports import StepReport, TrainerInfo
 from areal_agent.trainer.schedule import Schedule
-from areal_agent.trainer.state import Training, read_training, write_export, write_training
+from areal_agent.trainer.state import Training, export_adapter, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.step_input import StepInput
 from areal_agent.types import JsonObject, Weights
@@ -56,12 +56,15 @@ class Trainer:
         self._step = 0
         schedule = Schedule.of(config, num_steps * algorithm.minibatches)
         self._critic = _new_critic(policy, config, algorithm, schedule, group)  # a copy of the whole policy
+        if config.lora is not None:
+            policy.adapt(config.lora, seed)
         if config.gradient_checkpointing:
             policy.recompute_layers()
         policy.shard(group)
         if reference is not None:
             reference.shard(group)
-        self._optimizer = Optimizer(policy.model.parameters(), config, schedule)
+        self._optimizer = Optimizer(policy.trained_parameters().values(), config, schedule)
+        is_own_reference = config.lora is not None and algorithm.reference == "initial"
         self._generator = torch.Generator().manual_seed(seed)
         self._reference = reference
         self._stepper = Stepper(
@@ -70,7 +73,7 @@ class Trainer:
             self._generator,
             algorithm,
             config,
-            reference=reference,
+            reference=policy.without_adapter() if is_own_reference else reference,
             critic=self._critic,
             group=group,
         )
@@ -81,6 +84,7 @@ class Trainer:
         cls,
         folder: Path,
         *,
+        base: Path | None = None,
         config: TrainerConfig,
         algorithm: AlgorithmConfig,
         seed: int,
@@ -93,14 +97,16 @@ class Trainer:
     ) -> Self:
         """Load a Hugging Face folder. With `resume` a checkpoint goes on exactly where it was saved; without, only its
         weights are taken. Checkpoints get `chat_template`, or the folder's own; the learning rate follows a run of
-        `num_steps`. As one rank of a `group`, with a device of its own. Raises ConfigError."""
+        `num_steps`. Adapters of a checkpoint go on beside the weights of `base`, the folder that the run began with. As
+        one rank of a `group`, with a device of its own. Raises ConfigError."""
         device = device or choose_device(config.device)
         checkpoint = _checkpoint_in(folder) if resume else None
-        has_reference = algorithm.reference == "initial"
+        has_reference = algorithm.reference == "initial" and config.lora is None
+        source = base if base is not None and checkpoint is not None and config.lora is not None else folder
         trainer = cls(
-            Policy.load(folder, device),
-            reference=Policy.load(folder, device).frozen() if has_reference else None,
-            source=folder,
+            Policy.load(source, device),
+            reference=Policy.load(source, device).frozen() if has_reference else None,
+            source=source,
             config=config,
             algorithm=algorithm,
             seed=seed,
@@ -168,12 +174,14 @@ class Trainer:
 
     def _write(self, folder: Path) -> None:
         write_export(folder, self._policy, self._source, self._chat_template)
+        export_adapter(folder, self._training, self._source)
         write_training(folder, self._training)
 
     @property
     def _training(self) -> Training:
         return Training(
             policy=self._policy,
+            lora=self._config.lora,
             optimizer=self._optimizer,
             generator=self._generator,
             critic=self._critic,

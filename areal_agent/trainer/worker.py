@@ -114,6 +114,7 @@ class Worker:
             group = Group.join(self._rank, config.num_ranks, Path(arguments["rendezvous"]), device)
         self._trainer = Trainer.load(
             Path(arguments["model"]),
+            base=Path(arguments["base"]) if arguments["base"] else None,
             config=config,
             algorithm=AlgorithmConfig.model_validate(arguments["algorithm"]),
             seed=arguments["seed"],

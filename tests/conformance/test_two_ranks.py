@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.step_input import StepInput
 from areal_agent.trainer.trainer import Trainer
 from tests.trainer.lab import GRADIENT_DESCENT, Lab
@@ -21,13 +21,17 @@ BUDGET = 100
 PACKINGS = ("first_fit", "padded")
 WITH_ALL = AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1, kl_in="reward", minibatches=2)
 """Proximal, reference and values are all measured before the updates."""
+WITH_REFERENCE = AlgorithmConfig(reference="initial", kl_coefficient=0.1)
+LORA = LoraConfig(rank=4, alpha=8.0)
 LABS = {
     **{preset: (GRADIENT_DESCENT, AlgorithmConfig(preset=preset)) for preset in PRESETS},
     **{packing: (GRADIENT_DESCENT.model_copy(update={"packing": packing}), AlgorithmConfig()) for packing in PACKINGS},
     "with all": (GRADIENT_DESCENT.model_copy(update={"learning_rate": 1e4}), WITH_ALL),
+    "adapters": (GRADIENT_DESCENT.model_copy(update={"lora": LORA}), WITH_REFERENCE),
     "recomputed": (GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": True}), AlgorithmConfig(preset="ppo")),
 }
-TRAINER = (TrainerConfig(learning_rate=1e-3, tokens_per_micro_batch=BUDGET), WITH_ALL)
+TRAINER = TrainerConfig(learning_rate=1e-3, tokens_per_micro_batch=BUDGET)
+TRAINERS = {"whole": (TRAINER, WITH_ALL), "adapters": (TRAINER.model_copy(update={"lora": LORA}), WITH_REFERENCE)}
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +44,23 @@ def second(make_batch, as_input) -> StepInput:
     return as_input(make_batch(2))
 
 
-def one_rank(model: Path, folder: Path) -> Trainer:
-    config, algorithm = TRAINER
-    return Trainer.load(model, config=config, algorithm=algorithm, seed=0, shared_memory=folder)
+def one_rank(model: Path, name: str, base: Path, folder: Path) -> Trainer:
+    config, algorithm = TRAINERS[name]
+    return Trainer.load(model, base=base, config=config, algorithm=algorithm, seed=0, shared_memory=folder)
 
 
 @pytest.fixture(scope="module")
-def saved_by_one(model_folder, first, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("one")
-    trainer = one_rank(model_folder, folder)
-    trainer.train_step(first)
-    saved = trainer.save(folder, step=1, incarnation=0)
-    trainer.close()
-    assert saved is not None
-    return saved.path
+def saved_by_one(model_folder, first, tmp_path_factory) -> dict[str, Path]:
+    saved: dict[str, Path] = {}
+    for name in TRAINERS:
+        folder = tmp_path_factory.mktemp(name)
+        trainer = one_rank(model_folder, name, model_folder, folder)
+        trainer.train_step(first)
+        checkpoint = trainer.save(folder, step=1, incarnation=0)
+        trainer.close()
+        assert checkpoint is not None
+        saved[name] = checkpoint.path
+    return saved
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +69,7 @@ def outcome(model_folder, first, second, saved_by_one, tmp_path_factory) -> Outc
         name: (config.model_copy(update={"tokens_per_micro_batch": BUDGET}), algorithm)
         for name, (config, algorithm) in LABS.items()
     }
-    work = Work(model=model_folder, first=first, second=second, labs=labs, trainer=TRAINER, checkpoint=saved_by_one)
+    work = Work(model=model_folder, first=first, second=second, labs=labs, trainers=TRAINERS, checkpoints=saved_by_one)
     return run_two_ranks(work, tmp_path_factory.mktemp("two"))
 
 
@@ -83,15 +90,17 @@ def test_case_09_ranks_have_equally_many_micro_batches(outcome, name):
     assert outcome.metrics[name]["num_micro_batches"] % 2 == 0
 
 
-def test_case_15_a_checkpoint_of_two_ranks_resumes_at_one(outcome, second, tmp_path):
-    trainer = one_rank(Path(outcome.saved), tmp_path)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_case_15_a_checkpoint_of_two_ranks_resumes_at_one(outcome, model_folder, second, tmp_path, name):
+    trainer = one_rank(Path(outcome.saved[name]), name, model_folder, tmp_path)
     trainer.train_step(second)
-    torch.testing.assert_close(flat(trainer), outcome.straight, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(flat(trainer), outcome.straight[name], atol=1e-5, rtol=1e-4)
     trainer.close()
 
 
-def test_case_15_a_checkpoint_of_one_rank_resumes_at_two(outcome, saved_by_one, second, tmp_path):
-    trainer = one_rank(saved_by_one, tmp_path)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_case_15_a_checkpoint_of_one_rank_resumes_at_two(outcome, model_folder, saved_by_one, second, tmp_path, name):
+    trainer = one_rank(saved_by_one[name], name, model_folder, tmp_path)
     trainer.train_step(second)
-    torch.testing.assert_close(outcome.resumed, flat(trainer), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(outcome.resumed[name], flat(trainer), atol=1e-5, rtol=1e-4)
     trainer.close()

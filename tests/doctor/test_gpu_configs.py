@@ -22,6 +22,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
     [
         ("qwen3_0.6b_1gpu", QWEN3_06B, 1, 24),
         ("qwen3_1.7b_1gpu", QWEN3_17B, 1, 80),
+        ("qwen3_4b_1gpu_lora", QWEN3_4B, 1, 80),
         ("qwen3_4b_8gpu", QWEN3_4B, 8, 80),
     ],
 )

@@ -4,6 +4,7 @@
 - the trainer's parts on one GPU; with several ranks each has its share, and what is gathered and published whole
 - activations with and without gradient checkpointing; the longest context counts where it may go alone
 - a reference and a critic are counted, and in the checkpoint
+- adapters take what is trained of them, and no reference
 - an engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself
 - an engine that lends its keys' memory has them when the trainer does not train
 - servers with shards stand on their GPUs; one that runs already takes nothing
@@ -119,6 +120,28 @@ def test_a_reference_and_a_critic_are_counted() -> None:
     assert found["trainer: gradients"] == 4 * (PARAMETERS + critic)
     memory = TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=True)
     assert memory.checkpoint_bytes == 12 * PARAMETERS + 12 * critic + 4 * PARAMETERS
+
+
+def test_adapters_take_the_memory_of_what_is_trained() -> None:
+    lora = {"rank": 32, "target_modules": ["q_proj", "down_proj"]}
+    asked = config(trainer={"lora": lora}, algorithm={"reference": "initial", "kl_coefficient": 0.1})
+    found = parts_of(asked, ONE_GPU, 0)
+    adapters = 28 * 32 * ((1024 + 2048) + (3072 + 1024))
+    matrices = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
+    assert {what: size for what, size in found.items() if what.startswith("trainer")} == {
+        "trainer: weights": 4 * (PARAMETERS - matrices) + 2 * matrices,
+        "trainer: adapters": 4 * adapters,
+        "trainer: Adam's moments": 8 * adapters,
+        "trainer: gradients": 4 * adapters,
+        "trainer: weights in bfloat16": 2 * (PARAMETERS - matrices),
+        "trainer: activations": 8192 * 29 * (86_016 + 2 * 2 * 32),
+        "trainer: logits": 20 * 2**24,
+        "trainer: CUDA": CUDA_CONTEXT_BYTES,
+    }
+    memory = TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=True)
+    published = {part.what: part.num_bytes for part in memory.publishing(0)}
+    assert published["trainer: weights in one piece"] == 2 * matrices
+    assert memory.checkpoint_bytes == 4 * PARAMETERS + 16 * adapters
 
 
 def test_the_keys_of_a_server_are_those_asked_for_or_what_its_share_leaves() -> None:

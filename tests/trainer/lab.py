@@ -41,6 +41,8 @@ class Lab:
             rate = algorithm.critic_learning_rate
             self.critic = Critic(self.policy, config, learning_rate=rate, clip=algorithm.value_clip, group=group)
         other = Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None
+        if config.lora is not None:
+            self.policy.adapt(config.lora, seed=0)
         if config.gradient_checkpointing:
             self.policy.recompute_layers()
         for policy in (self.policy, other):
@@ -48,7 +50,7 @@ class Lab:
                 policy.shard(group)
         self.stepper = Stepper(
             self.policy,
-            Optimizer(self.policy.model.parameters(), config),
+            Optimizer(self.policy.trained_parameters().values(), config),
             torch.Generator().manual_seed(0),
             algorithm,
             config.model_copy(update={"tokens_per_micro_batch": budget}),

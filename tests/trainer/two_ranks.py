@@ -24,14 +24,14 @@ from tests.trainer.lab import CPU, Lab
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One train step each of `labs`, by name: (config, algorithm). Then a trainer, with and without a checkpoint."""
+    """One train step each of `labs`, by name: (config, algorithm). Then trainers, with and without a checkpoint."""
 
     model: Path
     first: StepInput
     second: StepInput
     labs: Mapping[str, tuple[TrainerConfig, AlgorithmConfig]]
-    trainer: tuple[TrainerConfig, AlgorithmConfig]
-    checkpoint: Path  # of one rank, after the first step
+    trainers: Mapping[str, tuple[TrainerConfig, AlgorithmConfig]]
+    checkpoints: Mapping[str, Path]  # of one rank, after the first step, by trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Outcome:
 
     weights: Mapping[str, torch.Tensor]  # after the step, by lab
     metrics: Mapping[str, Mapping[str, float]]
-    saved: str  # a checkpoint of two ranks after the first step
-    straight: torch.Tensor  # weights after both steps
-    resumed: torch.Tensor  # the same, resumed from the checkpoint of one rank
+    saved: Mapping[str, str]  # a checkpoint of two ranks after the first step, by trainer
+    straight: Mapping[str, torch.Tensor]  # weights after both steps
+    resumed: Mapping[str, torch.Tensor]  # the same, resumed from the checkpoint of one rank
 
 
 def run_two_ranks(work: Work, folder: Path) -> Outcome:
@@ -70,23 +70,30 @@ def main(rank: int, folder: Path) -> None:
         lab = Lab(work.model, config, algorithm, config.tokens_per_micro_batch, group=group)
         metrics[name] = lab.stepper.train(work.first)
         weights[name] = lab.weights()
-    trainer = load(work.model, work, folder, group)
-    trainer.train_step(work.first)
-    saved = trainer.save(folder / "checkpoints", step=1, incarnation=0)
-    trainer.train_step(work.second)
-    straight = flat(trainer)
-    trainer = load(work.checkpoint, work, folder, group)
-    trainer.train_step(work.second)
-    resumed = flat(trainer)
-    if saved is not None:
-        found = {"weights": weights, "metrics": metrics, "straight": straight, "resumed": resumed}
-        torch.save({**found, "saved": str(saved.path)}, folder / "outcome.pt")
+    saved: dict[str, str] = {}
+    straight: dict[str, torch.Tensor] = {}
+    resumed: dict[str, torch.Tensor] = {}
+    for name in work.trainers:
+        trainer = load(work.model, name, work, folder, group)
+        trainer.train_step(work.first)
+        checkpoint = trainer.save(folder / name, step=1, incarnation=0)
+        trainer.train_step(work.second)
+        straight[name] = flat(trainer)
+        trainer = load(work.checkpoints[name], name, work, folder, group)
+        trainer.train_step(work.second)
+        resumed[name] = flat(trainer)
+        saved |= {name: str(checkpoint.path)} if checkpoint else {}
+    if rank == 0:
+        found = {"weights": weights, "metrics": metrics, "saved": saved, "straight": straight, "resumed": resumed}
+        torch.save(found, folder / "outcome.pt")
     group.leave()
 
 
-def load(model: Path, work: Work, folder: Path, group: Group) -> Trainer:
-    config, algorithm = work.trainer
-    return Trainer.load(model, config=config, algorithm=algorithm, seed=0, shared_memory=folder, group=group)
+def load(model: Path, name: str, work: Work, folder: Path, group: Group) -> Trainer:
+    config, algorithm = work.trainers[name]
+    return Trainer.load(
+        model, base=work.model, config=config, algorithm=algorithm, seed=0, shared_memory=folder, group=group
+    )
 
 
 def flat(trainer: Trainer) -> torch.Tensor:

@@ -1,0 +1,327 @@
+"""Adapters (LoRA) on a real, tiny model.
+
+- New adapters change nothing. Their gradients are those of merged weights, by the chain rule; layers that are computed
+  again give the same.
+- Merged weights give the log-probabilities that the policy gives; they are what is published and exported.
+- A train step changes adapters alone; optimiser and gradients hold nothing else; rewarded tokens become likelier.
+- The reference is the model without them, in the same memory; a critic is trained whole.
+- A checkpoint goes on bit for bit beside the weights that the run began with, and beside nothing else.
+- The adapter's own folder holds what PEFT reads.
+- On a GPU frozen weights are held in bfloat16 where that loses nothing.
+- A name that no layer has is refused, as is one that is given twice.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.samples import sample_of
+from areal_agent.errors import ConfigError
+from areal_agent.trainer.config import LoraConfig, TrainerConfig
+from areal_agent.trainer.group import ALONE
+from areal_agent.trainer.lora import Adapter, LoraLinear
+from areal_agent.trainer.micro_batches import MicroBatches
+from areal_agent.trainer.trainer import Trainer
+from tests.trainer.lab import CPU, GRADIENT_DESCENT, PLAIN, Lab
+from tests.trainer.two_ranks import flat
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+DESCENT = GRADIENT_DESCENT.model_copy(update={"lora": LORA})
+LEARNING = TrainerConfig(learning_rate=2e-2, warmup_fraction=0.0, weight_decay=0.0, lora=LORA)
+REFERRED = AlgorithmConfig(reference="initial", kl_coefficient=0.1)
+
+
+def randomise(lab: Lab) -> None:
+    """New adapters are nothing: let them be something."""
+    generator = torch.Generator().manual_seed(5)
+    for matrix in lab.policy.trained_parameters().values():
+        matrix.data.normal_(0.0, 0.05, generator=generator)
+
+
+def merged_model(lab: Lab, folder: Path) -> PreTrainedModel:
+    """A plain model with the weights that the policy publishes."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.load_state_dict(lab.policy.whole_parameters(), strict=False)
+    return model
+
+
+def measured(lab: Lab, given, model=None) -> torch.Tensor:
+    """Log-probabilities of all loss tokens, by the policy or by what stands in for it."""
+    batches = [
+        batch for one in given.records for _, batch in MicroBatches(LEARNING, CPU, ALONE).share([sample_of(one)])
+    ]
+    with torch.no_grad():
+        return torch.cat([(model or lab.policy).logprobs_and_entropy(batch)[0] for batch in batches])
+
+
+def plain(model: PreTrainedModel, given) -> torch.Tensor:
+    """The same by transformers, a sequence at a time."""
+    found = []
+    for record in given.records:
+        ids = torch.from_numpy(record.token_ids).long()
+        logits = model(input_ids=ids[None]).logits[0, :-1] / torch.from_numpy(record.temperatures)[1:, None]
+        logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
+        found.append(logprobs[torch.from_numpy(record.loss_mask)[1:]].detach())
+    return torch.cat(found)
+
+
+def test_new_adapters_change_nothing(model_folder, make_batch, as_input):
+    given = as_input(make_batch(1))
+    assert torch.equal(measured(Lab(model_folder, DESCENT), given), measured(Lab(model_folder), given))
+
+
+def test_gradients_are_those_of_merged_weights_by_the_chain_rule(model_folder, make_batch, as_input):
+    record = make_batch(1).records[0]
+    lab = Lab(model_folder, DESCENT)
+    randomise(lab)
+    matrices = lab.policy.trained_parameters()
+    lab.logprobs(record).sum().backward()
+    ours = {name: matrix.grad for name, matrix in matrices.items()}
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    leaves = {name: matrix.detach().clone().requires_grad_() for name, matrix in matrices.items()}
+    weights = dict(model.named_parameters())
+    for name in {one.rpartition(".lora_")[0] for one in leaves}:
+        product = leaves[f"{name}.lora_B.weight"] @ leaves[f"{name}.lora_A.weight"]
+        weights[f"{name}.weight"] = weights[f"{name}.weight"].detach() + 2.0 * product  # alpha / rank
+    ids = torch.from_numpy(record.token_ids).long()
+    logits = functional_call(model, weights, kwargs={"input_ids": ids[None]}).logits[0, :-1]
+    logprobs = torch.log_softmax(logits / torch.from_numpy(record.temperatures)[1:, None], dim=-1)
+    logprobs.gather(1, ids[1:, None]).sum().backward()
+    assert len(leaves) == 2 * 2 * 7  # two matrices, two layers, seven linear layers each
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(ours[name], leaf.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_layers_that_are_computed_again_give_the_same_gradient(model_folder, make_batch, as_input):
+    given = as_input(make_batch(1))
+    moved = []
+    for checkpointing in (False, True):
+        lab = Lab(model_folder, DESCENT.model_copy(update={"gradient_checkpointing": checkpointing}))
+        moved.append(lab.gradient(given))
+    assert moved[0].abs().max() > 0
+    torch.testing.assert_close(moved[0], moved[1], atol=1e-6, rtol=1e-4)
+
+
+def test_merged_weights_give_the_same_log_probabilities(model_folder, make_batch, as_input):
+    given = as_input(make_batch(1))
+    lab = Lab(model_folder, LEARNING)
+    for _ in range(3):
+        lab.stepper.train(given)
+    before = measured(Lab(model_folder), given)
+    ours = measured(lab, given)
+    assert (ours - before).abs().max() > 1e-2
+    torch.testing.assert_close(plain(merged_model(lab, model_folder), given), ours, atol=1e-5, rtol=0)
+
+
+def test_a_train_step_changes_adapters_alone(model_folder, make_batch, as_input):
+    lab = Lab(model_folder, LEARNING)
+    before = {name: one.detach().clone() for name, one in lab.policy.model.named_parameters()}
+    lab.stepper.train(as_input(make_batch(1)))
+    after = dict(lab.policy.model.named_parameters())
+    moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    # the first update moves B alone, for the gradient of A goes through it
+    assert moved == {name for name in lab.policy.trained_parameters() if ".lora_B." in name}
+    lab.stepper.train(as_input(make_batch(1)))
+    moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    assert moved == set(lab.policy.trained_parameters())
+
+
+def test_the_optimiser_holds_adapters_alone(model_folder, make_batch, as_input, load_trainer):
+    trainer = load_trainer(model_folder)
+    trainer.train_step(as_input(make_batch(1)))
+    states = trainer._optimizer.adamw.state
+    sizes = sum(one.numel() for state in states.values() for one in state.values() if one.ndim)
+    # two moments of 4 (inputs + outputs) numbers: q and o 32, k and v 16, gate and up 48, down 32 of 48; two layers
+    each_layer = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    assert sizes == 2 * 2 * each_layer
+    frozen = trainer._policy.named_parameters().values()
+    assert all(one.grad is None and not one.requires_grad for one in frozen)
+
+
+def test_rewarded_tokens_become_likelier(model_folder, make_batch, as_input):
+    given = as_input(make_batch(1))
+    lab = Lab(model_folder, LEARNING, PLAIN)
+    counts = [int(record.loss_mask.sum()) for record in given.records]
+    is_rewarded = torch.tensor([given.rewards[one.session_id] > 0 for one in given.records])
+
+    def gap() -> float:
+        means = torch.stack([part.mean() for part in measured(lab, given).split(counts)])
+        return float(means[is_rewarded].mean() - means[~is_rewarded].mean())
+
+    before = gap()
+    for _ in range(8):
+        lab.stepper.train(given)
+    assert gap() > before + 0.5
+
+
+def test_the_reference_is_the_model_without_adapters(model_folder, make_batch, as_input):
+    given = as_input(make_batch(1))
+    lab = Lab(model_folder, DESCENT)
+    randomise(lab)
+    ours = measured(lab, given)
+    reference = lab.policy.without_adapter()
+    torch.testing.assert_close(measured(lab, given, reference), measured(Lab(model_folder), given), atol=0, rtol=0)
+    assert torch.equal(measured(lab, given), ours)
+
+
+def test_a_divergence_from_the_reference_needs_no_second_model(load_trainer, model_folder, make_batch, as_input):
+    trainer = load_trainer(model_folder, algorithm=REFERRED)
+    first = trainer.train_step(as_input(make_batch(1))).metrics
+    second = trainer.train_step(as_input(make_batch(2))).metrics
+    assert first["kl_ref"] == pytest.approx(0.0, abs=1e-6)
+    assert second["kl_ref"] > 1e-5
+    assert trainer._training.reference is None
+
+
+def test_a_critic_is_trained_whole(load_trainer, model_folder, make_batch, as_input):
+    trainer = load_trainer(model_folder, algorithm=AlgorithmConfig(preset="ppo"))
+    critic = trainer._critic
+    assert critic is not None
+    before = {name: one.detach().clone() for name, one in critic.model.named_parameters()}
+    assert not any("lora" in name for name in before)
+    for step in (1, 2):  # at first its output layer is zero, and no gradient goes through it
+        trainer.train_step(as_input(make_batch(step)))
+    assert all(not torch.equal(one, before[name]) for name, one in critic.model.named_parameters())
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def load_trainer(tmp_path):
+    trainers: list[Trainer] = []
+
+    def load(folder: Path, base: Path | None = None, *, lora: LoraConfig | None = LORA, algorithm=PLAIN) -> Trainer:
+        config = TrainerConfig(learning_rate=1e-2, warmup_fraction=0.0, lora=lora)
+        trainers.append(
+            Trainer.load(
+                folder, base=base, config=config, algorithm=algorithm, seed=0, shared_memory=tmp_path, num_steps=10
+            )
+        )
+        return trainers[-1]
+
+    yield load
+    for trainer in trainers:
+        trainer.close()
+
+
+@pytest.fixture
+def trained(load_trainer, model_folder, make_batch, as_input, tmp_path):
+    """A trainer after two steps, and its checkpoint."""
+    trainer = load_trainer(model_folder, algorithm=REFERRED)
+    for step in (1, 2):
+        trainer.train_step(as_input(make_batch(step)))
+    return trainer, trainer.save(tmp_path / "checkpoints", step=2, incarnation=0).path
+
+
+def test_a_checkpoint_goes_on_exactly(trained, load_trainer, model_folder, make_batch, as_input):
+    steady, saved = trained
+    resumed = load_trainer(saved, model_folder, algorithm=REFERRED)
+    assert resumed.info.step == 2
+    for step in (3, 4):
+        both = [one.train_step(as_input(make_batch(step))).metrics for one in (steady, resumed)]
+        ours, theirs = ({name: value for name, value in one.items() if "seconds" not in name} for one in both)
+        assert ours == theirs
+        assert torch.equal(flat(steady), flat(resumed))
+
+
+def test_the_export_is_the_merged_model(trained):
+    trainer, saved = trained
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    assert torch.equal(flat(trainer), torch.cat([one.flatten() for one in model.parameters()]))
+
+
+def test_a_checkpoint_keeps_no_second_model(trained, model_folder):
+    _, saved = trained
+    tensors = {
+        name: one for file in (saved / "training").glob("*.safetensors") for name, one in load_file(file).items()
+    }
+    assert sum(name.startswith("adapter.") for name in tensors) == 28
+    assert all(".lora_" in name for name in tensors if name != "generator")
+
+
+def test_the_adapters_own_folder_has_what_peft_reads(trained, model_folder):
+    _, saved = trained
+    config = json.loads((saved / "adapter" / "adapter_config.json").read_bytes())
+    assert (config["peft_type"], config["task_type"], config["r"], config["lora_alpha"]) == ("LORA", "CAUSAL_LM", 4, 8)
+    assert config["base_model_name_or_path"] == str(model_folder)
+    matrices = load_file(saved / "adapter" / "adapter_model.safetensors")
+    weights = load_file(model_folder / "model.safetensors")
+    exported = load_file(saved / "model.safetensors")
+    for name in ("model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"):
+        a, b = (matrices[f"base_model.model.{name}.lora_{one}.weight"] for one in "AB")
+        assert b.abs().max() > 0
+        torch.testing.assert_close(exported[f"{name}.weight"], weights[f"{name}.weight"] + 2.0 * b @ a)
+    assert len(matrices) == 28
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=9.0), LoraConfig(rank=8, alpha=8.0)])
+def test_other_adapters_than_the_checkpoints_are_refused(trained, load_trainer, model_folder, lora):
+    with pytest.raises(ConfigError, match=r"was saved with trainer\.lora = .*; resume with what the run began with"):
+        load_trainer(trained[1], model_folder, lora=lora, algorithm=REFERRED)
+
+
+def test_a_checkpoint_of_the_whole_model_is_no_adapters(load_trainer, model_folder, tmp_path):
+    saved = load_trainer(model_folder, lora=None).save(tmp_path / "checkpoints", step=0, incarnation=0)
+    with pytest.raises(ConfigError, match=r"was saved with trainer\.lora = None, and the config now says"):
+        load_trainer(saved.path, model_folder)
+
+
+def test_other_weights_than_those_that_the_run_began_with_are_refused(trained, load_trainer, tmp_path):
+    _, saved = trained
+    with pytest.raises(ConfigError, match="were trained beside other weights than those that were loaded now"):
+        load_trainer(saved, saved, algorithm=REFERRED)  # merged already
+
+
+# ----------------------------------------------------------------------------------------------- the layers
+
+
+def two_linear_layers() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.ModuleDict({"first": nn.Linear(6, 5), "second": nn.Linear(5, 4, bias=False)})
+
+
+def test_a_bias_stays_and_untargeted_layers_are_plain():
+    model = two_linear_layers()
+    inputs = torch.randn(3, 6)
+    expected = model["first"](inputs)
+    Adapter.attach(model, [model], LoraConfig(rank=2, target_modules=("first",)), seed=0)
+    assert isinstance(model["first"], LoraLinear) and not isinstance(model["second"], LoraLinear)
+    assert torch.equal(model["first"](inputs), expected)
+    assert [name for name, one in model.named_parameters() if one.requires_grad] == [
+        "first.lora_A.weight",
+        "first.lora_B.weight",
+    ]
+
+
+def test_frozen_weights_are_held_in_bfloat16_on_a_gpu_where_that_loses_nothing():
+    model = two_linear_layers()
+    model["first"].weight.data = model["first"].weight.data.to(torch.bfloat16).float()
+    exact = model["first"].weight.detach().clone()
+    adapter = Adapter.attach(
+        model, [model], LoraConfig(rank=2, target_modules=("first", "second")), seed=0, is_gpu=True
+    )
+    assert (model["first"].weight.dtype, model["second"].weight.dtype) == (torch.bfloat16, torch.float32)
+    merged = adapter.merge(model.state_dict())
+    assert merged["first.weight"].dtype == torch.float32
+    assert torch.equal(merged["first.weight"], exact)
+    assert all(one.dtype == torch.float32 for one in adapter.parameters().values())
+
+
+def test_a_name_that_no_layer_has_is_refused(load_trainer, model_folder):
+    with pytest.raises(ConfigError, match=r"names 'query', and .*; they have down_proj, gate_proj, k_proj"):
+        load_trainer(model_folder, lora=LoraConfig(target_modules=("q_proj", "query")))
+
+
+def test_a_name_that_is_given_twice_is_refused():
+    with pytest.raises(ValidationError, match="names 'q_proj' twice"):
+        LoraConfig(target_modules=("q_proj", "q_proj"))
