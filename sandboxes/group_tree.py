@@ -147,13 +147,17 @@ class GroupTree:
         """In the thread."""
         self._num_made += 1
         name = str(self._num_made)
-        group = ControlGroup([replace(folder, path=folder.path / name) for folder in self._folders], bounds)
+        group = ControlGroup([replace(folder, path=folder.path / name) for folder in self._needed_for(bounds)], bounds)
         try:
             group.make()
         except OSError:
             self._remove(group)
             raise
         return group
+
+    def _needed_for(self, bounds: Bounds) -> list[Hierarchy]:
+        """To join a group costs a program its time: where nothing bounds CPUs it joins none of theirs."""
+        return [folder for folder in self._folders if bounds.cpus is not None or set(folder.controllers) != {"cpu"}]
 
     def _remove(self, group: ControlGroup) -> None:
         """In the thread: this one, and some that were still dying when they were tried before."""

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STARTING = 4
 """Cells that are started at once: more would only slow each other down."""
+REFILL_PAUSE_S = 0.05
+"""Who was handed a cell is about to use it. The start of the next costs more than that, and is in less of a hurry."""
 
 
 class Shelf:
@@ -29,6 +31,8 @@ class Shelf:
         self.target = 0  # how many to keep ready
         self.is_asked_again = False
         self.num_starting = 0
+        self.starts: set[asyncio.Task[None]] = set()  # those of them that nobody here waits for
+        self.refill: asyncio.TimerHandle | None = None
         self.ready: deque[Cell] = deque()
         self.waiters: deque[asyncio.Future[Cell]] = deque()
 
@@ -49,10 +53,13 @@ class Shelf:
 class Stock:
     """Cells of a provider. End it with `aclose`; what was handed out is not its any more."""
 
-    def __init__(self, provider: Provider, *, max_idle: int, idle_s: float = 60.0) -> None:
+    def __init__(
+        self, provider: Provider, *, max_idle: int, idle_s: float = 60.0, refill_pause_s: float = REFILL_PAUSE_S
+    ) -> None:
         self._provider = provider
         self._max_idle = max_idle
         self._idle_s = idle_s
+        self._refill_pause_s = refill_pause_s
         self._loop = asyncio.get_running_loop()
         self._shelves: dict[CellSpec, Shelf] = {}
         self._starts = asyncio.Semaphore(MAX_STARTING)
@@ -78,7 +85,7 @@ class Stock:
                 shelf.target = min(shelf.target + 1, self._max_idle)
             shelf.is_asked_again = True
             cell = await self._wait(shelf)
-        self._refill(shelf)
+        self._refill_soon(shelf)
         return cell
 
     async def warm(self, spec: CellSpec, num_cells: int) -> None:
@@ -88,8 +95,12 @@ class Stock:
         shelf.target = max(shelf.target, min(num_cells, self._max_idle))
         num_missing = max(0, shelf.target - shelf.num_spare)
         shelf.num_starting += num_missing
+        others = tuple(shelf.starts)
         starts = [self._start_one(shelf) for _ in range(num_missing)]
-        for outcome in await asyncio.gather(*starts, return_exceptions=True):
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        if others:
+            await asyncio.wait(others)
+        for outcome in outcomes:
             if outcome is not None:
                 raise outcome
 
@@ -106,6 +117,8 @@ class Stock:
         for timer in self._timers.values():
             timer.cancel()
         for shelf in self._shelves.values():
+            if shelf.refill is not None:
+                shelf.refill.cancel()
             for waiter in shelf.waiters:
                 if not waiter.done():
                     waiter.set_exception(SandboxError("the sandbox pool was closed"))
@@ -132,15 +145,24 @@ class Stock:
                 self._shelve(shelf, waiter.result())  # it came in the moment of the cancellation
             raise
 
+    def _refill_soon(self, shelf: Shelf) -> None:
+        if shelf.refill is None:
+            shelf.refill = self._loop.call_later(self._refill_pause_s, self._refill, shelf)
+
     def _refill(self, shelf: Shelf) -> None:
         """Start what is missing: one for each who waits, and what is to be ready, as far as there is room."""
+        if shelf.refill is not None:
+            shelf.refill.cancel()
+            shelf.refill = None
         if self._is_closed:
             return
         num_spare_elsewhere = sum(other.num_spare for other in self._shelves.values() if other is not shelf)
         num_spare = min(shelf.target, self._max_idle - num_spare_elsewhere) - len(shelf.ready)
         for _ in range(shelf.num_waiting + max(0, num_spare) - shelf.num_starting):
             shelf.num_starting += 1
-            self._own(self._start(shelf))
+            start = self._own(self._start(shelf))
+            shelf.starts.add(start)
+            start.add_done_callback(shelf.starts.discard)
 
     async def _start(self, shelf: Shelf) -> None:
         try:
@@ -194,7 +216,8 @@ class Stock:
         if shelf.is_unused:
             self._shelves.pop(shelf.spec, None)
 
-    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -4,6 +4,7 @@ What comes out of a container is not trusted: a frame that cannot be, or more ou
 """
 
 import asyncio
+import contextlib
 import errno
 import os
 import struct
@@ -24,6 +25,8 @@ SILENCE_S = 30.0
 programs on few CPUs it is slow, and not dead."""
 MAX_SILENCES = 4
 """One that talks of others is given up after so many times as long."""
+END_PATIENCE_S = 5.0
+"""An agent ends with its stream, within milliseconds; one that does not is killed with its container by the engine."""
 CHUNK_BYTES = 65_536
 MAX_DIAGNOSIS_BYTES = 4096
 
@@ -34,12 +37,13 @@ class AgentEnd:
     def __init__(self, body: bytes) -> None:
         numbers = ENDED.unpack(body)
         self.wait_status: int = numbers[0]
-        self.cpu_s: float = numbers[1] / 1e6
-        self.peak_memory_bytes: int = numbers[2]
-        self.oom_kills: int = numbers[3]
-        self.refused_forks: int = numbers[4]
-        self.reason = End(numbers[5])
-        self.is_cut: bool = numbers[6]
+        self.wall_s: float = numbers[1] / 1e6  # as the agent felt it: its host hears of a start late
+        self.cpu_s: float = numbers[2] / 1e6
+        self.peak_memory_bytes: int = numbers[3]
+        self.oom_kills: int = numbers[4]
+        self.refused_forks: int = numbers[5]
+        self.reason = End(numbers[6])
+        self.is_cut: bool = numbers[7]
 
 
 class AgentRun:
@@ -52,17 +56,12 @@ class AgentRun:
         self.ended: asyncio.Future[AgentEnd] = asyncio.get_running_loop().create_future()
         self.taken: asyncio.Future[bool] | None = None  # whether stdin took what it was given
         self.is_killed = False
-        self.started_s: float | None = None  # by the loop's clock, as the end
-        self.ended_s = 0.0
+        self.has_started = False
         self.timer: asyncio.TimerHandle | None = None  # of what is done next if nothing is heard of it
-
-    @property
-    def lasted_s(self) -> float:
-        return self.ended_s - self.started_s if self.started_s is not None else 0.0
 
 
 class AgentLink:
-    """Make it with `open`, end it with `close`; with the link ends the container."""
+    """Make it with `open`, end it with `aclose`; with the link ends the container."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
@@ -71,6 +70,7 @@ class AgentLink:
         self.ended = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stream: EngineStream | None = None
+        self._is_over = asyncio.Event()  # the stream has ended, from there or from here
         self._runs: dict[int, AgentRun] = {}
         self._next_number = 1
         self._room = asyncio.Semaphore(MAX_ON_THE_WAY)
@@ -115,8 +115,10 @@ class AgentLink:
         output_bytes: int,
         is_paced: bool,
         on_output: Callable[[Tell, bytes], None],
+        stdin: bytes | None = None,
     ) -> AgentRun:
-        """`request` is what `agent/program.py` reads; 0 and -1 are no deadline and no bound.
+        """`request` is what `agent/program.py` reads; 0 and -1 are no deadline and no bound. `stdin`: all of it, at
+        most `CHUNK_BYTES`; None: it comes by `feed` or `offer`.
 
         It waits while many are on their way. The deadline counts from the program's start.
         """
@@ -127,7 +129,8 @@ class AgentLink:
         run = AgentRun(self._next_number, wall_s, on_output)
         self._next_number += 1
         self._runs[run.number] = run
-        self._ask(Ask.START, run, START.pack(wall_s, output_bytes, is_paced) + request)
+        num_stdin = -1 if stdin is None else len(stdin)
+        self._ask(Ask.START, run, START.pack(wall_s, output_bytes, is_paced, num_stdin) + (stdin or b"") + request)
         self._expect(run)
         return run
 
@@ -159,10 +162,16 @@ class AgentLink:
             self._ask(Ask.KILL, run)
             self._expect(run)
 
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+    async def aclose(self) -> None:
+        """Returns when the agent is dead, and with it every process of the container."""
         self._fail("it was closed")
+        if self._stream is None:
+            return
+        self._stream.close_write()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_PATIENCE_S):
+                await self._is_over.wait()
+        self._stream.close()
 
     def fail(self, reason: str) -> None:
         """The container is of no more use."""
@@ -202,9 +211,9 @@ class AgentLink:
             self.fail(f"its agent did not {verb} a program within {self._silence_s * (num_silences + 1):g} s")
 
     def _on_started(self, run: AgentRun) -> None:
-        if run.started_s is not None:
+        if run.has_started:
             return
-        run.started_s = self._loop.time()
+        run.has_started = True
         self._room.release()
         if not run.is_killed:
             is_timed = bool(run.wall_s)
@@ -213,8 +222,7 @@ class AgentLink:
     def _settle(self, run: AgentRun, outcome: AgentEnd | SandboxError) -> None:
         """Give a run, which is none of ours any more, its outcome, unless its waiter has gone."""
         set_timer(run, None)
-        run.ended_s = self._loop.time()
-        if run.started_s is None:
+        if not run.has_started:
             self._room.release()
         if run.ended.done():
             return
@@ -230,6 +238,7 @@ class AgentLink:
         self._diagnosis = (self._diagnosis + data)[-MAX_DIAGNOSIS_BYTES:]
 
     def _on_end(self) -> None:
+        self._is_over.set()
         told = self._diagnosis.decode(errors="replace").strip()
         self._fail(f"it ended by itself{': ' + told if told else ''}")
 

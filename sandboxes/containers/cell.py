@@ -10,7 +10,7 @@ from sandboxes.archive import pack as pack_tar
 from sandboxes.base import Program
 from sandboxes.containers.agent.files import EXECUTABLE, FILE, FOLDER
 from sandboxes.containers.agent.wire import Operation, Tell, pack, unpack
-from sandboxes.containers.agent_link import AgentLink
+from sandboxes.containers.agent_link import CHUNK_BYTES, AgentLink
 from sandboxes.containers.bounds import SharedBounds
 from sandboxes.containers.confinement import User
 from sandboxes.containers.judgement import result_of
@@ -91,7 +91,7 @@ class AgentCell:
         return await asyncio.to_thread(tar_of, await self._do_files(Operation.LIST, arguments, path, max_bytes))
 
     async def close(self) -> None:
-        self._link.close()
+        await self._link.aclose()
         await self._remove()
 
     def _check_limits(self, limits: Limits) -> None:
@@ -113,15 +113,22 @@ class AgentCell:
                 self._link.fail("it sends more output than was asked for")
             output[stream].append(data)
 
+        is_short = len(stdin) <= CHUNK_BYTES
         run = await self._link.start(
-            request, wall_s=limits.wall_s, output_bytes=limits.output_bytes, is_paced=False, on_output=keep
+            request,
+            wall_s=limits.wall_s,
+            output_bytes=limits.output_bytes,
+            is_paced=False,
+            on_output=keep,
+            stdin=stdin if is_short else None,
         )
         try:
-            await self._link.feed(run, stdin)
+            if not is_short:
+                await self._link.feed(run, stdin)
             end = await run.ended
         finally:
             self._link.kill(run)
-        return result_of(end, b"".join(output[Tell.STDOUT]), b"".join(output[Tell.STDERR]), limits, run.lasted_s)
+        return result_of(end, b"".join(output[Tell.STDOUT]), b"".join(output[Tell.STDERR]), limits)
 
     async def _write(self, folder: bytes, entries: list[tuple[bytes, bytes, bytes]], path: str) -> None:
         data = pack(*(text for entry in entries for text in entry))

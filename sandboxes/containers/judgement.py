@@ -12,8 +12,7 @@ from sandboxes.result import ExecResult, Status
 STATUS_OF_END = {End.DEADLINE: Status.TIMEOUT, End.OUTPUT: Status.OUTPUT_LIMIT}
 
 
-def result_of(end: AgentEnd, stdout: bytes, stderr: bytes, limits: Limits, wall_s: float) -> ExecResult:
-    """`wall_s`: how long it ran."""
+def result_of(end: AgentEnd, stdout: bytes, stderr: bytes, limits: Limits) -> ExecResult:
     code = os.waitstatus_to_exitcode(end.wait_status)
     return ExecResult(
         status=_status(code, end, stderr, limits),
@@ -22,7 +21,7 @@ def result_of(end: AgentEnd, stdout: bytes, stderr: bytes, limits: Limits, wall_
         stdout=stdout,
         stderr=stderr,
         truncated=end.is_cut,
-        wall_s=wall_s,
+        wall_s=end.wall_s,
         cpu_s=end.cpu_s,
         peak_memory_bytes=end.peak_memory_bytes,
         oom_kills=end.oom_kills,

@@ -86,7 +86,7 @@ class ContainerProcess:
 
     async def wait(self) -> ExecResult:
         end = await asyncio.shield(self.run.ended)
-        return result_of(end, b"", b"", self._limits, self.run.lasted_s)
+        return result_of(end, b"", b"", self._limits)
 
     async def kill(self) -> None:
         self._link.kill(self.run)

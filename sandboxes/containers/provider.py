@@ -64,6 +64,7 @@ class DockerProvider:
         self._cells: dict[str, ContainerCell] = {}  # by container
         self._without_python: set[str] = set()  # images, by id
         self._left: set[str] = set()  # containers that could not be removed: there was no daemon
+        self._discards: set[asyncio.Task[None]] = set()  # of containers that are dead, or should be
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -149,6 +150,7 @@ class DockerProvider:
         await self._remove_left()
         if self._closing is not None:
             await cell.close()
+            await asyncio.gather(*self._discards)
             self._check_open()
         return cell
 
@@ -162,13 +164,13 @@ class DockerProvider:
         try:
             tunnel = await open_tunnel(link, spec)
         except BaseException:
-            link.close()
+            link.fail("it was not wanted after all")
             raise
 
         async def remove() -> None:
             if tunnel is not None:
                 await tunnel.aclose()
-            await self._discard(container)
+            self._discard_soon(container)
 
         env = self._env_of(spec, image) | (proxy_environment() if tunnel else {})
         return AgentCell(link, self._bounds_of(spec, container), spec.limits, user_of(spec), env, remove)
@@ -189,11 +191,18 @@ class DockerProvider:
             await self._engine.start(container)
             await link.boot(self._boot_data)
         except BaseException:
-            link.close()
+            link.fail("it was not wanted after all")
             raise
         if not link.has & Has.FILTER:
             logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
         return link
+
+    def _discard_soon(self, container: str) -> None:
+        """Who closes a cell waits until its programs are dead, and not for what the engine has to tidy up."""
+        self._cells.pop(container, None)
+        task = asyncio.create_task(self._discard(container))
+        self._discards.add(task)
+        task.add_done_callback(self._discards.discard)
 
     async def _discard(self, container: str) -> None:
         """Should it fail, it is done again when the daemon makes another; the keeper remains, and `close`."""
@@ -215,6 +224,7 @@ class DockerProvider:
 
     async def _close(self) -> None:
         await asyncio.gather(*(cell.close() for cell in tuple(self._cells.values())))
+        await asyncio.gather(*self._discards)
         with contextlib.suppress(SandboxError):  # then there is no daemon, or the keeper has more patience than we
             left = await self._engine.containers(self.ownership.filter)
             await asyncio.gather(*(self._discard(container["Id"]) for container in left))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from sandboxes.judge.languages import INSIDE
+from sandboxes.precompiled import precompiled
 
 PACKAGE = "sandboxes.judge.inside"
 BUNDLE = """\
@@ -30,4 +31,6 @@ def bundle(*names: str) -> str:
 
 
 def _sources(names: Sequence[str]) -> list[tuple[str, str]]:
-    return [(f"{PACKAGE}.{name}", (INSIDE / f"{name}.py").read_text()) for name in names]
+    full_names = [f"{PACKAGE}.{name}" for name in names]
+    texts = [(INSIDE / f"{name}.py").read_text() for name in names]
+    return [(name, precompiled(text, name)) for name, text in zip(full_names, texts, strict=True)]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from sandboxes import Limits, Sandbox
 from sandboxes.judge.languages import INSIDE
+from sandboxes.precompiled import precompiled
 
-CHECK = (INSIDE / "check.py").read_text()
+CHECK = precompiled((INSIDE / "check.py").read_text(), "<check>")
 
 
 @dataclass(frozen=True, slots=True)

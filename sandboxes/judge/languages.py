@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sandboxes import Limits
+from sandboxes.precompiled import precompiled
 
 INSIDE = Path(__file__).parent / "inside"
 BUILD_LIMITS = Limits(wall_s=30.0, memory_bytes=2**30, file_bytes=64 * 2**20, output_bytes=256 * 2**10)
@@ -31,7 +32,11 @@ class Language:
 
 
 PYTHON = Language(
-    name="python", file="main.py", run=None, smallest='print("ok")', call=(INSIDE / "call.py").read_text()
+    name="python",
+    file="main.py",
+    run=None,
+    smallest='print("ok")',
+    call=precompiled((INSIDE / "call.py").read_text(), "<call>"),
 )
 C = Language(
     name="c",

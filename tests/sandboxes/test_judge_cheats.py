@@ -1,7 +1,7 @@
 """No trick of `sandboxes/judge/cheats.py` earns anything, by any way of grading.
 
-1. The right program passes by texts, by calls, by unit tests, and by a custom checker; 2. no wrong one does, in a jail
-and in a plain process.
+1. The right program passes by texts, by calls, by unit tests, and by a custom checker; 2. no wrong one does, in a
+jail, in a container and in a plain process.
 """
 
 import asyncio
@@ -43,7 +43,9 @@ async def graded(code: str, way: str, pool: Pool) -> Verdict:
             return await grade(code, UnitTests(files={"test_it.py": TESTS}), pool=pool, limits=LIMITS)
 
 
-@pytest.fixture(params=[pytest.param("subprocess", marks=pytest.mark.slow), "bubblewrap"])
+@pytest.fixture(
+    params=["bubblewrap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("docker", "subprocess"))]
+)
 async def any_pool(request: pytest.FixtureRequest, require) -> AsyncIterator[Pool]:
     await require(request.param)
     async with open_pool(backend=request.param, max_concurrent=4) as pool:

@@ -5,7 +5,8 @@ cell is handed out once; 3. who waits is served in the order of asking; 4. one t
 5. one that nobody asks for is closed, and fewer are kept; 6. never more than the bound stand ready, over all kinds;
 7. a failure to start is told to who waits longest, the next may succeed; 8. a cell that comes for somebody who has gone
 is kept; 9. closing closes what stands ready and fails who waits; 10. `warm` has as many ready as asked; 11. a
-cell that comes for a sandbox whose closing was cancelled meanwhile is closed.
+cell that comes for a sandbox whose closing was cancelled meanwhile is closed; 12. `warm` waits for those that others
+have begun to start; 13. the next is not started in the moment in which one is handed out.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ def provider() -> StubProvider:
 
 @pytest.fixture
 async def stock(provider: StubProvider):
-    stock = Stock(provider, max_idle=2, idle_s=1000.0)
+    stock = Stock(provider, max_idle=2, idle_s=1000.0, refill_pause_s=0.0)
     yield stock
     await stock.aclose()
 
@@ -102,7 +103,7 @@ async def test_dead_cell_is_not_handed_out(stock: Stock, provider: StubProvider)
 async def test_unused_cell_is_closed() -> None:
     provider = StubProvider()
     provider.is_open = True
-    stock = Stock(provider, max_idle=2, idle_s=0.0)
+    stock = Stock(provider, max_idle=2, idle_s=0.0, refill_pause_s=0.0)
     await stock.warm(ONE, 2)
     await turns()
     assert (stock.num_ready, stock.shelves) == (0, [])
@@ -177,3 +178,28 @@ async def test_a_cell_for_a_closed_sandbox_is_closed() -> None:
     with pytest.raises(SandboxError, match="closed"):
         await use
     assert cell.is_closed
+
+
+async def test_warm_waits_for_those_that_are_being_started(stock: Stock, provider: StubProvider) -> None:
+    warming = [asyncio.create_task(stock.warm(ONE, 1)), asyncio.create_task(stock.take(ONE))]
+    await turns()
+    provider.asked[0].set_result(StubCell())
+    await asyncio.gather(*warming)
+    await turns()
+    warm = asyncio.create_task(stock.warm(ONE, 1))
+    await turns()
+    assert (len(provider.asked), warm.done()) == (2, False)
+    provider.asked[1].set_result(StubCell())
+    await warm
+    assert stock.num_ready == 1
+
+
+async def test_the_next_is_not_started_while_one_is_handed_out(provider: StubProvider) -> None:
+    provider.is_open = True
+    stock = Stock(provider, max_idle=1, refill_pause_s=1000.0)
+    await stock.warm(ONE, 1)
+    await stock.take(ONE)
+    await turns()
+    assert stock.num_ready == 0
+    await stock.take(ONE)  # who finds none does not wait for that
+    await stock.aclose()

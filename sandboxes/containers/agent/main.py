@@ -20,12 +20,9 @@ except ImportError:  # no ctypes: the container engine's own filter alone
 def main(system_call_filter: bytes) -> None:
     """In the first process of a container, whose standard streams are the stream to the host."""
     has = Has.WARM_PYTHON if HAS_WARM_PYTHON else 0
-    interpreter = None
-    if load_filter is not None and Interpreter is not None:
-        if system_call_filter:
-            load_filter(system_call_filter)
-            has |= Has.FILTER
-        interpreter = Interpreter({})
+    if load_filter is not None and system_call_filter:
+        load_filter(system_call_filter)
+        has |= Has.FILTER
     for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
         del sys.modules[name]  # a program may have a module of that name
     for_forker, for_relay = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -38,5 +35,6 @@ def main(system_call_filter: bytes) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the stream is the relay's alone
         os.dup2(nothing, descriptor)
+    interpreter = None if Interpreter is None else Interpreter({})
     Forker(for_forker, relay_pid, partial(become_program, interpreter)).serve()
     os._exit(0)

@@ -5,7 +5,6 @@ Its memory is a copy of the forker's, in which there is nobody's data; the reque
 
 import os
 import signal
-import subprocess
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,7 +13,11 @@ from sandboxes.containers.agent.wire import REQUEST, Operation, unpack
 
 try:
     import resource
+
+    subprocess = None  # whose import would take longer than all else here
 except ImportError:  # python3-minimal: a program of util-linux does it there
+    import subprocess
+
     resource = None
 try:
     from sandboxes.inner import kernel, program
@@ -116,6 +119,6 @@ def _limit(cpu_s: int, address_space: int, file_bytes: int, open_files: int) -> 
     if resource is not None:
         for name, pair in limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), pair)
-    else:
+    elif subprocess is not None:
         options = [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
         subprocess.run(["prlimit", f"--pid={os.getpid()}", *options], check=True, env={"PATH": "/usr/bin:/bin"})

@@ -22,6 +22,8 @@ from sandboxes.containers.agent.wire import ENDED, HEADER, REQUEST, Ask, End, Te
 from sandboxes.containers.agent.wire import START as START_BODY
 
 CHUNK_BYTES = 65_536
+PAUSE_S = 0.01
+"""So long what a program has done may wait for its end to be told with it: each message wakes four processes."""
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
@@ -32,6 +34,7 @@ class Run:
         self.number = number
         self.uid = uid
         self.wall_s = wall_s or float("inf")
+        self.started_s: float | None = None
         self.deadline_s = float("inf")  # from its start on, `wall_s` later
         self.room = room  # bytes that it may still print; -1: any number
         self.is_paced = is_paced  # whether a chunk goes to the host only when the last one was taken
@@ -59,7 +62,8 @@ class Relay:
         self._runs: dict[int, Run] = {}
         self._run_of: dict[int, Run] = {}  # by descriptor of a pipe
         self._received = bytearray()
-        self._untold = bytearray()  # to the host, of this round
+        self._untold = bytearray()  # to the host
+        self._tell_at_s = float("inf")  # no later than this
 
     def serve(self, has: int) -> None:
         """Until the host is gone."""
@@ -67,7 +71,8 @@ class Relay:
         self._poll.register(self._forker, READABLE)
         self._tell(Tell.READY, 0, bytes([has]))
         while True:
-            self._tell_all()
+            if time.monotonic() >= self._tell_at_s:
+                self._tell_all()
             for descriptor, _events in self._poll.poll(self._patience_ms()):
                 if descriptor == self._source:
                     if not self._hear():
@@ -116,16 +121,20 @@ class Relay:
                     self._poll.register(descriptor, READABLE)
 
     def _start(self, number: int, body: bytes) -> None:
-        request = body[START_BODY.size :]
+        *told, num_stdin = START_BODY.unpack_from(body)
+        end_of_stdin = START_BODY.size + max(0, num_stdin)
+        request = body[end_of_stdin:]
         _, uid, gid, *_ = REQUEST.unpack_from(request)
-        run = Run(number, uid, *START_BODY.unpack_from(body))
+        run = Run(number, uid, *told)
         run.counted = self._counters.read()
         descriptors: list[int] = []
         try:
-            descriptors.append(os.memfd_create("request"))
-            os.write(descriptors[0], request)
+            descriptors.append(file_of(request))
             with acting_as(uid, gid):
-                stdin, run.stdin = os.pipe()
+                if num_stdin >= 0:
+                    stdin = file_of(body[START_BODY.size : end_of_stdin])
+                else:
+                    stdin, run.stdin = os.pipe()
                 descriptors.append(stdin)
                 for stream in (Tell.STDOUT, Tell.STDERR):
                     output, end = os.pipe()
@@ -136,8 +145,9 @@ class Relay:
             return
         self._runs[number] = run
         for descriptor in (run.stdin, *run.outputs):
-            os.set_blocking(descriptor, False)
-            self._run_of[descriptor] = run
+            if descriptor is not None:
+                os.set_blocking(descriptor, False)
+                self._run_of[descriptor] = run
         for descriptor in run.outputs:
             self._poll.register(descriptor, READABLE)
         self._order(START, run, descriptors)
@@ -223,7 +233,7 @@ class Relay:
         if run.room >= 0:
             run.room -= len(data)
         if data:
-            self._tell(stream, run.number, data)
+            self._tell(stream, run.number, data, within_s=pause_of(run))
         return not run.is_cut
 
     def _cut(self, run: Run) -> None:
@@ -247,8 +257,8 @@ class Relay:
         self._first_deadline_s = min((run.deadline_s for run in self._runs.values()), default=float("inf"))
 
     def _patience_ms(self) -> float | None:
-        first_s = self._first_deadline_s
-        return None if first_s == float("inf") else max(0.0, first_s - time.monotonic()) * 1000 + 1
+        next_s = min(self._first_deadline_s, self._tell_at_s)
+        return None if next_s == float("inf") else max(0.0, next_s - time.monotonic()) * 1000 + 1
 
     # ── from the forker ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -278,14 +288,17 @@ class Relay:
             while not run.is_cut and self._pass_on(run, descriptor):
                 pass
         self._close(run)
-        self._tell(Tell.ENDED, number, ENDED.pack(value, cpu_us, peak_bytes, *counted, run.end, run.is_cut))
+        wall_us = 0 if run.started_s is None else int((time.monotonic() - run.started_s) * 1e6)
+        told = ENDED.pack(value, wall_us, cpu_us, peak_bytes, *counted, run.end, run.is_cut)
+        self._tell(Tell.ENDED, number, told)
 
     def _on_start(self, number: int) -> None:
         run = self._runs.get(number)
         if run is not None:  # else its child could not be set up, and told us first
-            run.deadline_s = time.monotonic() + run.wall_s
+            run.started_s = time.monotonic()
+            run.deadline_s = run.started_s + run.wall_s
             self._first_deadline_s = min(self._first_deadline_s, run.deadline_s)
-            self._tell(Tell.STARTED, number, b"")
+            self._tell(Tell.STARTED, number, b"", within_s=pause_of(run))
 
     # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -305,8 +318,9 @@ class Relay:
         with contextlib.suppress(KeyError):
             self._poll.unregister(descriptor)
 
-    def _tell(self, kind: int, number: int, body: bytes) -> None:
+    def _tell(self, kind: int, number: int, body: bytes, within_s: float = 0.0) -> None:
         self._untold += HEADER.pack(kind, number, len(body)) + body
+        self._tell_at_s = min(self._tell_at_s, time.monotonic() + within_s)
         if len(self._untold) >= CHUNK_BYTES:
             self._tell_all()
 
@@ -316,6 +330,21 @@ class Relay:
         while at < len(self._untold):
             at += os.write(self._out, self._untold[at : at + CHUNK_BYTES])
         self._untold.clear()
+        self._tell_at_s = float("inf")
+
+
+def file_of(data: bytes) -> int:
+    """A descriptor of a file without a name, at its start."""
+    descriptor = os.memfd_create("data")
+    at = 0
+    while at < len(data):
+        at += os.pwrite(descriptor, data[at:], at)
+    return descriptor
+
+
+def pause_of(run: Run) -> float:
+    """Who talks with a program is told at once."""
+    return 0.0 if run.is_paced else PAUSE_S
 
 
 @contextlib.contextmanager

@@ -10,20 +10,20 @@ HEADER = struct.Struct("=BQI")
 """Kind, number of the run (0: the container), bytes that follow."""
 MAX_PAYLOAD_BYTES = 1 << 20
 """The host takes a larger one for what it is: no frame of the agent's."""
-START = struct.Struct("=dq?")
+START = struct.Struct("=dq?i")
 """Of START: seconds from its start to the deadline (0: none), bytes of output (-1: any number), whether output waits to
-be read."""
+be read, and how many bytes of stdin follow here, which then is a file (-1: it is a pipe, and comes by STDIN)."""
 REQUEST = struct.Struct("=BIIIqQQ")
 """What to do, user, group, CPU seconds (0: any number), address space (-1: any), file length, open files."""
-ENDED = struct.Struct("=iQQIIB?")
-"""Wait status, CPU microseconds, peak resident bytes, processes killed for want of memory, refused forks, `End`, and
-whether it printed more than it may."""
+ENDED = struct.Struct("=iQQQIIB?")
+"""Wait status, microseconds from start to end, CPU microseconds, peak resident bytes, processes killed for want of
+memory, refused forks, `End`, and whether it printed more than it may."""
 
 
 class Ask(IntEnum):
     """What the host asks."""
 
-    START = 1  # then START, and what `program.py` reads
+    START = 1  # then START, stdin, and what `program.py` reads
     STDIN = 2
     CLOSE_STDIN = 3
     KILL = 4

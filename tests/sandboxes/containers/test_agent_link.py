@@ -29,7 +29,7 @@ from sandboxes.limits import Limits
 
 LIMITS = Limits(wall_s=60.0, output_bytes=10)
 GRANTED = b"HTTP/1.1 101 UPGRADED\r\n\r\n"
-END = ENDED.pack(0, 0, 0, 0, 0, 0, False)
+END = ENDED.pack(0, 0, 0, 0, 0, 0, 0, False)
 
 
 def said(kind: int, number: int, body: bytes) -> bytes:
@@ -112,7 +112,7 @@ async def test_frames_come_whole_however_they_are_cut(tmp_path: Path) -> None:
         HEADER.pack(Tell.STDOUT, 1, MAX_PAYLOAD_BYTES + 1),
         said(99, 1, b""),
         said(Tell.ENDED, 1, b"short"),
-        said(Tell.ENDED, 1, ENDED.pack(0, 0, 0, 0, 0, 77, False)),
+        said(Tell.ENDED, 1, ENDED.pack(0, 0, 0, 0, 0, 0, 77, False)),
         said(Tell.CLOSED, 1, b""),
         said(Tell.CLOSED, 1, bytes([Tell.READY])),
         said(Tell.FAILED, 1, b""),
@@ -188,7 +188,7 @@ async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
             return await run.ended
 
         ends = await asyncio.gather(*(run() for _ in range(MAX_ON_THE_WAY + 1)))
-        link.close()
+        await link.aclose()
     assert len(ends) == MAX_ON_THE_WAY + 1
 
 

@@ -103,6 +103,7 @@ async def test_many_at_once(cell: AgentCell) -> None:
 async def test_wall_clock_time(cell: AgentCell, source: str) -> None:
     result = await run_python(cell, source, limits=Limits(wall_s=0.3, cpu_s=30.0))
     assert (result.status, result.signal) == (Status.TIMEOUT, signal.SIGKILL)
+    assert result.wall_s >= 0.3
 
 
 async def test_cpu_time(cell: AgentCell) -> None:

@@ -42,7 +42,7 @@ class Stage:
 
     def start(self, number: int, wall_s: float = 0.0) -> None:
         request = REQUEST.pack(Operation.EXECUTABLE, os.getuid(), os.getgid(), 0, -1, 0, 0)
-        self.ask(Ask.START, number, START_BODY.pack(wall_s, -1, False) + request)
+        self.ask(Ask.START, number, START_BODY.pack(wall_s, -1, False, -1) + request)
 
     def told(self) -> tuple[Tell, int, bytes]:
         kind, number, size = HEADER.unpack(self._read(HEADER.size))
@@ -106,7 +106,7 @@ def test_time_begins_with_the_start(stage: Stage) -> None:
     assert stage.order() == (KILL, 1)
     stage.report(ENDED, 1, 9)
     kind, number, body = stage.told()
-    assert (kind, number, ENDED_BODY.unpack(body)[5]) == (Tell.ENDED, 1, End.DEADLINE)
+    assert (kind, number, ENDED_BODY.unpack(body)[6]) == (Tell.ENDED, 1, End.DEADLINE)
 
 
 def test_program_that_could_not_be_set_up(stage: Stage) -> None:
