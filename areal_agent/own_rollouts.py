@@ -158,4 +158,10 @@ def make_dynamic_sampling(config: Config) -> DynamicSampling | None:
     """None where every group is trained that can be."""
     if not config.algorithm.dynamic_sampling:
         return None
-    return DynamicSampling(max_flat_groups=config.rollout.max_flat_groups, part_weights=config.algorithm.reward_parts)
+    return DynamicSampling(
+        max_flat_groups=config.rollout.max_flat_groups,
+        part_weights=config.algorithm.reward_parts,
+        discount=config.algorithm.discount,
+        compares_turns=config.algorithm.step_group_weight > 0,
+        trains_altered=config.rollout.train_altered,
+    )

@@ -36,6 +36,7 @@ class RunFacts:
     num_eval_tasks: int
     checkpoint: Path | None
     tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger; None: it could not be asked
+    engine_threads: int = 1  # of an engine that the run starts here
     error: str | None = None
 
 
@@ -67,7 +68,7 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
             "engine": {activity: round(seconds, 2) for activity, seconds in spent.engine.items()},
             "trainer": {activity: round(seconds, 2) for activity, seconds in spent.trainer.items()},
         },
-        "advice": advice(Spent.of(rows)),
+        "advice": advice(Spent.of(rows), engine_threads=facts.engine_threads),
         "loop_blocked_s": round(totals.loop_blocked_s, 2),
         "num_skipped_updates": totals.num_skipped_updates,
         "checkpoint": None if facts.checkpoint is None else str(facts.checkpoint),

@@ -161,7 +161,8 @@ async def _learn(run: Run, outcome: Outcome) -> None:
     """The paper's loop. Rollouts go on in the background from the first `prepare_batch` on."""
     outcome.earlier_wall_s = await run.recall("wall_s") or 0.0
     outcome.success_before = await _success_before(run)
-    run.progress.note(f"success before training: {_share(outcome.success_before)}")
+    if run.preflight.eval_tasks:
+        run.progress.note(f"success before training: {_share(outcome.success_before)}")
     if await is_evaluation_owed(run):
         run.evaluate_beside()
     while run.step < run.config.steps:
@@ -226,6 +227,7 @@ def _facts(run: Run, outcome: Outcome, started_s: float) -> RunFacts:
         num_eval_tasks=len(run.preflight.eval_tasks),
         checkpoint=outcome.checkpoint,
         tokens=outcome.tokens,
+        engine_threads=run.config.engine.threads,
         error=outcome.error,
     )
 
@@ -236,4 +238,4 @@ def has_ledger(run: Run) -> bool:
 
 
 def _share(success: float | None) -> str:
-    return "not evaluated" if success is None else f"{success:.3f}"
+    return "not graded before the first step" if success is None else f"{success:.3f}"

@@ -1,15 +1,20 @@
 """Every command: 1. answers --help; 2. refuses an unknown option with the nearest valid one, exit 2, no traceback;
-3. prints a config fault as one line, exit 2; 4. what loads slowly is not loaded before a command line is read."""
+3. prints a config fault as one line, exit 2; 4. what loads slowly is not loaded before a command line is read; 5. the
+package itself lists them all."""
 
+import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import areal_agent
 from areal_agent.command import nearest
 
 COMMANDS = [
+    "areal_agent",
     "areal_agent.train",
     "areal_agent.eval",
     "areal_agent.doctor",
@@ -17,6 +22,7 @@ COMMANDS = [
     "areal_agent.gateway",
     "areal_agent.ledger",
     "areal_agent.models.tiny",
+    "areal_agent.config_reference",
 ]
 
 
@@ -41,6 +47,8 @@ def test_help(command: str) -> None:
         (["areal_agent.train", "--config", "configs/quickstart.yaml", "model=none"], "model 'none': there is no such"),
         (["areal_agent.train", "--resume", "none"], "there is no run folder 'none'"),
         (["areal_agent.ledger", "verify", "none"], "none"),
+        (["areal_agent", "trian"], "there is no command 'trian'; did you mean 'train'?"),
+        (["areal_agent", "eval", "--config", "x"], "python -m areal_agent.eval --help"),
     ],
 )
 def test_faults_are_one_line_and_exit_2(
@@ -66,6 +74,24 @@ def test_a_command_line_is_read_before_anything_slow_is_loaded(command: str) -> 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "loaded: []"
+
+
+STARTED_BY_A_RUN = {"areal_agent.trainer", "areal_agent.rollout.worker"}
+
+
+def test_the_package_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(areal_agent.__file__).parent
+    runnable = {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__main__")
+        for path in folder.rglob("*.py")
+        if "    run_command(main)\n" in path.read_text()
+    }
+    monkeypatch.setattr(sys, "argv", ["areal_agent"])
+    monkeypatch.delitem(sys.modules, "areal_agent.__main__", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("areal_agent", run_name="__main__", alter_sys=True)
+    listed = set(re.findall(r"python -m (areal_agent\S+)", capsys.readouterr().out))
+    assert (ended.value.code, listed) == (0, runnable - STARTED_BY_A_RUN - {"areal_agent"})
 
 
 def test_nearest() -> None:

@@ -24,7 +24,7 @@ LAYERS = [
     ["commits", "config", "cluster", "run_folder"],
     ["preflight", "serving", "source", "own_rollouts", "online_rollouts", "eval_report", "config_reference"],
     ["run", "run_metrics", "evaluation", "report"],
-    ["train", "eval", "train_run", "eval_run", "doctor"],
+    ["__main__", "train", "eval", "train_run", "eval_run", "doctor"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live
 COMMANDS = {

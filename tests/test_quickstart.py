@@ -88,10 +88,10 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> No
             time.sleep(0.2)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert f"--resume {folder}" in out
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert summary_of(folder)["status"] == "interrupted"
     assert os.path.isdir(summary_of(folder)["checkpoint"])
 

@@ -85,5 +85,5 @@ def test_no_process_is_left(tmp_path: Path, number: signal.Signals) -> None:
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(workers_of(process)) == 2
         os.kill(process.pid, number)
-        process.wait(timeout=60)
-        assert not psutil.wait_procs(children, timeout=10)[1]
+        process.wait(timeout=120)
+        assert not psutil.wait_procs(children, timeout=60)[1]

@@ -48,7 +48,8 @@ class AlgorithmConfig(Section):
     """Divide advantages by a standard deviation: grpo, dr_grpo and rloo that of the group's rewards; reinforce_pp and
     gae that of the batch, whose mean they subtract. By default as the paper: grpo, reinforce_pp and gae yes."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards have no spread, all of whose advantages are zero, and roll out other tasks instead."""
+    """Drop groups whose rewards have no spread, all of whose advantages are zero, and roll out other tasks instead:
+    from every turn on, all rollouts that have a token to train earn the same."""
     step_group_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a second advantage (GiGPO), of turns against turns of the group that saw the same observation."""
     loss: str = "ppo_clip"

@@ -15,7 +15,7 @@
     ├── reads.py         what is read of one file
     ├── encoding.py      records to rows and back, exactly
     ├── tables.py        the tables and their version; opening.py makes, opens and checks a file
-    ├── digest.py        what identifies the sampled tokens of a trajectory
+    ├── digest.py        what proves that rows and trajectories are what they were
     ├── fates.py         which fate a rollout gets that ended with nothing to train
     └── records.py       what the ledger itself says: Incarnation, LedgerCounts
     verify.py        proves the invariants of a ledger, also while its run is live

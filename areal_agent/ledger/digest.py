@@ -1,18 +1,29 @@
-"""What identifies the sampled tokens of a trajectory: the ledger's proof that what was leased is what was sampled.
+"""Digests: the proof that the ledger holds what was written, and that what was leased was sampled and earned so.
 
-Pure; the order in which completions are given is of no account.
+Pure; the order in which completions and rewards are given is of no account.
 """
 
 import hashlib
+import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from areal_agent.types import Trajectory
+from areal_agent.types import Rewards, Trajectory
 
 SampledTokens = tuple[str, Sequence[int], Sequence[float]]
 """A completion's id, its token ids [C] and their log-probabilities [C]."""
+
+
+def lease_digest(trajectory: Trajectory, num_loss_tokens: int) -> str:
+    """The digest of what a train step takes: all that was sampled, what it earned, how much of it is in the loss."""
+    return row_digest((token_digest(trajectory), *_earned(trajectory.rewards), num_loss_tokens))
+
+
+def row_digest(row: Sequence[str | float | None]) -> str:
+    """SHA-256, hexadecimal, over a row of a table as JSON."""
+    return hashlib.sha256(json.dumps(row).encode()).hexdigest()
 
 
 def token_digest(trajectory: Trajectory) -> str:
@@ -41,3 +52,17 @@ def completions_digest(completions: Iterable[SampledTokens]) -> str:
         digest.update(np.asarray(token_ids, dtype="<i4").tobytes())
         digest.update(np.asarray(logprobs, dtype="<f4").tobytes())
     return digest.hexdigest()
+
+
+def _earned(rewards: Rewards) -> tuple[float | None, str, str]:
+    final = None if rewards.final is None else as_stored(rewards.final)
+    return final, _in_order(rewards.by_completion), _in_order(rewards.parts)
+
+
+def _in_order(rewards: Mapping[str, float]) -> str:
+    return json.dumps([(name, as_stored(reward)) for name, reward in sorted(rewards.items())])
+
+
+def as_stored(reward: float) -> float:
+    """SQLite knows no integer in a column of floats, and no zero below zero."""
+    return float(reward) + 0.0

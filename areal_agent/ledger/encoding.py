@@ -1,6 +1,6 @@
 """Records to rows and back. The round trip is exact: token ids are int32, log-probabilities float32.
 
-A row is a NamedTuple whose fields are the columns that `schema.py` names. A row that is no record, because the file
+A row is a NamedTuple whose fields are the columns that `tables.py` names. A row that is no record, because the file
 was damaged, raises LedgerError.
 """
 
@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger.digest import as_stored
 from areal_agent.types import (
     Completion,
     Distribution,
@@ -146,13 +147,13 @@ def encode_ending(trajectory: Trajectory) -> EndingRow:
         **encode_rewards(trajectory.rewards)._asdict(),
         logged=_encode_json("what was logged", dict(trajectory.logged)),
         undelivered=_encode_json("the undelivered completions", trajectory.undelivered),
-        ended_s=trajectory.ended_s,
+        ended_s=as_stored(trajectory.ended_s),
     )
 
 
 def encode_rewards(rewards: Rewards) -> RewardRow:
     return RewardRow(
-        final_reward=rewards.final,
+        final_reward=None if rewards.final is None else as_stored(rewards.final),
         rewards=_encode_json("the rewards by completion", dict(rewards.by_completion)),
         parts=_encode_json("the reward parts", dict(rewards.parts)),
     )

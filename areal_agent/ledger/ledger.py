@@ -134,7 +134,7 @@ class Ledger:
     async def lease(self, step: int, digests: Mapping[str, str], num_loss_tokens: Mapping[str, int]) -> None:
         """Lease waiting trajectories for train step `step`, all or none.
 
-        Both mappings are by session id: `digest.token_digest` of the trajectory, and how many of its tokens are in
+        Both mappings are by session id: `digest.lease_digest` of the trajectory, and how many of its tokens are in
         the loss.
         """
         if digests.keys() != num_loss_tokens.keys():

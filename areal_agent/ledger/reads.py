@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger.digest import row_digest
 from areal_agent.ledger.encoding import (
     CompletionRow,
     EndingRow,
@@ -103,6 +104,27 @@ def trajectory(connection: sqlite3.Connection, session_id: str) -> Trajectory | 
         fate=Fate(dropped=Drop.ORPHAN) if is_dropped_orphan else decode_fate(trained_step, dropped),
         undelivered=decode_strings(row.undelivered),
     )
+
+
+class Ending(NamedTuple):
+    """How a session ended, as it stands in the file."""
+
+    row: EndingRow
+    digest: str
+
+    @property
+    def is_as_written(self) -> bool:
+        return self.digest == row_digest(self.row)
+
+
+def ending(connection: sqlite3.Connection, session_id: str) -> Ending | None:
+    """None when this file does not have the session, or while that is open."""
+    found = connection.execute(
+        f"SELECT {', '.join('e.' + name for name in EndingRow._fields)}, e.digest "
+        "FROM endings e JOIN sessions s ON s.number = e.session WHERE s.id = ?",
+        (session_id,),
+    ).fetchone()
+    return None if found is None else Ending(row=EndingRow(*found[:-1]), digest=found[-1])
 
 
 def turns(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger import reads
+from areal_agent.ledger.digest import row_digest
 from areal_agent.ledger.encoding import CompletionRow, EndingRow, RewardRow, TurnRow
 from areal_agent.types import SessionRecord, Status
 
@@ -20,7 +22,11 @@ def _insert(table: str, columns: Iterable[str]) -> str:
 
 _INSERT_TURN = _insert("turns", ("session", *TurnRow._fields))
 _INSERT_COMPLETION = _insert("completions", ("turn", *CompletionRow._fields))
-_INSERT_ENDING = _insert("endings", ("session", *EndingRow._fields))
+_INSERT_ENDING = _insert("endings", ("session", *EndingRow._fields, "digest"))
+_REPLACE_ENDING = (
+    f"UPDATE endings SET {', '.join(f'{name} = ?' for name in (*EndingRow._fields, 'digest'))} "
+    "WHERE session = (SELECT number FROM sessions WHERE id = ?)"
+)
 
 
 def open_session(connection: sqlite3.Connection, session: SessionRecord) -> int:
@@ -57,7 +63,7 @@ def append_turn(
 
 def close_session(connection: sqlite3.Connection, session_id: str, ending: EndingRow) -> None:
     session = _open_session_number(connection, session_id)
-    connection.execute(_INSERT_ENDING, (session, *ending))
+    connection.execute(_INSERT_ENDING, (session, *ending, row_digest(ending)))
 
 
 def _open_session_number(connection: sqlite3.Connection, session_id: str) -> int:
@@ -75,17 +81,18 @@ def _open_session_number(connection: sqlite3.Connection, session_id: str) -> int
 
 def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow, *, is_missing: bool) -> None:
     """Replace what a session that has ended has earned. One that only lacked a reward is completed by it."""
-    row = connection.execute(
-        "SELECT e.number FROM endings e JOIN sessions s ON s.number = e.session WHERE s.id = ?", (session_id,)
-    ).fetchone()
-    if row is None:
+    ending = reads.ending(connection, session_id)
+    if ending is None:
         raise LedgerError(f"session {session_id!r} has not ended in this file: its rewards cannot be set")
-    connection.execute("UPDATE endings SET final_reward = ?, rewards = ?, parts = ? WHERE number = ?", (*rewards, *row))
-    if not is_missing:
-        connection.execute(
-            "UPDATE endings SET status = ?, error = NULL WHERE number = ? AND status = ?",
-            (Status.COMPLETED, *row, Status.MISSING_REWARD),
+    if not ending.is_as_written:
+        raise LedgerError(
+            f"the ending of session {session_id!r} is not as it was written: its rewards cannot be set; "
+            "run `python -m areal_agent.ledger verify`"
         )
+    row = ending.row._replace(**rewards._asdict())
+    if row.status == Status.MISSING_REWARD and not is_missing:
+        row = row._replace(status=Status.COMPLETED, error=None)
+    connection.execute(_REPLACE_ENDING, (*row, row_digest(row), session_id))
 
 
 class _Orphan(NamedTuple):
@@ -113,5 +120,5 @@ def end_orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
             undelivered="[]",
             ended_s=orphan.ended_s,
         )
-        connection.execute(_INSERT_ENDING, (orphan.number, *ending))
+        connection.execute(_INSERT_ENDING, (orphan.number, *ending, row_digest(ending)))
     return tuple(orphan.id for orphan in orphans)

@@ -8,7 +8,7 @@ the new ones.
 
 from enum import IntEnum
 
-VERSION = 2
+VERSION = 3
 """Goes up with every change of the tables; SQLite keeps it in the file as `user_version`."""
 
 
@@ -66,7 +66,8 @@ CREATE TABLE endings (
     parts TEXT NOT NULL,             -- JSON: {name: reward}
     logged TEXT NOT NULL,            -- JSON
     undelivered TEXT NOT NULL,       -- JSON: [completion id, ...]
-    ended_s REAL NOT NULL
+    ended_s REAL NOT NULL,
+    digest TEXT NOT NULL             -- of the columns from status on: rewards that changed since are found
 );
 """
 
@@ -74,7 +75,7 @@ BOOKKEEPING_TABLES = """
 CREATE TABLE leases (
     session TEXT PRIMARY KEY,        -- its id; it may be in any file
     step INTEGER NOT NULL,
-    digest TEXT NOT NULL,
+    digest TEXT NOT NULL,            -- of what was sampled and earned, and of num_loss_tokens
     num_loss_tokens INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX leases_of_step ON leases (step);

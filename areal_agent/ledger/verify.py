@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions, reads
-from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.digest import lease_digest
 from areal_agent.ledger.files import LedgerFiles, Snapshot
 from areal_agent.ledger.invariants import Invariant, Violation
 from areal_agent.ledger.records import LedgerCounts
@@ -115,6 +115,7 @@ class _Examination:
         self._violations += check_turns(turns)
         self._violations += _check_span_of(session, turns)
         if trajectory is not None:
+            self._violations += _check_ending(connection, session)
             self._violations += check_delivery(trajectory)
             self._violations += _check_lease(session, trajectory)
 
@@ -139,14 +140,25 @@ def _check_span_of(session: _SessionRow, turns: Sequence[Turn]) -> Iterator[Viol
         yield Violation(invariant=Invariant.TIMES, subject=subject, detail="it ended before one of its turns, or began")
 
 
+def _check_ending(connection: sqlite3.Connection, session: _SessionRow) -> Iterator[Violation]:
+    ending = reads.ending(connection, session.id)
+    if ending is not None and not ending.is_as_written:
+        detail = f"its status, rewards or what else ended it was changed since: its digest was {ending.digest!r:.14}..."
+        yield Violation(invariant=Invariant.ENDED, subject=f"session {session.id!r}", detail=detail)
+
+
 def _check_lease(session: _SessionRow, trajectory: Trajectory) -> Iterator[Violation]:
     if session.digest is None:
         return
     subject = f"session {session.id!r}"
-    digest = token_digest(trajectory)
+    num_loss_tokens = session.num_loss_tokens or 0
+    digest = lease_digest(trajectory, num_loss_tokens)
     if session.digest != digest:
-        detail = f"its lease has the digest {session.digest!r:.14}..., its tokens have {digest!r:.14}..."
+        detail = (
+            f"its lease has the digest {session.digest!r:.14}..., its tokens, rewards and {num_loss_tokens} tokens in "
+            f"the loss have {digest!r:.14}..."
+        )
         yield Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail)
-    if not 0 < (session.num_loss_tokens or 0) <= trajectory.num_sampled_tokens:
+    if not 0 < num_loss_tokens <= trajectory.num_sampled_tokens:
         detail = f"{session.num_loss_tokens} tokens in the loss of {trajectory.num_sampled_tokens} sampled"
         yield Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail)

@@ -36,7 +36,7 @@ def _column(title: str, seconds: Mapping[str, float], spent: Spent) -> list[str]
     return [title, *(f"{share:4.0%}  {words(name)}" for share, name in shares if share >= LEAST_SHARE)]
 
 
-def advice(steps: Spent) -> str:
+def advice(steps: Spent, *, engine_threads: int = 1) -> str:
     """The first thing to change, from where the time of the train steps went.
 
     The trainer's wait for rollouts has its cause on the engine's side; when the trainer hardly waits it is the limit.
@@ -53,7 +53,7 @@ def advice(steps: Spent) -> str:
     if engine.get("waiting_for_admission", 0.0) >= WORTH_ADVICE:
         return (
             f"in the steps the engine waited {engine['waiting_for_admission']:.0%} of the time for the trainer: "
-            "more trainer.threads, or less for the engine"
+            f"more trainer.threads{', or fewer engine.threads' if engine_threads > 1 else ''}"
         )
     return "in the steps neither side waited much for the other"
 

@@ -1,14 +1,23 @@
-"""Dynamic sampling: groups whose rewards have no spread teach nothing and are replaced. It knows no buffer.
+"""Dynamic sampling: groups that no advantage tells apart teach nothing and are replaced. It knows no buffer.
 
 DAPO (Yu et al. 2025, arXiv 2503.14476), section 3.2: with every reward of a group alike all its advantages are zero,
 and the batch is smaller than it says. Such a group is dropped (`filtered`), its capacity given back, and the next task
 drawn in its place. When group after group is flat, the model always succeeds or never does: that ends the run.
+
+Alike means what it means to the advantages within a group (algorithms/turn_returns.py): from every turn on, all
+rollouts that have a token to train earn the same. So rollouts with the same total are told apart when they earned it in
+other turns, or, with a discount, sooner; rewards that differ only where a rollout has nothing to train do not count. A
+divergence that is paid in the reward is known to the trainer alone and not seen here, and a user's own advantage is
+taken to compare as ours do.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from areal_agent.types import Trajectory
+from areal_agent.algorithms.credit import with_causal_credit, with_parts
+from areal_agent.algorithms.turn_returns import earn_alike, rollouts_of
+from areal_agent.tokens.records import token_records
+from areal_agent.types import TokenRecord, Trajectory
 
 TOLERANCE = 1e-6
 """Rewards that differ by less, of their size, are alike: they are added up as 32-bit floats."""
@@ -18,25 +27,30 @@ TOLERANCE = 1e-6
 class DynamicSampling:
     """Judges finished groups, and counts.
 
-    `part_weights` are what named parts of the reward add to it.
+    `part_weights` are what named parts of the reward add to it; `compares_turns`: advantages compare turns that met the
+    same state, too.
     """
 
     max_flat_groups: int
     part_weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    discount: float = 1.0
+    compares_turns: bool = False
+    trains_altered: bool = False
     num_flat: int = 0
     in_a_row: int = 0
     last_flat: str = ""
 
     def replaces(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether these trainable siblings have no spread. Call it once a group."""
-        rewards = [self._reward(one) for one in trajectories]
-        is_flat = not self._differ(rewards) and len({_by_completion(one) for one in trajectories}) == 1
+        """Whether these completed siblings have no spread. Call it once a group."""
+        records = self._trainable(trajectories)
+        rollouts = rollouts_of(records)
+        is_flat = len(rollouts) < self._least_rollouts or earn_alike(
+            records, self.discount, TOLERANCE, compares_turns=self.compares_turns
+        )
         self.in_a_row = self.in_a_row + 1 if is_flat else 0
         if is_flat:
             self.num_flat += 1
-            self.last_flat = (
-                f"task {trajectories[0].task_id!r}: {len(rewards)} rollouts, each with reward {rewards[0]:g}"
-            )
+            self.last_flat = self._told([one for one in trajectories if one.session_id in rollouts], trajectories)
         return is_flat
 
     def describe(self) -> str:
@@ -48,19 +62,32 @@ class DynamicSampling:
         )
 
     @property
+    def _least_rollouts(self) -> int:
+        """How many a group needs to be told apart: its turns alone will do where those are compared."""
+        return 1 if self.compares_turns else 2
+
+    @property
     def is_exhausted(self) -> bool:
         return self.in_a_row >= self.max_flat_groups
+
+    def _trainable(self, trajectories: Sequence[Trajectory]) -> list[TokenRecord]:
+        """The records of rollouts with a token to train, paid as the trainer will pay them."""
+        records = [record for one in trajectories for record in token_records(one, trains_altered=self.trains_altered)]
+        trainable = {record.session_id for record in records if record.loss_mask.any()}
+        paid, _ = with_parts(
+            [record for record in records if record.session_id in trainable],
+            {one.session_id: one.rewards.total for one in trajectories},
+            {one.session_id: one.rewards.parts for one in trajectories},
+            self.part_weights,
+        )
+        return with_causal_credit(paid, self.discount)
+
+    def _told(self, trainable: Sequence[Trajectory], group: Sequence[Trajectory]) -> str:
+        task = f"task {group[0].task_id!r}"
+        if len(trainable) < self._least_rollouts:
+            return f"{task}: {len(trainable)} of {len(group)} rollouts had a token to train"
+        return f"{task}: {len(trainable)} rollouts, each with reward {self._reward(trainable[0]):g}"
 
     def _reward(self, trajectory: Trajectory) -> float:
         rewards = trajectory.rewards
         return rewards.total + sum(weight * rewards.parts.get(name, 0.0) for name, weight in self.part_weights.items())
-
-    @staticmethod
-    def _differ(rewards: Sequence[float]) -> bool:
-        low, high = min(rewards), max(rewards)
-        return high - low > TOLERANCE * max(1.0, abs(low), abs(high))
-
-
-def _by_completion(trajectory: Trajectory) -> tuple[float, ...]:
-    """In the order of the calls: alike in sum, they may still tell one turn from another."""
-    return tuple(trajectory.rewards.by_completion.values())

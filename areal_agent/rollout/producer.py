@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_agent.errors import RolloutsFailing
-from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.digest import lease_digest
 from areal_agent.ledger.fates import FATE_OF_STATUS
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.buffer import Buffer, ReadyGroup
@@ -189,7 +189,7 @@ class Producer:
                 drops[trajectory.session_id] = Drop.STALE if is_stale else Drop.FILTERED
                 continue
             records += own
-            digests[trajectory.session_id] = token_digest(trajectory)
+            digests[trajectory.session_id] = lease_digest(trajectory, num_tokens)
             num_loss_tokens[trajectory.session_id] = num_tokens
         await self._drop(drops)
         await self._ledger.lease(step, digests, num_loss_tokens)

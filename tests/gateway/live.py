@@ -51,7 +51,7 @@ def live_gateway(renderer: Renderer, journal: MemoryJournal) -> Iterator[tuple[s
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
-        assert is_up.wait(30), "the gateway did not start"
+        assert is_up.wait(120), "the gateway did not start"
         yield urls[0], gateway
     finally:
         is_over.set()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.digest import lease_digest
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.protocols import Journal
 from areal_agent.types import (
@@ -96,7 +96,7 @@ class Make:
 
     async def leased(self, ledger: Ledger, step: int, *ids: str) -> None:
         """Lease closed sessions as the producer does."""
-        digests: Mapping[str, str] = {id: token_digest(await ledger.trajectory(id)) for id in ids}
+        digests: Mapping[str, str] = {id: lease_digest(await ledger.trajectory(id), 8) for id in ids}
         await ledger.lease(step, digests, dict.fromkeys(ids, 8))
 
 

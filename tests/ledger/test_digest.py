@@ -1,15 +1,18 @@
-"""The identity of sampled tokens.
+"""The identity of sampled tokens, and of what was earned with them.
 
 1. the documented bytes, by hand; 2. order is of no account; 3. it is the same from a trajectory and from its parts;
-4. any change of an id, a token, a log-probability or a boundary changes it.
+4. any change of an id, a token, a log-probability or a boundary changes it; 5. a lease has rewards and its number of
+loss tokens as well.
 """
 
 import hashlib
 import struct
+from dataclasses import replace
 
 import pytest
 
-from areal_agent.ledger.digest import completions_digest, token_digest
+from areal_agent.ledger.digest import completions_digest, lease_digest, token_digest
+from areal_agent.types import Rewards
 
 COMPLETIONS = [("c1", (5, 6), (-0.5, -0.25)), ("c2", (7,), (-1.0,))]
 
@@ -50,3 +53,35 @@ def test_a_trajectory_has_the_digest_of_its_completions(make) -> None:
 )
 def test_any_change_changes_it(changed) -> None:
     assert completions_digest(changed) != completions_digest(COMPLETIONS)
+
+
+LEASED = Rewards(final=1.0, by_completion={"s-c0": 0.5, "s-c1": 0.25}, parts={"style": 0.5})
+
+
+def test_a_lease_knows_rewards_by_value_not_by_order_or_kind(make) -> None:
+    turns = (make.turn("s", 0), make.turn("s", 1))
+    same = Rewards(final=1, by_completion={"s-c1": 0.25, "s-c0": 0.5}, parts={"style": 0.5})
+    alike = [make.ending("s", turns=turns, rewards=rewards) for rewards in (LEASED, same)]
+    assert lease_digest(alike[0], 8) == lease_digest(alike[1], 8)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(LEASED, final=0.5),
+        replace(LEASED, final=None),
+        replace(LEASED, by_completion={"s-c0": 0.25, "s-c1": 0.5}),
+        replace(LEASED, by_completion={}),
+        replace(LEASED, parts={"style": 0.25}),
+    ],
+)
+def test_any_change_of_rewards_changes_a_lease(make, changed: Rewards) -> None:
+    turns = (make.turn("s", 0), make.turn("s", 1))
+    digests = {lease_digest(make.ending("s", turns=turns, rewards=rewards), 8) for rewards in (LEASED, changed)}
+    assert len(digests) == 2
+
+
+def test_other_tokens_or_another_number_in_the_loss_change_a_lease(make) -> None:
+    whole = make.ending("s", turns=(make.turn("s", 0), make.turn("s", 1)), rewards=LEASED)
+    shorter = replace(whole, turns=whole.turns[:1])
+    assert len({lease_digest(whole, 8), lease_digest(whole, 7), lease_digest(shorter, 8)}) == 3

@@ -1,7 +1,8 @@
 """Records to rows and back, through the file.
 
-1. any turn and any ending comes back equal; 2. a log-probability comes back as the float32 it was; 3. what is no JSON
-is refused, by name; 4. a token id that is no int32 is refused; 5. a turn costs the file its new tokens only.
+1. any turn and any ending comes back equal, with the digests that it had; 2. a log-probability comes back as the
+float32 it was; 3. what is no JSON is refused, by name; 4. a token id that is no int32 is refused; 5. a turn costs the
+file its new tokens only.
 """
 
 import asyncio
@@ -15,7 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger.digest import lease_digest
+from areal_agent.ledger.invariants import Invariant
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.verify import verify
 from areal_agent.types import (
     Completion,
     Distribution,
@@ -118,7 +122,9 @@ def test_any_trajectory_comes_back_equal(path: Path, make) -> None:
         await asyncio.gather(*(ledger.append_turn(session_id, turn) for turn in recorded))
         await ledger.close_session(make.ending(session_id, **ending))
         expected = make.ending(session_id, turns=tuple(recorded), **ending)
-        assert await ledger.trajectory(session_id) == expected
+        kept = await ledger.trajectory(session_id)
+        assert kept == expected
+        assert lease_digest(kept, 3) == lease_digest(expected, 3)
 
     with asyncio.Runner() as runner:
         ledger = runner.run(Ledger.open(path, create=True))
@@ -130,6 +136,7 @@ def test_any_trajectory_comes_back_equal(path: Path, make) -> None:
 
         check()
         runner.run(ledger.aclose())
+    assert verify(path).of(Invariant.ENDED) == ()
 
 
 async def test_a_logprob_comes_back_as_the_float32_it_was(ledger: Ledger, make) -> None:

@@ -1,11 +1,13 @@
 """What a gateway that stands alone asks of the ledger.
 
-1. a late reward is durable and completes what only lacked one; 2. what is leased or dropped takes none;
+1. a late reward is durable and completes what only lacked one; 2. what is leased, dropped or damaged takes none;
 3. what is leased for a step can be asked for until it is trained; 4. leases after a checkpoint return, and what it
 holds is trained; 5. a restart that names no checkpoint ends orphans and leaves leases alone; 6. a session is found by
 its key.
 """
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,17 @@ async def test_a_late_reward_is_durable_and_completes_what_lacked_one(ledger: Le
     await again.aclose()
     assert (trajectory.status, trajectory.error, trajectory.rewards) == (Status.COMPLETED, None, earned)
     assert verify(path).violations == ()
+
+
+async def test_an_ending_that_was_changed_takes_no_late_reward(ledger: Ledger, make, path: Path) -> None:
+    await make.closed(ledger, "a")
+    await ledger.aclose()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("UPDATE endings SET final_reward = 0.5")
+    again = await Ledger.open(path, create=False)
+    with pytest.raises(LedgerError, match="not as it was written"):
+        await again.set_rewards("a", Rewards(final=2.0))
+    await again.aclose()
 
 
 @pytest.mark.parametrize("end", ["leased", "dropped", "open"])

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_agent.ledger.digest import lease_digest
 from areal_agent.ledger.files import shard_path
 from areal_agent.ledger.invariants import Invariant
 from areal_agent.ledger.ledger import Ledger
@@ -128,6 +129,42 @@ CORRUPTIONS = {
         (),
     ),
     "no loss token": (Invariant.SAMPLED, "UPDATE leases SET num_loss_tokens = 0 WHERE session = 'trained'", ()),
+    "another number of loss tokens": (
+        Invariant.SAMPLED,
+        "UPDATE leases SET num_loss_tokens = 7 WHERE session = 'trained'",
+        (),
+    ),
+    "another reward of what is trained": (
+        Invariant.SAMPLED,
+        f"UPDATE endings SET final_reward = 0.5 WHERE session = {TRAINED}",
+        (),
+    ),
+    "a reward of one answer of what is trained": (
+        Invariant.SAMPLED,
+        f"UPDATE endings SET rewards = '{{\"trained-c0\": 1.0}}' WHERE session = {TRAINED}",
+        (),
+    ),
+    "another reward of an evaluation": (
+        Invariant.ENDED,
+        "UPDATE endings SET final_reward = 0.5 WHERE session = (SELECT number FROM sessions WHERE id = 'eval')",
+        (),
+    ),
+    "a reward that is gone": (
+        Invariant.ENDED,
+        f"UPDATE endings SET final_reward = NULL WHERE session = {WAITING}",
+        (),
+    ),
+    "another part of a reward": (
+        Invariant.ENDED,
+        f"UPDATE endings SET parts = '{{\"style\": 1.0}}' WHERE session = {WAITING}",
+        (),
+    ),
+    "another status": (Invariant.ENDED, f"UPDATE endings SET status = 'error' WHERE session = {WAITING}", ()),
+    "another digest of an ending": (
+        Invariant.ENDED,
+        f"UPDATE endings SET digest = 'none' WHERE session = {WAITING}",
+        (),
+    ),
     "too few probabilities": (Invariant.LENGTHS, f"UPDATE completions SET logprobs = ? {ANSWER}", (floats(-0.5),)),
     "a probability that is none": (
         Invariant.LOGPROBS,
@@ -192,6 +229,14 @@ async def test_a_planted_corruption_is_found(ledger: Ledger, path: Path, make, n
     assert connection.execute(change, values).rowcount == 1
     connection.close()
     assert verify(path).of(invariant)
+
+
+async def test_a_lease_of_more_tokens_than_were_sampled_is_found(ledger: Ledger, path: Path, make) -> None:
+    await make.closed(ledger, "a")
+    digest = lease_digest(await ledger.trajectory("a"), 9)
+    await ledger.lease(1, {"a": digest}, {"a": 9})
+    [violation] = verify(path).violations
+    assert (violation.invariant, violation.detail) == (Invariant.SAMPLED, "9 tokens in the loss of 8 sampled")
 
 
 def deface(path: Path) -> None:
@@ -282,7 +327,7 @@ async def test_the_command_reports_a_live_run(ledger: Ledger, path: Path, make) 
     assert (done.returncode, done.stderr) == (0, "")
     assert "52 sampled in 13 turns; 8 trained in the loss" in done.stdout
     assert "1 trained, 1 dropped (1 stale); 1 leased, 1 waiting" in done.stdout
-    assert done.stdout.endswith("OK: all 14 invariants hold\n")
+    assert done.stdout.endswith("OK: all 15 invariants hold\n")
 
 
 async def test_the_command_exits_1_and_names_the_violation(ledger: Ledger, path: Path, make) -> None:
@@ -292,7 +337,7 @@ async def test_the_command_exits_1_and_names_the_violation(ledger: Ledger, path:
     assert (done.returncode, done.stderr) == (1, "")
     assert "✗ a completed run leaves nothing open, waiting or leased" in done.stdout
     assert "the run: it is completed, yet 1 of its sessions are waiting" in done.stdout
-    assert "VIOLATED: 1 of 14 invariants" in done.stdout
+    assert "VIOLATED: 1 of 15 invariants" in done.stdout
 
 
 @pytest.mark.parametrize(("name", "message"), [("missing", "there is no run folder"), (".", "has no ledger.sqlite")])

@@ -1,5 +1,5 @@
 """Where the time went, for a person: 1. the longest first, and crumbs left out; 2. the advice names the side that was
-waited for, and why; 3. there is none without a step.
+waited for, and why; 3. there is none without a step; 4. fewer threads are advised where there is more than one.
 """
 
 import pytest
@@ -44,3 +44,9 @@ def test_the_advice_names_who_was_waited_for(engine: dict[str, float], trainer: 
 
 def test_there_is_none_without_a_step() -> None:
     assert advice(Spent.of([])) == ""
+
+
+@pytest.mark.parametrize(("engine_threads", "is_told"), [(1, False), (2, True)])
+def test_fewer_threads_are_advised_where_there_are_some(engine_threads: int, is_told: bool) -> None:
+    steps = spent({"waiting_for_admission": 70.0}, {"training": 90.0})
+    assert ("fewer engine.threads" in advice(steps, engine_threads=engine_threads)) is is_told

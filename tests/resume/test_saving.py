@@ -99,5 +99,5 @@ def test_a_second_sigterm_ends_all_at_once(tmp_path: Path, small_model: Path) ->
                 process.wait(0.5)
         trainer.resume()
     assert process.returncode == 130
-    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert verify(tmp_path / "run" / "ledger.sqlite").violations == ()

@@ -180,7 +180,7 @@ async def producing(
 
 
 async def settled(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 (the producer has no event for tests)
             await asyncio.sleep(0.005)
 

@@ -55,7 +55,7 @@ async def make_runner(tmp_path: Path, small_model: Path) -> AsyncGenerator:
                 clients=clients,
                 shared=shared,
                 max_concurrent=4,
-                timeout_s=20.0,
+                timeout_s=120.0,
                 sampling={"max_tokens": 8},
                 sandbox={},
             )

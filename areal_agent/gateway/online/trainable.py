@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from areal_agent.gateway.control import RewardRequest
 from areal_agent.gateway.online.group import Waiting
 from areal_agent.gateway.rewards import RewardBook
-from areal_agent.ledger.digest import token_digest
+from areal_agent.ledger.digest import lease_digest
 from areal_agent.ledger.fates import FATE_OF_STATUS
 from areal_agent.staleness import oldest_step
 from areal_agent.tokens.records import token_records
@@ -41,13 +41,12 @@ def as_waiting(trajectory: Trajectory) -> Waiting:
 
 def lease_terms(trajectories: Iterable[Trajectory]) -> dict[str, LeaseTerms]:
     """By session id. Takes milliseconds a trajectory: call it in a thread."""
-    return {
-        one.session_id: LeaseTerms(
-            digest=token_digest(one),
-            num_loss_tokens=sum(int(record.loss_mask.sum()) for record in token_records(one)),
-        )
-        for one in trajectories
-    }
+    terms: dict[str, LeaseTerms] = {}
+    for one in trajectories:
+        num_loss_tokens = sum(int(record.loss_mask.sum()) for record in token_records(one))
+        digest = lease_digest(one, num_loss_tokens)
+        terms[one.session_id] = LeaseTerms(digest=digest, num_loss_tokens=num_loss_tokens)
+    return terms
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]:

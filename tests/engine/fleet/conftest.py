@@ -16,7 +16,7 @@ from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import EngineInfo, GenerateRequest, GenerateResult, SamplingParams, TokenChunk, WeightVersion
 
-DEADLINE_S = 60.0  # only a hang is longer
+DEADLINE_S = 120.0  # only a hang is longer
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 PATIENT = Patience(hung_after_s=1e9, wait_s=DEADLINE_S, probe_every_s=0.005, probe_timeout_s=DEADLINE_S)
 URLS = ("http://one", "http://two")

@@ -82,7 +82,7 @@ async def test_slow_is_told_from_hung():
         while server.num_infos < num_infos + 3:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         clock.now_s = 29.0
         await probed()
         assert member.state is MemberState.SERVING  # silent, and not for long enough
@@ -102,7 +102,7 @@ async def test_slow_is_told_from_hung():
 
 
 async def test_the_requests_of_one_that_hangs_move(open_stage):
-    patience = replace(PATIENT, hung_after_s=0.02, probe_timeout_s=0.01)
+    patience = replace(PATIENT, hung_after_s=0.5, probe_timeout_s=0.2)
     async with open_stage(*map(Server, URLS), patience=patience) as stage:
         answer = stage.start(ask())
         await stage.until(lambda: bool(stage.one.fake.num_in_flight))

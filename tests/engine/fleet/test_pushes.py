@@ -136,7 +136,7 @@ async def test_nobody_joins_while_a_push_is_open(stage):
 
 
 async def test_one_that_hangs_in_a_push_does_not_hold_up_the_others(open_stage):
-    patience = replace(PATIENT, hung_after_s=0.02, probe_timeout_s=0.01)
+    patience = replace(PATIENT, hung_after_s=0.5, probe_timeout_s=0.2)
     async with open_stage(*map(Server, URLS), patience=patience) as stage:
         await stage.fleet.info()
         stage.one.answers.clear()

@@ -30,7 +30,7 @@ from .conftest import CONTEXT, CONTEXT_MARGIN, STARTUP_S, Watched
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 DEADLINE_S = 1200.0  # only a hang is longer
-LENGTH = 600
+LENGTH = 1000
 
 
 @dataclass(kw_only=True, slots=True)

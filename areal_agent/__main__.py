@@ -1,0 +1,39 @@
+"""`python -m areal_agent`: says which commands there are. Each is a module of its own; this one runs none of them."""
+
+import sys
+
+from areal_agent.command import nearest, run_command
+from areal_agent.errors import ConfigError
+
+COMMANDS = {
+    "train": "train a model with an agent workflow: the main job",
+    "eval": "grade a model on the held-out tasks of a config",
+    "doctor": "examine a config on this machine: what of it works, and what to change",
+    "ledger": "verify RUN_DIR proves what a run recorded; export RUN_DIR hands it out",
+    "gateway": "serve agents that live elsewhere, and lease their rollouts to a trainer",
+    "engine": "serve a model with the embedded inference engine",
+    "models.tiny": "build the quickstart's model",
+    "config_reference": "print every key of a config",
+}
+"""What a person starts; the processes that a run starts are no commands."""
+
+
+def main() -> int:
+    given = next((word for word in sys.argv[1:] if word not in ("-h", "--help")), None)
+    if given in COMMANDS:
+        raise ConfigError(f"{given!r} is a module of its own: python -m areal_agent.{given} --help")
+    if given is not None:
+        raise ConfigError(f"there is no command {given!r}; {nearest(given, COMMANDS)}")
+    print(_list())
+    return 0
+
+
+def _list() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  python -m areal_agent.{name:<{width}}  {does}" for name, does in COMMANDS.items()]
+    sandboxes = f"  python -m {'sandboxes':<{width + len('areal_agent.')}}  sandboxes alone: doctor, check, reap, image"
+    return "\n".join(["areal_agent trains agents by reinforcement learning. Each takes --help:", *lines, sandboxes])
+
+
+if __name__ == "__main__":
+    run_command(main)
