@@ -204,6 +204,11 @@ def require_one_gpu(config: Config) -> None:
             f"trainer.transfer is 'cuda_ipc', which engine.backend {config.engine.backend} does not take; use "
             "'shared_memory' or 'disk'"
         )
+    if config.engine.num_servers > 1:
+        raise ValueError(
+            f"trainer.transfer is 'cuda_ipc', which is for one engine on the trainer's GPU, and engine.num_servers is "
+            f"{config.engine.num_servers}; use 'shared_memory', or one server"
+        )
     for name, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if device == "cpu":
             raise ValueError(

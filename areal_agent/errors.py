@@ -8,6 +8,7 @@
     ├── EngineError            an inference engine failed
     │   ├── EngineUnreachable  no answer: down, dying or not started
     │   ├── EngineRejected     it answered that the request is wrong
+    │   │   └── ServerRefused  a server may not join the others of an engine, or not leave them
     │   └── WeightUpdateError  it did not take new weights; the old version is still serving
     │       └── PushConflict   another push of weights is open, or this one is not
     ├── TrainerError           the trainer process answered with a failure
@@ -21,6 +22,8 @@
 
 A message says what was wrong, the value received, and the remedy.
 """
+
+from typing import Literal
 
 
 class ArealAgentError(Exception):
@@ -61,6 +64,16 @@ class EngineUnreachable(EngineError):
 
 class EngineRejected(EngineError):
     """The engine answered that the request is wrong (HTTP 400): retrying it unchanged is of no use."""
+
+
+class ServerRefused(EngineRejected):
+    """A server may not join the others of an engine, or not leave them. `code` says why, for programs."""
+
+    def __init__(
+        self, message: str, *, code: Literal["known_server", "unknown_server", "last_server", "another_model"]
+    ) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class WeightUpdateError(EngineError):

@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agent.cluster.engine_control import open_engine_control
 from areal_agent.commits import Beginning, commit, leases_of
 from areal_agent.config import Config
 from areal_agent.engine.served import ServedEngine
@@ -93,14 +94,11 @@ class OwnRollouts:
         )
 
     def process_ids(self) -> Mapping[str, int]:
-        engine = self.serving.engine
-        servers = {} if engine.servers is None else engine.servers.process_ids()
-        return {**{process.name: process.pid for process in engine.processes}, **servers}
+        servers = self.serving.engine.servers
+        return {} if servers is None else servers.process_ids()
 
     def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
-        engine, rollouts = self.serving.engine, {"rollouts": self.serving.rollouts.failure()}
-        servers = {} if engine.servers is None else {"engines": engine.servers.failure()}
-        return {**{process.name: process.died() for process in engine.processes}, **servers, **rollouts}
+        return {"engines": self.serving.engine.failure(), "rollouts": self.serving.rollouts.failure()}
 
 
 @asynccontextmanager
@@ -109,16 +107,20 @@ async def open_own_rollouts(
 ) -> AsyncGenerator[OwnRollouts]:
     """Start an engine that serves `weights` as the version of `beginning`, and what rolls out against it."""
     assert preflight.workflow is not None  # preflight asks for one where rollouts are the run's own
-    async with open_serving(
-        preflight.config,
-        preflight.workflow,
-        ledger,
-        workflow_path=preflight.workflow_path,
-        weights=weights,
-        tokenizer=tokenizer,
-        version=beginning.version,
-        logs=preflight.folder.logs,
-    ) as serving:
+    folder = preflight.folder
+    async with (
+        open_serving(
+            preflight.config,
+            preflight.workflow,
+            ledger,
+            workflow_path=preflight.workflow_path,
+            weights=weights,
+            tokenizer=tokenizer,
+            version=beginning.version,
+            logs=folder.logs,
+        ) as serving,
+        open_engine_control(serving.engine, url_file=folder.engines_url, key_file=folder.admin_key),
+    ):
         producer = await make_producer(preflight.config, preflight.tasks, ledger, serving.run_group, beginning)
         yield OwnRollouts(serving=serving, producer=producer, ledger=ledger, batch_size=preflight.config.batch_size)
 

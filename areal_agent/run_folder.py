@@ -1,6 +1,7 @@
 """The folder of a run: which file lies where, and who may make or reopen it. It knows nothing of their contents.
 
 config.yaml  ledger.sqlite  metrics.jsonl  checkpoints/  logs/  curve.png  summary.json
+engines_url  admin_key     (while it goes on)
 """
 
 import json
@@ -92,6 +93,16 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def engines_url(self) -> Path:
+        """Where `/rl/engines` is served, while the run goes on."""
+        return self.path / "engines_url"
+
+    @property
+    def admin_key(self) -> Path:
+        """What these calls take."""
+        return self.path / "admin_key"
 
     @property
     def curve(self) -> Path:

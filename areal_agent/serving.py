@@ -2,10 +2,11 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.cluster.workers import open_workers, shard_name
@@ -120,8 +121,19 @@ async def _open_workers(
         )
         for number, settings in enumerate(_settings_of_gateways(config, tokenizer))
     ]
-    async with open_workers(workers, ledger, logs) as rollouts:
+    async with open_workers(workers, ledger, logs) as rollouts, _task(rollouts.tell_of(engine.client)):
         yield rollouts
+
+
+@asynccontextmanager
+async def _task(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Beside what is inside; cancelled on leaving."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 def _settings_of_gateways(config: Config, tokenizer: Path) -> list[LocalSettings]:

@@ -2,9 +2,10 @@
 
 1. it trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it;
 2. max_staleness 0 never mixes versions; 3. failing siblings leave the rest trained, and are counted; 4. it resumes, and
-steps after the checkpoint are trained again; 5. a process that dies ends it clearly; 6. so does a workflow that
-always fails; 7. rollout_batch is synchronous;
-8. a trainer that is too slow to start is an error; 9. nothing is sampled greedily for training.
+steps after the checkpoint are trained again; 5. a trainer that dies ends it clearly, engines that die are started
+again, one or all of several; 6. a workflow that always fails ends it; 7. rollout_batch is synchronous;
+8. a trainer that is too slow to start is an error; 9. nothing is sampled greedily for training; 10. a server joins and
+another leaves while it trains.
 """
 
 import asyncio
@@ -13,15 +14,19 @@ import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 
 from areal_agent import Status
 from areal_agent.config import Config
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import ConfigError, ProcessDied, RolloutsFailing, TrainerError
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics
 from areal_agent.observe.rows import step_rows
 from areal_agent.run import Run
+from areal_agent.types import WeightVersion
 
 
 async def solve(task, rollout) -> float:
@@ -160,18 +165,58 @@ async def test_steps_after_the_checkpoint_are_trained_again(tmp_path: Path, smal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["engine", "trainer"])
-async def test_a_process_that_dies_ends_the_run_with_its_last_lines(
-    tmp_path: Path, small_model: Path, name: str
-) -> None:
-    with pytest.raises(ProcessDied, match=f"the {name} process was killed by SIGKILL"):
+async def test_a_trainer_that_dies_ends_the_run_with_its_last_lines(tmp_path: Path, small_model: Path) -> None:
+    with pytest.raises(ProcessDied, match="the trainer process was killed by SIGKILL"):
         async with Run(config(tmp_path, small_model), workflow=solve) as run:
             await train(run, 1)
-            victim = run._source.serving.engine.processes[0] if name == "engine" else run._trainer_process
-            os.kill(victim.pid, signal.SIGKILL)
+            os.kill(run._trainer_process.pid, signal.SIGKILL)
             await train(run, 100)
-    assert not run._source.serving.engine.processes[0].is_running
     assert not run._trainer_process.is_running
+    with pytest.raises(ProcessLookupError):
+        os.kill(run._source.process_ids()["engine"], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_servers", [1, 2])
+async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: Path, num_servers: int) -> None:
+    engine = {"num_servers": num_servers, "max_running_requests": 8, "max_context_tokens": 256, "wait_s": 1e4}
+    async with Run(config(tmp_path, small_model, engine=engine), workflow=solve) as run:
+        await train(run, 1)
+        killed = run._source.process_ids()
+        assert len(killed) == num_servers
+        for process_id in killed.values():
+            os.kill(process_id, signal.SIGKILL)
+        await train(run, 3)
+        assert run._source.process_ids() != killed
+        await end(run)
+    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3]
+    assert verify(run.folder.ledger).is_ok
+
+
+async def test_a_server_joins_and_another_leaves_while_it_trains(tmp_path: Path, small_model: Path) -> None:
+    runner = ModelRunner.load(str(small_model), device="cpu", num_slots=8, max_context_tokens=256)
+    server = await EngineServer.start(runner, version=WeightVersion(incarnation=5, step=5))
+    try:
+        async with Run(config(tmp_path, small_model), workflow=solve) as run:
+            await train(run, 1)
+            (first,) = run._source.process_ids().values()
+            url, key = (getattr(run.folder, name).read_text().strip() for name in ("engines_url", "admin_key"))
+            async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as http:
+                http.headers["Authorization"] = f"Bearer {key}"
+                answer = await http.post("/rl/engines", json={"add": server.base_url})
+                assert answer.status_code == 200, answer.text
+                old, new = answer.json()["engines"]
+                assert (old["version"], new["version"], new["state"]) == ("0:1", "0:1", "serving")
+                answer = await http.post("/rl/engines", json={"remove": old["url"]})
+                assert [one["url"] for one in answer.json()["engines"]] == [server.base_url]
+            with pytest.raises(ProcessLookupError):
+                os.kill(first, 0)  # it was started by the run
+            await train(run, 3)
+            await end(run)
+    finally:
+        await server.aclose()
+    assert not run.folder.admin_key.exists() and not run.folder.engines_url.exists()
+    assert verify(run.folder.ledger).is_ok
 
 
 @pytest.mark.slow

@@ -1,36 +1,68 @@
-"""The engine of a run, whichever kind it is: started, or found running and given the run's weights."""
+"""The engine of a run, whichever kind it is: servers that are started, or found running and given the run's weights."""
 
+import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agent.cancellation import uninterrupted
+from areal_agent.cluster.embedded import start_embedded
 from areal_agent.cluster.kept_server import KeptServers
-from areal_agent.cluster.local import start_engine
 from areal_agent.cluster.sglang import start_sglang
 from areal_agent.cluster.vllm import start_vllm
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.fleet.fleet import Fleet
-from areal_agent.engine.served import ServedEngine
-from areal_agent.errors import ConfigError, EngineError
-from areal_agent.process import ManagedProcess
+from areal_agent.engine.fleet.fleet import Fleet, MemberReport
+from areal_agent.engine.fleet.member import MemberState
+from areal_agent.engine.http import HttpEngine
+from areal_agent.errors import ArealAgentError, ConfigError, EngineError
 from areal_agent.protocols import MemoryHolder
 from areal_agent.types import WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningEngine:
-    """A client, where others find the same engine, and what was started for it.
+    """A client, where others find the same engine at first, and what was started for it.
 
     `memory` is what is to be released while a trainer trains, if anything.
     """
 
-    client: ServedEngine
+    client: Fleet
     address: EngineAddress
-    processes: tuple[ManagedProcess, ...] = ()  # the death of one ends the run
     servers: KeptServers | None = None  # each is started again when it dies
     memory: MemoryHolder | None = None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of all servers."""
+        return tuple(report.url for report in self.client.report())
+
+    async def survey(self) -> tuple[MemberReport, ...]:
+        """Every server, and how it is."""
+        return await self.client.survey()
+
+    async def add(self, url: str) -> None:
+        """One server more, which somebody else has started. Raises EngineError."""
+        await self.client.add(url)
+
+    async def remove(self, url: str) -> None:
+        """One server less; it ends where it was started here. Raises EngineError."""
+        await uninterrupted(self._remove(url))
+
+    async def _remove(self, url: str) -> None:
+        await self.client.remove(url)
+        if self.servers is not None:
+            await self.servers.stop(url)
+
+    async def failure(self) -> ArealAgentError:
+        """Wait until all servers that were started here have been given up, and there are no others."""
+        if self.servers is None:
+            return await asyncio.get_running_loop().create_future()
+        failure = await self.servers.failure()
+        while not set(self.urls) <= set(self.servers.urls):
+            await self.client.changed()
+        return failure
 
 
 @asynccontextmanager
@@ -38,29 +70,32 @@ async def open_engine(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
 ) -> AsyncGenerator[RunningEngine]:
     """An engine that serves `model` as `version`; what was started is ended on leaving."""
-    if config.backend == "embedded":
-        async with start_engine(config, model, version, logs) as (process, engine):
-            address = EngineAddress(backend="embedded", urls=(engine.base_url,))
-            memory = engine if config.release_kv else None
-            yield RunningEngine(client=engine, address=address, processes=(process,), memory=memory)
-    elif config.urls:
-        async with _connected(config, config.urls) as (fleet, address):
+    async with AsyncExitStack() as stack:
+        if config.urls:
+            fleet, address = await stack.enter_async_context(_connected(config, config.urls))
             await _take_over(fleet, config, model, version)
             yield RunningEngine(client=fleet, address=address)
-    elif config.backend == "vllm":
-        async with (
-            start_vllm(config, model, version, logs) as servers,
-            _connected(config, servers.urls) as (fleet, address),
-        ):
+            return
+        servers = await stack.enter_async_context(_start(config, model, version, logs))
+        fleet, address = await stack.enter_async_context(_connected(config, servers.urls))
+        if config.backend == "vllm":
             await fleet.load(model, version)  # so that it knows from where they have them, and can put them back
-            yield RunningEngine(client=fleet, address=address, servers=servers)
-    else:
-        async with (
-            start_sglang(config, model, version, logs) as servers,
-            _connected(config, servers.urls) as (fleet, address),
-        ):
+        else:
             fleet.begin_with(model, version)
-            yield RunningEngine(client=fleet, address=address, servers=servers)
+        memory = await stack.enter_async_context(_memory_of(fleet, servers.urls)) if config.release_kv else None
+        yield RunningEngine(client=fleet, address=address, servers=servers, memory=memory)
+
+
+def _start(
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+) -> AbstractAsyncContextManager[KeptServers]:
+    match config.backend:
+        case "embedded":
+            return start_embedded(config, model, version, logs)
+        case "sglang":
+            return start_sglang(config, model, version, logs)
+        case "vllm":
+            return start_vllm(config, model, version, logs)
 
 
 @asynccontextmanager
@@ -72,7 +107,7 @@ async def _connected(config: EngineConfig, urls: tuple[str, ...]) -> AsyncGenera
         hung_after_s=config.hung_after_s,
         wait_s=config.wait_s,
     )
-    fleet = address.fleet()
+    fleet = address.connect()
     try:
         yield fleet, address
     finally:
@@ -87,3 +122,40 @@ async def _take_over(fleet: Fleet, config: EngineConfig, model: Path, version: W
         await fleet.load(model, version)
     except EngineError as error:
         raise ConfigError(f"engine.urls: {error}") from error
+
+
+class _Memory:
+    """A `MemoryHolder` over the embedded engines of a run, as far as they belong to it still."""
+
+    def __init__(self, fleet: Fleet, engines: list[HttpEngine]) -> None:
+        self._fleet = fleet
+        self._engines = engines
+
+    async def release_memory(self) -> None:
+        """One that does not serve holds none, or will not when it does."""
+        serving = self._urls(MemberState.SERVING)
+        await asyncio.gather(*(one.release_memory() for one in self._engines if one.base_url in serving))
+
+    async def resume_memory(self) -> None:
+        """One that has fallen meanwhile may hang, and come back."""
+        present = self._urls(*MemberState)
+        await asyncio.gather(*(self._resume(one) for one in self._engines if one.base_url in present))
+
+    async def _resume(self, engine: HttpEngine) -> None:
+        try:
+            await engine.resume_memory()
+        except EngineError:
+            if engine.base_url in self._urls(MemberState.SERVING):
+                raise
+
+    def _urls(self, *states: MemberState) -> set[str]:
+        return {report.url for report in self._fleet.report() if report.state in states}
+
+
+@asynccontextmanager
+async def _memory_of(fleet: Fleet, urls: tuple[str, ...]) -> AsyncGenerator[MemoryHolder]:
+    engines = [HttpEngine(url) for url in urls]
+    try:
+        yield _Memory(fleet, engines)
+    finally:
+        await asyncio.gather(*(engine.aclose() for engine in engines))

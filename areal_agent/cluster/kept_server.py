@@ -22,13 +22,12 @@ class KeptServer:
 
     def __init__(
         self,
-        url: str,
         start: Callable[[], Awaitable[ManagedProcess]],
-        serves: Callable[[ManagedProcess], Awaitable[None]],
+        serves: Callable[[ManagedProcess], Awaitable[str]],
         end: Callable[[ManagedProcess], Awaitable[None]],
     ) -> None:
-        """`serves` returns when it does, and raises ProcessDied or EngineUnreachable when it does not."""
-        self.url = url
+        """`serves` returns the URL once it does, and raises ProcessDied or EngineUnreachable when it does not."""
+        self.url = ""  # where it serves, once it has been started
         self.process: ManagedProcess | None = None
         self._start = start
         self._serves = serves
@@ -38,7 +37,7 @@ class KeptServer:
     async def start(self) -> None:
         """Start a process, and wait until it serves. Raises ProcessDied and EngineUnreachable."""
         self.process = await self._start()
-        await self._serves(self.process)
+        self.url = await self._serves(self.process)
         self._deaths.begin()
 
     async def keep(self) -> ProcessDied:
@@ -67,9 +66,9 @@ class KeptServers:
     """Made by `keep_servers`."""
 
     def __init__(self, servers: Sequence[KeptServer]) -> None:
-        self._servers = tuple(servers)
-        self._keepers: list[asyncio.Task[None]] = []
-        self._num_kept = len(self._servers)
+        self._servers = list(servers)
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by URL
+        self._given_up_urls: set[str] = set()
         self._given_up: asyncio.Future[ArealAgentError] = asyncio.get_running_loop().create_future()
 
     @property
@@ -93,15 +92,28 @@ class KeptServers:
                     group.create_task(server.start())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        self._keepers = [asyncio.create_task(self._keep(server), name=server.url) for server in self._servers]
+        self._keepers = {
+            server.url: asyncio.create_task(self._keep(server), name=server.url) for server in self._servers
+        }
+
+    async def stop(self, url: str) -> None:
+        """End a server that is not wanted any more; one that was not started here is no error."""
+        for server in [one for one in self._servers if one.url == url]:
+            self._servers.remove(server)
+            await self._end_keeper(url)
+            await server.aclose()
 
     async def aclose(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        if self._keepers:
-            await asyncio.wait(self._keepers)
+        for url in list(self._keepers):
+            await self._end_keeper(url)
         for server in self._servers:
             await server.aclose()
+
+    async def _end_keeper(self, url: str) -> None:
+        keeper = self._keepers.pop(url, None)
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait({keeper})
 
     async def _keep(self, server: KeptServer) -> None:
         try:
@@ -109,8 +121,8 @@ class KeptServers:
         except Exception as error:  # the boundary: a server that cannot be kept is given up, whatever the cause
             death = EngineUnreachable(f"it could not be started again: {error!r}")
         logger.error("the server at %s is given up: %s", server.url, death)
-        self._num_kept -= 1
-        if not self._num_kept and not self._given_up.done():
+        self._given_up_urls.add(server.url)
+        if self._given_up_urls.issuperset(self.urls) and not self._given_up.done():
             self._given_up.set_result(death)
 
 

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine: the engine, the trainer and the rollout workers.
+"""Starts the trainer and the rollout workers of a run on this machine, and what all of its processes share.
 
 It knows how they are started and when they are ready, not what they are used for.
 """
@@ -15,18 +15,13 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.http import HttpEngine
-from areal_agent.errors import ConfigError, EngineUnreachable
+from areal_agent.errors import ConfigError
 from areal_agent.process import ManagedProcess
 from areal_agent.rollout.worker.client import WorkerClient, WorkerGone
 from areal_agent.rollout.worker.messages import WorkerSettings
 from areal_agent.trainer.client import TrainerClient
-from areal_agent.types import WeightVersion
 
 Result = TypeVar("Result")
-
-POLL_S = 0.05
 
 
 def check_port(port: int, what: str) -> None:
@@ -54,50 +49,6 @@ async def unless_it_dies(process: ManagedProcess, ready: Awaitable[Result]) -> R
         for future in (waiting, dying):
             future.cancel()
         await asyncio.gather(waiting, dying, return_exceptions=True)
-
-
-@asynccontextmanager
-async def start_engine(
-    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
-) -> AsyncGenerator[tuple[ManagedProcess, HttpEngine]]:
-    """An embedded engine that serves `model` as `version`; ended on leaving."""
-    announcement = logs / "engine.url"
-    announcement.unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "areal_agent.engine", "--model", str(model), "--port", str(config.port)]
-    argv += ["--device", config.device, "--threads", str(config.threads), "--weight-version", str(version)]
-    argv += ["--max-running", str(config.max_running_requests), "--max-context", str(config.max_context_tokens)]
-    argv += ["--kv-tokens", str(config.kv_tokens)] if config.kv_tokens is not None else []
-    argv += ["--leave-gib", str(config.leave_gib)] if config.leave_gib is not None else []
-    argv += ["--announce", str(announcement)]
-    process = await ManagedProcess.start(
-        "engine", argv, log_path=logs / "engine.log", env=thread_variables(config.threads)
-    )
-    try:
-        base_url = await unless_it_dies(process, _announced(announcement, config.startup_timeout_s))
-        engine = HttpEngine(base_url)
-        try:
-            yield process, engine
-        finally:
-            await engine.aclose()
-    finally:
-        await process.aclose()
-
-
-async def _announced(path: Path, timeout_s: float) -> str:
-    """Wait for the URL that an engine writes once it serves."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not (url := _read(path)):  # noqa: ASYNC110 (a file has no event)
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        raise EngineUnreachable(
-            f"the engine did not serve within engine.startup_timeout_s = {timeout_s:g}; see {path.with_suffix('.log')}"
-        ) from None
-    return url
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from areal_agent.cluster.deaths import DeathCount
 from areal_agent.cluster.local import start_worker
+from areal_agent.engine.fleet.view import FleetView
 from areal_agent.errors import ProcessDied
 from areal_agent.gateway.stats import Counters, GatewayStats, add_up
 from areal_agent.observe.spans import SpanUnion
@@ -72,6 +73,7 @@ class Seat:
         self._logs = logs
         self._engine_busy = engine_busy
         self._on_warning = on_warning
+        self._engines: FleetView | None = None  # what was said of them last
         self._stack = AsyncExitStack()
         self._life: Life | None = None
         self._answered_s = 0.0  # when it was last known to be alive; monotonic
@@ -94,9 +96,19 @@ class Seat:
             start_worker(self.settings, self._logs, self._on_warning)
         )
         self._life = Life(process, client)
+        if self._engines is not None:
+            client.tell_engines(self._engines)
         self._answered_s = time.monotonic()
         self.deaths.begin()
         self._engine_busy.join(self._life, time.monotonic())
+
+    def tell_engines(self, view: FleetView) -> None:
+        """How the servers of the engine are from now on, for this process and those after it."""
+        self._engines = view
+        address = self.settings.engine.model_copy(update={"urls": (*view.serving, *view.out)})
+        self.settings = self.settings.model_copy(update={"engine": address})
+        if self._life is not None:
+            self._life.client.tell_engines(view)
 
     async def run(self, spec: RolloutSpec) -> Status:
         """Run one rollout to its end. Raises Orphaned when the worker dies under it."""

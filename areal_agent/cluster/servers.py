@@ -51,9 +51,8 @@ async def start_servers(config: EngineConfig, launch: Launch, logs: Path) -> Asy
         name = "engine" if len(ports) == 1 else f"engine {number}"
         servers.append(
             KeptServer(
-                url,
                 start=partial(_start, name, launch.command(port, number), logs, _variables(config, launch)),
-                serves=partial(_serves, partial(launch.client, url), config.startup_timeout_s),
+                serves=partial(_serves, url, launch.client, config.startup_timeout_s),
                 end=_end,
             )
         )
@@ -70,13 +69,14 @@ async def _start(name: str, command: Sequence[str], logs: Path, variables: Mappi
     return await ManagedProcess.start(name, command, log_path=log_path, env=variables)
 
 
-async def _serves(connect: Callable[[], ServerClient], timeout_s: float, process: ManagedProcess) -> None:
-    """Return when the server serves. Raises ProcessDied and EngineUnreachable."""
-    client = connect()
+async def _serves(url: str, connect: Callable[[str], ServerClient], timeout_s: float, process: ManagedProcess) -> str:
+    """Return its URL when the server serves. Raises ProcessDied and EngineUnreachable."""
+    client = connect(url)
     try:
         await unless_it_dies(process, client.wait_ready(timeout_s))
     finally:
         await client.aclose()
+    return url
 
 
 async def _end(process: ManagedProcess) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from areal_agent.cluster.deaths import MAX_DEATHS, WITHIN_S
 from areal_agent.cluster.seat import Orphaned, Seat
+from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.errors import ArealAgentError, LedgerError, ProcessDied, WorkerError
 from areal_agent.gateway.stats import add_up
 from areal_agent.ledger.ledger import Ledger
@@ -58,6 +59,16 @@ class WorkerPool:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         self._keepers = [asyncio.create_task(self._keep(seat), name=f"keeper of {seat.name}") for seat in self.seats]
+
+    async def tell_of(self, engine: Fleet) -> None:
+        """Tell all workers how the servers are, at once whenever that changes. Until cancelled."""
+        told = None
+        while True:
+            if (view := engine.view()) != told:
+                told = view
+                for seat in self.seats:
+                    seat.tell_engines(view)
+            await engine.changed()
 
     async def run(self, spec: RolloutSpec) -> EndedRollout:
         async with self._slots:

@@ -11,16 +11,16 @@ class EngineConfig(Section):
     """How tokens are sampled. Derived from the rest of the config: the model, the seed and the weight version."""
 
     backend: Literal["embedded", "sglang", "vllm"] = "embedded"
-    """`embedded`: the engine that comes with areal_agent, in a process of its own. `sglang`, `vllm`: their servers,
+    """`embedded`: the engine that comes with areal_agent, in processes of its own. `sglang`, `vllm`: their servers,
     started with `python` or running at `urls`; seeds of requests hold in SGLang with its
     `--enable-deterministic-inference`."""
     python: str | None = None
     """The Python of an environment that has SGLang or vLLM: it starts the servers. Their pins are their own, so each
     has one."""
     num_servers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Servers of SGLang or vLLM to start. Each turn goes to the one that has its beginning in its cache, unless that
-    has more to do than others. With `device: cuda` each of SGLang's has GPUs of its own: those of the first begin at
-    `--base-gpu-id`."""
+    """Servers to start, each in a process of its own with `threads` of its own. Each turn goes to the one that has its
+    beginning in its cache, unless that has more to do than others. With `device: cuda` each has GPUs of its own: those
+    of the first begin at 0, or at SGLang's `--base-gpu-id`."""
     server_args: tuple[str, ...] = ()
     """Further arguments of `sglang.launch_server`, as in `["--mem-fraction-static", "0.6"]`, or of `vllm serve`."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+")], ...] = ()
@@ -29,11 +29,11 @@ class EngineConfig(Section):
     url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
     """An engine that runs already, on this machine: with `rollout.gateway_url`, the engine behind that gateway."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the engine on 127.0.0.1; 0 picks a free one."""
+    """Port of the engine on 127.0.0.1, where it is one server; 0 picks a free one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """CPU threads of the engine process. Engine and trainer together should not exceed the cores of the machine."""
+    """CPU threads of each engine process. Engines and trainer together should not exceed the cores of the machine."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 64
     """Requests that sample at once; further ones queue."""
     max_context_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 1024
@@ -72,11 +72,17 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _fits_its_backend(self) -> Self:
         if self.backend == "embedded":
-            self._refuse(_OF_SERVERS, "is for engine.backend sglang and vllm")
+            self._refuse(_OF_FOREIGN, "is for engine.backend sglang and vllm")
+            self._require_one_port()
             if self.kv_tokens is not None and self.leave_gib is not None:
                 raise ValueError(
                     f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}: each alone says "
                     "how much keys and values take; leave one out"
+                )
+            if self.leave_gib is not None and self.num_servers > 1:
+                raise ValueError(
+                    f"engine.leave_gib is {self.leave_gib:g}, and engine.num_servers {self.num_servers}: the first "
+                    "would leave nothing for the others; say with engine.kv_tokens what each takes"
                 )
             return self
         self._refuse(("url", "leave_gib", "release_kv"), "is for the embedded engine")
@@ -91,9 +97,12 @@ class EngineConfig(Section):
             self._refuse(("device",), "is for engine.backend embedded and sglang: vLLM takes what its build is for")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"engine.urls names a server twice: {', '.join(self.urls)}")
+        self._require_one_port()
+        return self
+
+    def _require_one_port(self) -> None:
         if self.port and self.num_servers > 1:
             raise ValueError(f"engine.port is {self.port}, and engine.num_servers {self.num_servers}: leave port out")
-        return self
 
     def _refuse(self, names: tuple[str, ...], why: str) -> None:
         """No option is silently without effect."""
@@ -102,7 +111,7 @@ class EngineConfig(Section):
                 raise ValueError(f"engine.{name} {why}; leave it out")
 
 
-_OF_SERVERS = ("python", "num_servers", "server_args", "urls", "hung_after_s", "wait_s")
+_OF_FOREIGN = ("python", "server_args", "urls")
 
 _OF_STARTED_SERVERS = (
     "python",

@@ -33,13 +33,14 @@ def make(tmp_path: Path) -> MakeServer:
             log.write_text("")
             return await ManagedProcess.start(name, ["sh", "-c", script], log_path=log)
 
-        async def serves(process: ManagedProcess) -> None:
+        async def serves(process: ManagedProcess) -> str:
             while "serving" not in log.read_text():
                 if not process.is_running:
                     raise await process.died()
                 await asyncio.sleep(0.01)
+            return f"http://{name}"
 
-        return KeptServer(f"http://{name}", start, serves, ManagedProcess.aclose)
+        return KeptServer(start, serves, ManagedProcess.aclose)
 
     return making
 

@@ -4,21 +4,29 @@
 3. one killed in mid-answer is started again, and so are its rollouts, in new sessions: the old ones are orphans;
 4. three deaths in a row end it with an error; 5. a cancelled rollout ends its session; 6. what is open at the end is an
 orphan; 7. a workflow that is not there is an error at the start; 8. one that blocks is named here too, and counted;
-9. one that blocks for ever costs its worker, not the run.
+9. one that blocks for ever costs its worker, not the run; 10. servers that join or leave do so for workers, too, and
+for those that are started again.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sqlite3
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
 from areal_agent import ConfigError, Status, Task
+from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.engine.http import HttpEngine
 from areal_agent.errors import ProcessDied
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.types import Drop, Fate, PauseMode, SessionPurpose
+from areal_agent.types import Drop, Fate, PauseMode, SessionPurpose, WeightVersion
 
 
 def spec_of(number: int, **data: str) -> RolloutSpec:
@@ -155,3 +163,34 @@ async def test_a_workflow_that_blocks_for_ever_costs_its_worker(make_crew, caplo
     ended = await crew.pool.run(spec_of(0, marker=str(crew.logs / "marker")))
     assert (ended.session_id, ended.status, ended.lost) == ("s-0.2", Status.COMPLETED, ("s-0",))
     assert any("has not answered for rollout.timeout_s" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("is_started_again", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_workers_hear_of_servers_that_join_and_leave(
+    make_crew, small_model: Path, is_started_again: bool
+) -> None:
+    crew = await make_crew("solve", workers=1)
+    async with AsyncExitStack() as stack:
+        runner = ModelRunner.load(str(small_model), device="cpu", num_slots=8, max_context_tokens=128)
+        server = await EngineServer.start(runner)
+        stack.push_async_callback(server.aclose)
+        joining = await stack.enter_async_context(contextlib.aclosing(HttpEngine(server.base_url)))
+        address = EngineAddress(backend="embedded", urls=(crew.engine.base_url,))
+        fleet = await stack.enter_async_context(contextlib.aclosing(address.connect()))
+        fleet.begin_with(small_model, WeightVersion())
+        telling = asyncio.create_task(crew.pool.tell_of(fleet))
+        stack.callback(telling.cancel)
+
+        await fleet.add(server.base_url)
+        await fleet.remove(crew.engine.base_url)
+        (seat,) = crew.pool.seats
+        while seat.settings.engine.urls != (server.base_url,):  # noqa: ASYNC110 (a task of its own tells)
+            await asyncio.sleep(0)
+        if is_started_again:
+            pid = seat.pid
+            os.kill(pid, signal.SIGKILL)
+            while seat.pid in (pid, None):
+                await crew.pool.stats()
+        await asyncio.gather(*await roll_out(crew, 0))
+        assert (await joining.stats()).generated_tokens
+        assert (await crew.engine.stats()).generated_tokens == 0

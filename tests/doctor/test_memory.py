@@ -7,7 +7,7 @@
 - adapters take what is trained of them, and no reference
 - an engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself
 - an engine that lends its keys' memory has them when the trainer does not train
-- servers with shards stand on their GPUs; one that runs already takes nothing
+- servers with shards stand on their GPUs, several embedded engines each on one; one that runs already takes nothing
 - a trainer's process on a CPU takes about what was estimated
 - a config that does not fit is told so, with what would take the most off; one that needs a missing GPU, too
 """
@@ -160,6 +160,16 @@ def test_the_embedded_engine_takes_two_contexts_a_slot() -> None:
     assert found["engine: weights"] == 4 * PARAMETERS
     assert found["engine: keys and values"] == 2 * 8 * 512 * 2 * 114_688  # in float32
     assert found["new weights in shared memory"] == 2 * 4 * PARAMETERS
+
+
+def test_several_embedded_engines_take_each_the_same() -> None:
+    one, three = (config(engine={"num_servers": number, "max_context_tokens": 512}) for number in (1, 3))
+    alone, together = parts_of(one, NO_GPU, None), parts_of(three, NO_GPU, None)
+    of_engines = [what for what in alone if what.startswith("engine: ")]
+    assert len(of_engines) == 5
+    assert {what: together[what] for what in of_engines} == {what: 3 * alone[what] for what in of_engines}
+    spread = config(engine={"num_servers": 2, "device": "cuda", "kv_tokens": 10_000}, trainer={"device": "cpu"})
+    assert [need.gpu for need in estimate(QWEN3_06B, spread, EIGHT_GPUS)] == [None, 0, 1]
 
 
 def test_keys_that_are_lent_are_not_there_while_the_trainer_trains() -> None:

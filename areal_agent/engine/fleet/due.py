@@ -2,6 +2,7 @@
 
     label right ──────────────────────────────▶ it may serve
     label wrong ──▶ load, or push to it alone ──▶ label read back ──▶ it may serve
+                       └─ a push to one that is ahead: a model first, as 0:0, for versions only go up
 
 A push in memory is double-buffered by its sender: one that has been overwritten meanwhile fails its checksum, and the
 server is brought to the newer weights the next time. Knows one server at a time, and no state of it.
@@ -23,12 +24,14 @@ class Due:
     version: WeightVersion
     source: Path | Weights | None  # None: nobody has said
     push_id: str = ""
+    base: Path | None = None  # a model folder that a push may follow on; None: that which a server was started with
 
 
-async def bring_to(engine: MemberEngine, due: Due) -> None:
+async def bring_to(engine: MemberEngine, due: Due, *, is_label_believed: bool = True) -> None:
     """Return when the server serves these weights. Raises EngineError when it does not."""
-    served = (await engine.info()).weight_version
-    if served == due.version and await engine.health():
+    info = await engine.info()
+    served = info.weight_version
+    if served == due.version and (is_label_believed or due.source is None) and await engine.health():
         await engine.resume()  # a push that broke off may have left it paused
         return
     match due.source:
@@ -40,6 +43,8 @@ async def bring_to(engine: MemberEngine, due: Due) -> None:
         case Path() as model:
             await engine.load(model, due.version)
         case weights:
+            if served >= due.version:
+                await engine.load(due.base or Path(info.model_path), WeightVersion())
             await _push(engine, due.push_id, weights, due.version)
     await require_version(engine, due.version)
     if not await engine.health():

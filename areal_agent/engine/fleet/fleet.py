@@ -4,7 +4,7 @@
     push     ──▶ pushes.py ── tells all ─────▶    │                              │ brings back what has fallen
                     └─ what is due ──────────────────────────────────────────────┘
 
-Servers may come and go while it works. Keepers begin with the first call and end with `aclose`.
+Servers may come and go while it works (membership.py). Keepers begin with the first call and end with `aclose`.
 """
 
 import asyncio
@@ -12,16 +12,19 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from areal_agent.engine.fleet.due import Due
-from areal_agent.engine.fleet.keeper import Keeper
 from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState
+from areal_agent.engine.fleet.membership import DRAIN_S, Membership
 from areal_agent.engine.fleet.patience import Patience
 from areal_agent.engine.fleet.pushes import FleetPushes
 from areal_agent.engine.fleet.relay import Relay
 from areal_agent.engine.fleet.roster import Roster
 from areal_agent.engine.fleet.routing import Router
+from areal_agent.engine.fleet.same_model import check_model
+from areal_agent.engine.fleet.versions import Versions
+from areal_agent.engine.fleet.view import FleetView
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 from areal_agent.types import (
@@ -36,9 +39,6 @@ from areal_agent.types import (
 
 T = TypeVar("T")
 
-DRAIN_S = 30.0
-"""How long requests at a server that is removed may take to end before they move."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
@@ -50,9 +50,23 @@ class MemberReport:
     version: WeightVersion | None
     num_requests: int
 
+    @classmethod
+    def of(cls, member: Member) -> Self:
+        return cls(
+            url=member.url,
+            state=member.state,
+            reason=member.reason,
+            version=member.version,
+            num_requests=member.num_requests,
+        )
+
 
 class Fleet:
-    """`protocols.Engine` over one server or more, all with the same model. Use it from one event loop."""
+    """`protocols.Engine` over one server or more, all with the same model. Use it from one event loop.
+
+    `streams_alone` is whether tokens are asked for as they come where there is one server only. It costs the server
+    time, and without it an answer whose server dies begins again.
+    """
 
     def __init__(
         self,
@@ -61,15 +75,16 @@ class Fleet:
         *,
         patience: Patience | None = None,
         router: Router | None = None,
+        streams_alone: bool = True,
     ) -> None:
-        self._connect = connect
         self._patience = patience or Patience()
+        self._streams_alone = streams_alone
         self._roster = Roster([Member(engine=connect(url)) for url in urls], router)
-        self._pushes = FleetPushes(self._roster, self._patience)
+        self._versions = Versions(self._patience.probe_timeout_s)
+        self._pushes = FleetPushes(self._roster, self._versions, self._patience)
+        self._membership = Membership(self._roster, self, connect, self._patience)
         self._relays: dict[str, Relay] = {}  # by the ids of requests
-        self._keepers: dict[str, asyncio.Task[None]] = {}  # by URL; none before the first call
         self._info: EngineInfo | None = None
-        self._is_closed = False
 
     # ------------------------------------------------------------------------------------ protocols.Engine
 
@@ -81,10 +96,12 @@ class Fleet:
         Each token bears the version that sampled it. A seed holds over such a move where the draw at a position depends
         on seed and position alone: with embedded engines, and with SGLang's under `--enable-deterministic-inference`.
         """
-        self._keep()
+        self._membership.keep()
         if request.request_id in self._relays:
             raise EngineRejected(f"a request {request.request_id!r} is in flight; give every request an id of its own")
-        relay = self._relays[request.request_id] = Relay(request, on_chunk, self._roster, self._patience)
+        relay = self._relays[request.request_id] = Relay(
+            request, on_chunk, self._roster, self._versions, self._patience, self._streams_alone
+        )
         try:
             return await relay.run()
         finally:
@@ -107,7 +124,7 @@ class Fleet:
 
     async def begin_push(self, push_id: str) -> None:
         """Wait for a server that serves, if none does."""
-        self._keep()
+        self._membership.keep()
         await self._pushes.begin(push_id)
 
     async def send_push(self, push_id: str, weights: Weights) -> None:
@@ -139,7 +156,7 @@ class Fleet:
 
     async def info(self) -> EngineInfo:
         """What holds for all that answer. Raises EngineRejected when they serve different models."""
-        self._keep()
+        self._membership.keep()
         infos = await self._ask_serving(lambda engine: engine.info())
         if len({info.vocab_size for info in infos.values()}) > 1:
             models = ", ".join(sorted({info.model_path for info in infos.values()}))
@@ -156,19 +173,12 @@ class Fleet:
 
     async def stats(self) -> EngineStats:
         """The sums over all that answer soon, and how the fleet is."""
-
-        async def ask(engine: MemberEngine) -> EngineStats | None:
-            with contextlib.suppress(TimeoutError, EngineError):
-                async with asyncio.timeout(self._patience.probe_timeout_s):
-                    return await engine.stats()
-            return None
-
         serving = self._roster.serving
-        told = [one for one in await asyncio.gather(*(ask(member.engine) for member in serving)) if one is not None]
+        told = [one for one in await asyncio.gather(*map(self._stats_of, serving)) if one is not None]
         return EngineStats(
             num_running=sum(one.num_running for one in told),
             num_queued=sum(one.num_queued for one in told),
-            busy_s=None,
+            busy_s=told[0].busy_s if len(told) == len(self._roster.members) == 1 else None,
             generated_tokens=None,
             weight_version=self._version(),
             num_serving=len(serving),
@@ -177,16 +187,17 @@ class Fleet:
         )
 
     def report(self) -> tuple[MemberReport, ...]:
-        """Every server, and how it is."""
+        """Every server, and how it is; its requests are those of this fleet."""
+        return tuple(map(MemberReport.of, self._roster.members))
+
+    async def survey(self) -> tuple[MemberReport, ...]:
+        """As `report`, with all requests that a server has, of other processes, too; where it tells soon."""
+        members = self._roster.members
+        told = await asyncio.gather(*map(self._stats_of, members))
+        reports = map(MemberReport.of, members)
         return tuple(
-            MemberReport(
-                url=member.url,
-                state=member.state,
-                reason=member.reason,
-                version=member.version,
-                num_requests=member.num_requests,
-            )
-            for member in self._roster.members
+            report if stats is None else replace(report, num_requests=stats.num_running + stats.num_queued)
+            for report, stats in zip(reports, told, strict=True)
         )
 
     # ------------------------------------------------------------------------------------- joining, leaving
@@ -194,48 +205,40 @@ class Fleet:
     async def add(self, url: str) -> None:
         """One server more: verified, brought to the weights that are due, and only then it gets requests.
 
-        Raises EngineRejected for another model, and EngineUnreachable or WeightUpdateError when it cannot serve.
+        Raises ServerRefused when it is one already or has another model, and EngineUnreachable or WeightUpdateError
+        when it cannot serve.
         """
-        self._keep()
-        member = Member(engine=self._connect(url), state=MemberState.CATCHING_UP, reason="it is being added")
-        if self._roster.find(member.url) is not None:
-            await member.engine.aclose()
-            raise EngineRejected(f"{member.url} is one of the servers already")
-        self._roster.enter(member)
-        try:
-            await Keeper(member, self._roster, self, self._patience).bring_back()
-        except BaseException as error:
-            self._roster.forget(member)
-            await member.engine.aclose()
-            if isinstance(error, TimeoutError):
-                raise EngineUnreachable(f"{member.url} does not answer; is it running? see its log") from None
-            raise
-        self._keep()
+        await self._membership.add(url)
 
     async def remove(self, url: str, drain_s: float = DRAIN_S) -> None:
         """One server less. What it has in hand ends there within `drain_s`, or goes on elsewhere.
 
-        Raises EngineRejected when it is none of them, or the last one.
+        Raises ServerRefused when it is none of them, or the last one.
         """
-        member = self._roster.find(url.rstrip("/"))
-        if member is None or member.state is MemberState.LEAVING:
-            known = ", ".join(member.url for member in self._roster.members)
-            raise EngineRejected(f"{url!r} is none of the servers: {known}")
-        if all(other is member or other.state is MemberState.LEAVING for other in self._roster.members):
-            raise EngineRejected(f"{url!r} is the only server; add another one first")
-        self._roster.leave(member)
-        await self._end_keeper(member.url)
-        await self._roster.wait_until_idle(member, drain_s)
-        member.take_away_all("is being removed")
-        self._roster.forget(member)
-        await member.engine.aclose()
+        await self._membership.remove(url, drain_s)
+
+    def view(self) -> FleetView:
+        """What other processes with a fleet of the same servers have to know."""
+        members = [member for member in self._roster.members if member.state is not MemberState.LEAVING]
+        return FleetView(
+            serving=tuple(member.url for member in members if member.state is MemberState.SERVING),
+            out={member.url: member.reason for member in members if member.state is not MemberState.SERVING},
+            versions=tuple(map(str, self._versions.recent)),
+        )
+
+    async def changed(self) -> None:
+        """Return when `view` may be another one."""
+        await self._roster.changed()
+
+    def follow(self, view: FleetView) -> None:
+        """What the process that pushes says of the servers and their weights holds here, too."""
+        for version in view.versions:
+            self._versions.begin(WeightVersion.parse(version))
+        self._membership.follow(view)
 
     async def aclose(self) -> None:
         """End the keepers and close the connections. Harmless when done before."""
-        self._is_closed = True
-        for url in list(self._keepers):
-            await self._end_keeper(url)
-        await asyncio.gather(*(member.engine.aclose() for member in self._roster.members))
+        await self._membership.aclose()
 
     # --------------------------------------------------------------------------------------------- Standard
 
@@ -251,38 +254,13 @@ class Fleet:
         await self._pushes.settled()
 
     def check(self, url: str, info: EngineInfo) -> None:
-        known = self._info
-        if known is None:
-            return
-        if info.vocab_size != known.vocab_size:
-            raise EngineRejected(
-                f"{url} serves {info.model_path}, with {info.vocab_size} ids, and the others {known.model_path}, with "
-                f"{known.vocab_size}; start it with their model"
-            )
-        if info.max_context_tokens < known.max_context_tokens:
-            raise EngineRejected(
-                f"the context of {url} has {info.max_context_tokens} tokens, and that of the others "
-                f"{known.max_context_tokens}; start it with theirs"
-            )
-        if known.has_grammar and not info.has_grammar:
-            raise EngineRejected(
-                f"{url} does not constrain answers to a grammar, and the others do; start it as they were"
-            )
+        self._membership.require_in(url)
+        if self.due is None and not self._versions.knows(info.weight_version):
+            raise EngineUnreachable(f"{url} serves version {info.weight_version}, which it was never given here")
+        if self._info is not None:
+            check_model(url, info, self._info)
 
     # ------------------------------------------------------------------------------------------- internals
-
-    def _keep(self) -> None:
-        """Every server has its keeper."""
-        for member in self._roster.members if not self._is_closed else ():
-            if member.url not in self._keepers and member.state in (MemberState.SERVING, MemberState.QUARANTINED):
-                keeper = Keeper(member, self._roster, self, self._patience)
-                self._keepers[member.url] = asyncio.create_task(keeper.run(), name=f"keeper of {member.url}")
-
-    async def _end_keeper(self, url: str) -> None:
-        keeper = self._keepers.pop(url, None)
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.wait({keeper})
 
     async def _ask_serving(self, call: Callable[[MemberEngine], Coroutine[Any, Any, T]]) -> dict[Member, T]:
         """Ask all that serve. Who does not answer is quarantined; raises its error when nobody does."""
@@ -301,6 +279,13 @@ class Fleet:
         if not answers and failure is not None:
             raise failure
         return answers
+
+    async def _stats_of(self, member: Member) -> EngineStats | None:
+        """None when it does not tell soon."""
+        with contextlib.suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(self._patience.probe_timeout_s):
+                return await member.engine.stats()
+        return None
 
     def _version(self) -> WeightVersion:
         """That serves, as far as is known."""

@@ -41,7 +41,7 @@ class Standard(Protocol):
         ...
 
     def check(self, url: str, info: EngineInfo) -> None:
-        """Raises EngineRejected for another model than the fleet's."""
+        """Raises ServerRefused for another model than the fleet's, and EngineUnreachable for one that is out."""
         ...
 
 
@@ -77,8 +77,11 @@ class Keeper:
                 async with asyncio.timeout(self._patience.probe_every_s):
                     await self._member.looked_after.wait()
 
-    async def bring_back(self) -> None:
-        """Return when it serves. Raises EngineError, and TimeoutError when it does not say how it is."""
+    async def bring_back(self, *, is_new: bool = False) -> None:
+        """Return when it serves. Raises EngineError, and TimeoutError when it does not say how it is.
+
+        The label of one that is new is not believed: it may be that of another run.
+        """
         self._roster.catch_up(self._member)
         while True:
             await self._standard.settled()
@@ -87,7 +90,7 @@ class Keeper:
             if due is None:
                 await self._require_health()
             else:
-                await bring_to(self._member.engine, due)
+                await bring_to(self._member.engine, due, is_label_believed=not is_new)
             if not self._standard.is_changing and self._standard.due is due:
                 break
         self._member.version = info.weight_version if due is None else due.version

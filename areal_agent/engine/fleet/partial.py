@@ -79,6 +79,11 @@ class Partial:
         )
 
     @property
+    def spans(self) -> Sequence[VersionSpan]:
+        """Of the tokens whose version was told."""
+        return tuple(self._spans)
+
+    @property
     def num_told(self) -> int:
         """How many of the tokens have a known version: the first ones."""
         return self._spans[-1].end if self._spans else 0

@@ -18,6 +18,7 @@ from areal_agent.engine.fleet.due import Due, require_version
 from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState
 from areal_agent.engine.fleet.patience import Patience
 from areal_agent.engine.fleet.roster import Roster
+from areal_agent.engine.fleet.versions import Versions
 from areal_agent.errors import EngineError, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.types import PauseMode, Weights, WeightVersion
 
@@ -32,10 +33,12 @@ class _Push:
 class FleetPushes:
     """The push that is open, if one is; one pusher at a time."""
 
-    def __init__(self, roster: Roster, patience: Patience) -> None:
+    def __init__(self, roster: Roster, versions: Versions, patience: Patience) -> None:
         self.due: Due | None = None
         self._roster = roster
+        self._versions = versions
         self._patience = patience
+        self._base: Path | None = None  # the folder that all began with
         self._push: _Push | None = None
         self._taking_part: list[Member] = []  # in the push, or in a pause without one
         self._paused: PauseMode | None = None
@@ -60,7 +63,9 @@ class FleetPushes:
 
     def begin_with(self, model: Path, version: WeightVersion) -> None:
         """All serve this folder already."""
-        self.due = Due(version=version, source=model)
+        self._base = model
+        self.due = Due(version=version, source=model, base=model)
+        self._versions.begin(version)
         for member in self._roster.members:
             member.version = version
 
@@ -84,6 +89,10 @@ class FleetPushes:
         if push.weights is None:
             raise PushConflict(f"push {push_id!r} has been sent no weights yet; a commit comes after the send")
 
+        is_repeated = self._versions.knows(version)
+        self._versions.add(version)  # before the first token bears it
+        self._roster.ring()
+
         async def commit_at(engine: MemberEngine) -> None:
             await engine.commit_push(push_id, version)
             await require_version(engine, version)
@@ -92,11 +101,15 @@ class FleetPushes:
             for member in self._taking_part:
                 member.is_loading = True
             await self._tell_all("commit", commit_at)
+        except BaseException:
+            if not is_repeated:
+                self._versions.forget(version)
+            raise
         finally:
             for member in self._roster.members:
                 member.is_loading = False
         push.is_committed = True
-        self.due = Due(version=version, source=push.weights, push_id=push_id)
+        self.due = Due(version=version, source=push.weights, push_id=push_id, base=self._base)
         for member in self._present():
             member.version = version
 

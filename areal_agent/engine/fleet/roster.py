@@ -8,7 +8,6 @@ Who waits for a server is woken by every change. It asks no server anything.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -99,6 +98,10 @@ class Roster:
         self._has_changed.set()
         self._has_changed = asyncio.Event()
 
+    async def changed(self) -> None:
+        """Return at the next change."""
+        await self._has_changed.wait()
+
     async def wait_for_some(self, wait_s: float, is_given_up: Callable[[], bool] = lambda: False) -> list[Member]:
         """Those that serve, once one does; none when it is given up. Raises EngineUnreachable after `wait_s`."""
         try:
@@ -111,12 +114,10 @@ class Roster:
             ) from None
         return self.serving
 
-    async def wait_until_idle(self, member: Member, wait_s: float) -> None:
-        """Return when it has no requests, or after `wait_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while member.num_requests:
-                    await self._has_changed.wait()
+    async def until_idle(self, member: Member) -> None:
+        """Return when it has no requests."""
+        while member.num_requests:
+            await self._has_changed.wait()
 
     def choose(self, input_ids: Sequence[int]) -> Member:
         """The server for a request, of those that serve; one at least does. Those that are behind come last."""

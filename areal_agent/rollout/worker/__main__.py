@@ -72,7 +72,7 @@ async def _open(settings: WorkerSettings, channel: Channel) -> AsyncGenerator[Wo
             open_local(settings.local, workflow, engine=metered, info=await engine.info(), journal=shard)
         )
         _hand_on_warnings(lambda text: channel.send(encode(Warned(message=text))))
-        yield WorkerServer(channel, rollouts, metered.busy)
+        yield WorkerServer(channel, rollouts, metered.busy, engine.follow)
 
 
 def _hand_on_warnings(send: Callable[[str], None]) -> None:

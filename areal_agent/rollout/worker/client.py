@@ -8,6 +8,7 @@ import itertools
 import socket
 from collections.abc import Callable
 
+from areal_agent.engine.fleet.view import FleetView
 from areal_agent.errors import ConfigError, WorkerError
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.worker.channel import Channel
@@ -17,6 +18,7 @@ from areal_agent.rollout.worker.messages import (
     CancelCall,
     Counted,
     Ended,
+    EnginesCall,
     Failed,
     Ready,
     Refused,
@@ -87,6 +89,11 @@ class WorkerClient:
         answer = await self._ask(StatsCall(number=next(self._numbers)))
         assert isinstance(answer, Counted), answer
         return answer
+
+    def tell_engines(self, view: FleetView) -> None:
+        """How the servers of the engine are from now on."""
+        if not self._is_gone:
+            self._send(EnginesCall(view=view))
 
     async def aclose(self) -> None:
         """Close the socket, which ends the worker if it still runs. Harmless when done before."""

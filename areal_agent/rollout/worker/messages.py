@@ -1,6 +1,6 @@
 """What the main process and a worker say to each other, as JSON. Unknown fields are errors on both sides.
 
-main ──▶ worker   WorkerSettings, then RunCall, CancelCall and StatsCall in any order and number
+main ──▶ worker   WorkerSettings, then RunCall, CancelCall, StatsCall and EnginesCall in any order and number
 worker ──▶ main   Ready or Refused, then one answer a RunCall and StatsCall, and Warned in between
 """
 
@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.fleet.view import FleetView
 from areal_agent.gateway.stats import GatewayStats
 from areal_agent.observe.spans import Span
 from areal_agent.rollout.local import LocalSettings
@@ -48,6 +49,13 @@ class StatsCall(Section):
 
     kind: Literal["stats"] = "stats"
     number: int
+
+
+class EnginesCall(Section):
+    """How the servers of the engine are from now on. It has no answer."""
+
+    kind: Literal["engines"] = "engines"
+    view: FleetView
 
 
 class Ready(Section):
@@ -97,7 +105,7 @@ class Warned(Section):
     message: str
 
 
-Call = RunCall | CancelCall | StatsCall
+Call = RunCall | CancelCall | StatsCall | EnginesCall
 Answer = Ready | Refused | Ended | Failed | Counted | Warned
 
 _CALL: TypeAdapter[Call] = TypeAdapter(Call)

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
+from areal_agent.engine.fleet.view import FleetView
 from areal_agent.observe.spans import SpanLog
 from areal_agent.rollout.local import LocalRollouts
 from areal_agent.rollout.worker.channel import Channel
@@ -11,6 +13,7 @@ from areal_agent.rollout.worker.messages import (
     CancelCall,
     Counted,
     Ended,
+    EnginesCall,
     Failed,
     RunCall,
     StatsCall,
@@ -23,12 +26,18 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerServer:
-    """Answers over `channel` until that ends; then its rollouts are cancelled, and it waits for them."""
+    """Answers over `channel` until that ends; then its rollouts are cancelled, and it waits for them.
 
-    def __init__(self, channel: Channel, rollouts: LocalRollouts, engine_busy: SpanLog) -> None:
+    `follow` takes what main says of the servers of the engine.
+    """
+
+    def __init__(
+        self, channel: Channel, rollouts: LocalRollouts, engine_busy: SpanLog, follow: Callable[[FleetView], None]
+    ) -> None:
         self._channel = channel
         self._rollouts = rollouts
         self._engine_busy = engine_busy
+        self._follow = follow
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
@@ -41,6 +50,8 @@ class WorkerServer:
                         self._cancel(number)
                     case StatsCall(number=number):
                         self._answer(await self._count(number))
+                    case EnginesCall(view=view):
+                        self._follow(view)
         except EOFError:
             logger.info("the main process has closed its end; ending")
         finally:

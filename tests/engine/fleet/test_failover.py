@@ -15,13 +15,14 @@
 import asyncio
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from areal_agent.engine.fake import Operation, fake_logprob
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.errors import EngineRejected, EngineUnreachable
-from areal_agent.types import FinishReason, GenerateResult, TokenChunk, VersionSpan
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk, VersionSpan
 
 from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
@@ -42,6 +43,18 @@ async def asked(stage: Stage) -> tuple[Server, Server]:
     return sorted(stage.servers.values(), key=lambda server: -server.fake.num_in_flight)  # type: ignore[return-value]
 
 
+async def broken_off(
+    stage: Stage, request: GenerateRequest | None = None, **options: Any
+) -> tuple["asyncio.Future[GenerateResult]", Server]:
+    """A request whose server dies after three tokens: its answer, and the server that has it then."""
+    answer = stage.start(request or ask(), **options)
+    first, second = await asked(stage)
+    first.fake.step(3)
+    first.kill()
+    await second.until_asked()
+    return answer, second
+
+
 class Chunks:
     """What a watched request hands out."""
 
@@ -57,11 +70,7 @@ class Chunks:
 @pytest.mark.parametrize("is_watched", [True, False])
 async def test_it_goes_on_where_it_was(stage, is_watched):
     chunks = Chunks()
-    answer = stage.start(ask(), on_chunk=chunks if is_watched else None)
-    first, second = await asked(stage)
-    first.fake.step(3)
-    first.kill()
-    await second.until_asked()
+    answer, second = await broken_off(stage, on_chunk=chunks if is_watched else None)
     second.fake.step(100)
     result = await answer
     assert result.token_ids == tokens(ask(), 8) and result.finish_reason is FinishReason.LENGTH
@@ -70,7 +79,8 @@ async def test_it_goes_on_where_it_was(stage, is_watched):
     assert result.logprobs[3:] == tuple(fake_logprob(id_, i) for i, id_ in enumerate(result.token_ids[3:]))
     if is_watched:
         assert (tuple(chunks.token_ids), tuple(chunks.logprobs)) == (result.token_ids, result.logprobs)
-    assert stage.report(first).state is not MemberState.SERVING and stage.report(first).reason
+    (first,) = (server for server in stage.servers.values() if server is not second)
+    assert stage.state(first) is not MemberState.SERVING and stage.report(first).reason
     assert (await stage.fleet.stats()).num_moves == 1
 
 
@@ -89,11 +99,7 @@ async def test_each_token_bears_the_version_that_sampled_it(stage):
 
 async def test_what_is_left_is_asked_for(stage):
     request = ask(5, stop_token_ids=(7,), temperature=0.5)
-    answer = stage.start(request)
-    first, second = await asked(stage)
-    first.fake.step(3)
-    first.kill()
-    await second.until_asked()
+    answer, second = await broken_off(stage, request)
     (left,) = second.fake.requests
     assert tuple(left.input_ids) == (*request.input_ids, *tokens(request, 3))
     assert left.sampling == replace(request.sampling, max_tokens=5)
@@ -103,11 +109,7 @@ async def test_what_is_left_is_asked_for(stage):
 
 
 async def test_the_likeliest_tokens_are_whole(stage):
-    answer = stage.start(replace(ask(), num_top_logprobs=2))
-    first, second = await asked(stage)
-    first.fake.step(3)
-    first.kill()
-    await second.until_asked()
+    answer, second = await broken_off(stage, replace(ask(), num_top_logprobs=2))
     second.fake.step(100)
     assert [top[0][0] for top in (await answer).top_logprobs] == list(tokens(ask(), 8))
 
@@ -242,11 +244,7 @@ async def test_an_abort_at_a_server_that_is_silent(open_stage):
 
 
 async def test_after_a_move_the_abort_follows(stage):
-    answer = stage.start(ask())
-    first, second = await asked(stage)
-    first.fake.step(3)
-    first.kill()
-    await second.until_asked()
+    answer, second = await broken_off(stage)
     second.fake.step(2)
     await stage.fleet.abort(COMPLETE)
     result = await answer
@@ -283,11 +281,7 @@ def grammatical(url: str) -> Server:
 @pytest.mark.parametrize("sampling", LOOKS_BACK)
 async def test_what_counts_from_the_first_token_begins_again(open_stage, sampling):
     async with open_stage(*map(grammatical, URLS)) as stage:
-        answer = stage.start(ask(**sampling))
-        first, second = await asked(stage)
-        first.fake.step(3)
-        first.kill()
-        await second.until_asked()
+        answer, second = await broken_off(stage, ask(**sampling))
         assert tuple(second.fake.requests[0].input_ids) == ask().input_ids
         second.fake.step(100)
         assert (await answer).token_ids == tokens(ask(), 8)
@@ -308,11 +302,7 @@ async def test_tokens_of_unknown_weights_are_sampled_again(open_stage):
     async with open_stage(*map(Server, URLS)) as stage:
         for server in stage.servers.values():
             server.told_versions = False
-        answer = stage.start(ask())
-        first, second = await asked(stage)
-        first.fake.step(3)
-        first.kill()
-        await second.until_asked()
+        answer, second = await broken_off(stage)
         second.fake.step(100)
         result = await answer
         assert (result.token_ids, result.versions) == (tokens(ask(), 8), spans((OLD, 8)))

@@ -5,8 +5,9 @@
 - who comes back is verified: with the label that is due it serves; with another one it is given the weights first
 - one that cannot be brought to them, serves another model, or says that it is not healthy, stays out and says why
 - where others push, nobody is touched: whoever stays behind comes last
-- a server is added: verified, brought to the weights, and only then asked; what is wrong with it is an error
-- a server is removed: what it has ends there, or moves; the last one stays
+- a server is added, once, and not within a push: verified, brought to the weights whatever it served before, and only
+  then asked; what is wrong with it is an error
+- a server is removed, and not within a push: what it has ends there, or moves; the last one that serves stays
 """
 
 import asyncio
@@ -19,8 +20,8 @@ from areal_agent.engine.fleet.due import Due
 from areal_agent.engine.fleet.keeper import Keeper
 from areal_agent.engine.fleet.member import Member, MemberState
 from areal_agent.engine.fleet.roster import Roster
-from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import DiskWeights, EngineInfo, WeightVersion
+from areal_agent.errors import EngineRejected, EngineUnreachable, ServerRefused, WeightUpdateError
+from areal_agent.types import DiskWeights, EngineInfo, PauseMode, WeightVersion
 from areal_agent.weights.push import push
 
 from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
@@ -245,6 +246,93 @@ async def test_what_is_wrong_with_an_added_server_is_an_error(open_stage):
         with pytest.raises(EngineRejected, match="one of the servers already"):
             await stage.fleet.add(URLS[0])
         assert [one.url for one in stage.fleet.report()] == [URLS[0]]
+
+
+@pytest.mark.parametrize(
+    "version",
+    [WeightVersion(step=99), WeightVersion(incarnation=4), NEW],
+    ids=["ahead", "of_another_run", "same_label"],
+)
+async def test_an_added_server_is_given_the_weights_whatever_it_served(open_stage, version):
+    spare = Server(URLS[1], version=version)
+    async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
+        stage.fleet.begin_with(MODEL, OLD)
+        await push([stage.fleet], WEIGHTS, NEW)
+        await stage.fleet.add(spare.base_url)
+        assert (stage.state(spare), spare.fake.version) == (MemberState.SERVING, NEW)
+        assert (spare.loaded, spare.fake.weights) == ([(MODEL, ZERO)], [WEIGHTS])
+
+
+async def test_before_the_first_push_an_added_server_is_given_the_model(open_stage):
+    spare = Server(URLS[1], version=WeightVersion(step=99))
+    async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
+        stage.fleet.begin_with(MODEL, OLD)
+        await stage.fleet.add(spare.base_url)
+        assert (spare.loaded, spare.fake.version) == ([(MODEL, OLD)], OLD)
+
+
+async def test_who_is_found_ahead_is_brought_back_to_what_is_due(stage):
+    stage.fleet.begin_with(MODEL, OLD)
+    await push([stage.fleet], WEIGHTS, NEW)
+    stage.one.fake.version = WeightVersion(step=99)  # somebody else pushes to it
+    await stage.until(lambda: stage.one.fake.version == NEW)
+    await stage.until_serving(stage.one)
+    assert stage.one.loaded == [(MODEL, ZERO)]
+
+
+async def test_the_same_server_is_added_once(open_stage):
+    spare = Server(URLS[1])
+    async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
+        adding = [asyncio.ensure_future(stage.fleet.add(spare.base_url)) for _ in range(2)]
+        failures = await asyncio.gather(*adding, return_exceptions=True)
+        assert [type(failure) for failure in failures] == [type(None), ServerRefused]
+        assert [one.url for one in stage.fleet.report()] == list(URLS)
+
+
+async def test_one_that_is_added_in_a_push_joins_after_it(open_stage):
+    spare = Server(URLS[1], version=ZERO)
+    async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
+        await stage.fleet.begin_push("p")
+        adding = asyncio.ensure_future(stage.fleet.add(spare.base_url))
+        await stage.fleet.send_push("p", WEIGHTS)
+        await stage.fleet.pause(PauseMode.RETRACT)
+        await stage.fleet.commit_push("p", NEW)
+        assert not adding.done() and spare.fake.version == ZERO
+        await stage.fleet.resume()
+        await adding
+        assert (stage.state(spare), spare.fake.version) == (MemberState.SERVING, NEW)
+
+
+async def test_one_that_is_removed_in_a_push_leaves_after_it(stage):
+    await stage.fleet.begin_push("p")
+    leaving = asyncio.ensure_future(stage.fleet.remove(URLS[0]))
+    await stage.fleet.send_push("p", WEIGHTS)
+    await stage.fleet.pause(PauseMode.RETRACT)
+    await stage.fleet.commit_push("p", NEW)
+    await stage.fleet.resume()
+    await leaving
+    assert (stage.one.fake.version, stage.one.fake.paused) == (NEW, None)
+    assert [one.url for one in stage.fleet.report()] == [URLS[1]]
+
+
+async def test_who_gives_up_waiting_for_a_removal_does_not_stop_it(stage):
+    answer = stage.start(ask())
+    await stage.one.until_asked()
+    leaving = asyncio.ensure_future(stage.fleet.remove(URLS[0]))
+    await stage.until(lambda: stage.state(stage.one) is MemberState.LEAVING)
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    stage.one.fake.step(100)
+    await answer
+    await stage.until(lambda: [one.url for one in stage.fleet.report()] == [URLS[1]])
+
+
+async def test_the_only_one_that_serves_stays(stage):
+    stage.two.kill()
+    await fallen(stage, stage.two)
+    with pytest.raises(ServerRefused, match=r"the only server that serves \(http://two is"):
+        await stage.fleet.remove(URLS[0])
+    await stage.fleet.remove(URLS[1])
 
 
 async def test_a_server_that_cannot_take_the_weights_is_not_added(open_stage):

@@ -27,7 +27,7 @@ async def test_a_running_server_serves_the_run(real_server, real_other, ask, tru
             async with contextlib.aclosing(engine.address.connect()) as another:
                 info = await another.info()
             assert (info.weight_version, info.max_context_tokens) == (version, 300)
-            assert engine.processes == ()
+            assert engine.servers is None
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ NEW = WeightVersion(step=8)
 
 
 def fleet_of(*served) -> Fleet:
-    return EngineAddress(backend="sglang", urls=tuple(one.engine.base_url for one in served)).fleet()
+    return EngineAddress(backend="sglang", urls=tuple(one.engine.base_url for one in served)).connect()
 
 
 class Servers:

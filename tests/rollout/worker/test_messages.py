@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from areal_agent import Status, Task
 from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.fleet.view import FleetView
 from areal_agent.gateway.stats import Counters
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
@@ -18,6 +19,7 @@ from areal_agent.rollout.worker.messages import (
     CancelCall,
     Counted,
     Ended,
+    EnginesCall,
     Failed,
     Ready,
     Refused,
@@ -52,8 +54,16 @@ def test_a_rollout_comes_as_it_was_sent(data: dict, seed: int) -> None:
     assert decode_call(encode(call)) == call
 
 
-@pytest.mark.parametrize("call", [CancelCall(number=1), StatsCall(number=2)], ids=lambda one: one.kind)
-def test_calls(call: CancelCall | StatsCall) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        CancelCall(number=1),
+        StatsCall(number=2),
+        EnginesCall(view=FleetView(serving=("http://a",), out={"http://b": "it hangs"}, versions=("0:7",))),
+    ],
+    ids=lambda one: one.kind,
+)
+def test_calls(call: CancelCall | StatsCall | EnginesCall) -> None:
     assert decode_call(encode(call)) == call
 
 

@@ -1,0 +1,90 @@
+"""How embedded engines are started on this machine: their arguments, and where each is found. It knows no wire."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
+from areal_agent.cluster.local import thread_variables, unless_it_dies
+from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.gpus import EnginePlan
+from areal_agent.errors import EngineUnreachable
+from areal_agent.process import ManagedProcess
+from areal_agent.types import WeightVersion
+
+POLL_S = 0.05
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+def start_embedded(
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+) -> AbstractAsyncContextManager[KeptServers]:
+    """`config.num_servers` engines that serve `model` as `version`; kept alive, and ended on leaving."""
+    places = [_Place(config, model, version, logs, number) for number in range(config.num_servers)]
+    return keep_servers([KeptServer(place.start, place.serves, ManagedProcess.aclose) for place in places])
+
+
+class _Place:
+    """Of one engine: on any free port at first, and there again whenever it is started anew."""
+
+    def __init__(self, config: EngineConfig, model: Path, version: WeightVersion, logs: Path, number: int) -> None:
+        self._config = config
+        self._name = "engine" if config.num_servers == 1 else f"engine {number}"
+        self._log = logs / f"{self._name.replace(' ', '-')}.log"
+        self._announcement = self._log.with_suffix(".url")
+        self._command = _command(config, model, version)
+        self._variables = thread_variables(config.threads) | _own_gpu(config, number)
+        self._port = config.port
+
+    async def start(self) -> ManagedProcess:
+        self._announcement.unlink(missing_ok=True)
+        command = [*self._command, "--port", str(self._port), "--announce", str(self._announcement)]
+        return await ManagedProcess.start(self._name, command, log_path=self._log, env=self._variables)
+
+    async def serves(self, process: ManagedProcess) -> str:
+        """Its URL, once it serves. Raises ProcessDied and EngineUnreachable."""
+        url = await unless_it_dies(process, self._announced())
+        self._port = urlsplit(url).port or 0
+        return url
+
+    async def _announced(self) -> str:
+        limit_s = self._config.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not self._announcement.exists():  # noqa: ASYNC110 (a file has no event)
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise EngineUnreachable(
+                f"the {self._name} did not serve within engine.startup_timeout_s = {limit_s:g}; see {self._log}"
+            ) from None
+        return self._announcement.read_text()
+
+
+def _command(config: EngineConfig, model: Path, version: WeightVersion) -> Sequence[str]:
+    options = {
+        "--model": str(model),
+        "--device": config.device,
+        "--threads": str(config.threads),
+        "--weight-version": str(version),
+        "--max-running": str(config.max_running_requests),
+        "--max-context": str(config.max_context_tokens),
+    }
+    if config.kv_tokens is not None:
+        options["--kv-tokens"] = str(config.kv_tokens)
+    if config.leave_gib is not None:
+        options["--leave-gib"] = str(config.leave_gib)
+    return [sys.executable, "-m", "areal_agent.engine", *(word for pair in options.items() for word in pair)]
+
+
+def _own_gpu(config: EngineConfig, number: int) -> dict[str, str]:
+    """With `device: cuda` each of several sees one GPU, of those that this process sees."""
+    plan = EnginePlan.of(config)
+    if not plan.is_spread:
+        return {}
+    visible, first = os.environ.get(VISIBLE_GPUS, "").split(","), plan.first_gpu_of(number)
+    return {VISIBLE_GPUS: visible[first] if first < len(visible) and visible[first] else str(first)}

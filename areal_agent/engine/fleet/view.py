@@ -1,0 +1,15 @@
+"""What one process knows of a fleet's servers, for others that use them, too. Plain data."""
+
+from collections.abc import Mapping
+
+from areal_agent.section import Section
+
+
+class FleetView(Section):
+    """A server that stands in neither has left."""
+
+    serving: tuple[str, ...]
+    out: Mapping[str, str]
+    """Why, by URL: they are not to be asked for now."""
+    versions: tuple[str, ...]
+    """Of the weights that are served, and of those that are about to be."""

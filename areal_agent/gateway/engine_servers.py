@@ -1,0 +1,150 @@
+"""`GET` and `POST /rl/engines`: which servers sample for a run, and letting one join or leave while it goes on.
+
+A run serves these calls by themselves, with a key of their own: its gateways take no sessions from outside, and with
+`rollout.workers` there are several of them. It knows servers as `EngineServers`, and no process.
+"""
+
+import re
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from areal_agent.engine.fleet.fleet import MemberReport
+from areal_agent.errors import EngineError, EngineRejected, RequestError, ServerRefused
+from areal_agent.gateway.bodies import BodyReader
+from areal_agent.gateway.callers import Callers
+from areal_agent.gateway.fields import as_name, refuse, refuse_unknown
+from areal_agent.gateway.limits import Limits
+from areal_agent.gateway.replies import json_reply
+from areal_agent.gateway.serve import ServedGateway, serve_app
+from areal_agent.gateway.sessions import Sessions
+from areal_agent.gateway.stats import Counters
+from areal_agent.types import JsonObject
+
+PATH = "/rl/engines"
+
+_WORD = re.compile(r"[!-~]+")
+
+
+class EngineServers(Protocol):
+    """The servers of an engine. Implementation: `cluster.engines.RunningEngine`."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of all of them."""
+        ...
+
+    async def survey(self) -> tuple[MemberReport, ...]:
+        """Every server, and how it is."""
+        ...
+
+    async def add(self, url: str) -> None:
+        """One server more. Raises EngineError."""
+        ...
+
+    async def remove(self, url: str) -> None:
+        """One server less. Raises EngineError."""
+        ...
+
+
+async def serve_engine_servers(servers: EngineServers, admin_key: str) -> ServedGateway:
+    """Answer the calls about them on a free port of this machine, for whoever has the key."""
+    limits, counters = Limits(), Counters()
+    calls = EngineCalls(servers, Callers(admin_key, Sessions()), BodyReader(limits))
+    app = web.Application(client_max_size=limits.max_body_bytes)
+    app.router.add_get(PATH, calls.show)
+    app.router.add_post(PATH, calls.change)
+    return await serve_app(app, "127.0.0.1", 0, limits=limits, counters=counters)
+
+
+class EngineCalls:
+    """The two handlers. Both answer with all servers as they are then."""
+
+    def __init__(self, servers: EngineServers, callers: Callers, bodies: BodyReader) -> None:
+        self._servers = servers
+        self._callers = callers
+        self._bodies = bodies
+
+    async def show(self, request: web.Request) -> web.Response:
+        self._callers.require_admin(request)
+        return await self._listing()
+
+    async def change(self, request: web.Request) -> web.Response:
+        """`{"add": URL}` returns when it serves, `{"remove": URL}` when it is gone."""
+        self._callers.require_admin(request)
+        body = await self._bodies.control(request)
+        refuse_unknown(body, ("add", "remove"))
+        added, removed = _server_url(body, "add"), _server_url(body, "remove")
+        if (added is None) == (removed is None):
+            raise RequestError(
+                f"the body names {'no server' if added is None else 'two servers'}; send either "
+                '{"add": URL} or {"remove": URL}',
+                code="invalid_value",
+            )
+        try:
+            if added is not None:
+                await self._servers.add(self._known(added))
+            elif removed is not None:
+                await self._servers.remove(self._known(removed))
+        except EngineError as error:
+            raise _refusal(error) from error
+        return await self._listing()
+
+    def _known(self, url: str) -> str:
+        """As the server is called that is there already."""
+        return next((known for known in self._servers.urls if _address(known) == _address(url)), url)
+
+    async def _listing(self) -> web.Response:
+        return json_reply({"engines": [_row(one) for one in await self._servers.survey()]})
+
+
+def _row(report: MemberReport) -> JsonObject:
+    return {
+        "url": report.url,
+        "state": report.state,
+        "reason": report.reason or None,
+        "version": None if report.version is None else str(report.version),
+        "requests": report.num_requests,
+    }
+
+
+def _server_url(body: JsonObject, param: str) -> str | None:
+    """`http://host:port` and nothing behind it; None where it is left out."""
+    if body.get(param) is None:
+        return None
+    text = as_name(body[param], param)
+    must = "the base URL of a server, such as 'http://127.0.0.1:30000'"
+    try:
+        parts = urlsplit(text)
+        is_plain = bool(parts.hostname) and parts.port != 0 and not (parts.username or parts.query or parts.fragment)
+    except ValueError:  # a port or an address that is none
+        refuse(param, text, must)
+    if (
+        not is_plain
+        or parts.scheme not in ("http", "https")
+        or parts.path not in ("", "/")
+        or not _WORD.fullmatch(text)
+    ):
+        refuse(param, text, must)
+    return f"{parts.scheme}://{parts.netloc.lower()}"
+
+
+def _address(url: str) -> tuple[str, int]:
+    """Where a URL leads, as far as its text tells.
+
+    >>> _address("http://LocalHost:80/") == _address("http://127.0.0.1")
+    True
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return "127.0.0.1" if host == "localhost" else host, parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _refusal(error: EngineError) -> RequestError:
+    if isinstance(error, ServerRefused):
+        status = 404 if error.code == "unknown_server" else 409
+        return RequestError(str(error), status=status, code=error.code)
+    if isinstance(error, EngineRejected):
+        return RequestError(f"it is no server for this run: {error}", status=409, code="another_engine")
+    return RequestError(f"it does not serve as the others do: {error}", status=502, code="server_failed")

@@ -1,0 +1,140 @@
+"""A fleet in another process than the one that pushes, as a rollout worker has it; and tokens of weights of nobody's:
+
+- who is out there is out here at once, and its requests move; it serves again at the first word of it
+- who has joined or left there joins or leaves here; what a leaving one has in hand ends there
+- a view is told of: it changes with states, with members, and before the first token of a new version
+- tokens of a version that was never given are not recorded: another server samples them, or a watched answer fails
+- word of a version may come after its first tokens: they are kept then
+- a server with a version that was never given stays out
+"""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from areal_agent.engine.fleet.member import MemberState
+from areal_agent.engine.fleet.view import FleetView
+from areal_agent.errors import EngineUnreachable
+from areal_agent.types import DiskWeights, TokenChunk, VersionSpan, WeightVersion
+from areal_agent.weights.push import push
+
+from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
+
+STRANGE = WeightVersion(incarnation=3, step=1)
+SHORT = replace(PATIENT, probe_timeout_s=0.05)  # so long a version that was never given is waited for
+MODEL, WEIGHTS = Path("model"), DiskWeights(path="weights-8")
+
+
+def view(*serving: str, out: dict[str, str] | None = None, versions: tuple[WeightVersion, ...] = (OLD,)) -> FleetView:
+    return FleetView(serving=serving, out=out or {}, versions=tuple(map(str, versions)))
+
+
+async def test_who_is_out_there_is_out_here_and_back_at_once(stage: Stage):
+    stage.fleet.follow(view(*URLS))
+    answer = stage.start(ask())
+    await stage.one.until_asked()
+    stage.one.fake.step(3)
+    stage.fleet.follow(view(URLS[1], out={URLS[0]: "it missed a push"}))
+    await stage.two.until_asked()
+    stage.two.fake.step(100)
+    assert (await answer).token_ids == tokens(ask(), 8)
+    num_infos = stage.one.num_infos
+    await stage.until(lambda: stage.one.num_infos > num_infos + 3)  # it answers, and its keeper may not believe it
+    assert stage.state(stage.one) is not MemberState.SERVING
+    assert stage.report(stage.one).reason == "http://one is out: it missed a push"
+    stage.fleet.follow(view(*URLS))
+    await stage.until_serving(stage.one)
+
+
+async def test_who_joins_and_leaves_there_does_so_here(open_stage):
+    spare = Server("http://three")
+    async with open_stage(*map(Server, URLS), spare=(spare,)) as stage:
+        answer = stage.start(ask())
+        await stage.one.until_asked()
+        stage.fleet.follow(view(URLS[1], spare.base_url))
+        await stage.until_serving(spare)
+        assert stage.state(stage.one) is MemberState.LEAVING
+        stage.one.fake.step(100)
+        assert (await answer).token_ids == tokens(ask(), 8)
+        assert len(stage.two.fake.requests) == 0
+        await stage.until(lambda: [one.url for one in stage.fleet.report()] == [URLS[1], spare.base_url])
+
+
+async def test_one_that_joins_again_while_it_leaves_is_there_in_the_end(stage: Stage):
+    answer = stage.start(ask())
+    await stage.one.until_asked()
+    stage.fleet.follow(view(URLS[1]))
+    stage.fleet.follow(view(*URLS))
+    assert stage.state(stage.one) is MemberState.LEAVING
+    stage.one.fake.step(100)
+    await answer
+    await stage.until_serving(stage.one)
+
+
+async def test_a_view_is_told_of_at_every_change(stage: Stage):
+    stage.fleet.begin_with(MODEL, OLD)
+    assert stage.fleet.view() == view(*URLS)
+    changed = asyncio.ensure_future(stage.fleet.changed())
+    await asyncio.sleep(0)
+    stage.one.kill()
+    await changed
+    assert stage.fleet.view() == view(URLS[1], out={URLS[0]: stage.report(stage.one).reason})
+    await stage.fleet.remove(URLS[0])
+    assert stage.fleet.view() == view(URLS[1])
+
+
+async def test_a_version_is_told_of_before_its_first_token(stage: Stage):
+    stage.fleet.begin_with(MODEL, OLD)
+    seen: list[tuple[str, ...]] = []
+    commit = stage.one.fake.commit_push
+
+    async def watched_commit(push_id: str, version: WeightVersion) -> None:
+        seen.append(stage.fleet.view().versions)
+        await commit(push_id, version)
+
+    stage.one.commit_push = watched_commit  # type: ignore[method-assign]
+    await push([stage.fleet], WEIGHTS, NEW)
+    assert seen == [(str(OLD), str(NEW))]
+
+
+async def test_tokens_of_a_version_that_was_never_given_are_sampled_elsewhere(open_stage):
+    async with open_stage(*map(Server, URLS), patience=SHORT) as stage:
+        stage.fleet.follow(view(*URLS))
+        answer = stage.start(ask())
+        await stage.one.until_asked()
+        stage.one.fake.step(3)
+        stage.one.fake.version = STRANGE  # somebody else has started it again, or pushes to it
+        stage.one.fake.step(100)
+        await stage.two.until_asked()
+        assert tuple(stage.two.fake.requests[0].input_ids) == (*ask().input_ids, *tokens(ask(), 3))
+        stage.two.fake.step(100)
+        result = await answer
+        assert (result.token_ids, result.versions) == (tokens(ask(), 8), (VersionSpan(version=OLD, start=0, end=8),))
+        await stage.until(lambda: "never given" in stage.report(stage.one).reason)
+        assert stage.state(stage.one) is not MemberState.SERVING
+
+
+async def test_a_watched_answer_with_such_tokens_fails(open_stage):
+    async with open_stage(*map(Server, URLS), patience=SHORT) as stage:
+        stage.fleet.follow(view(*URLS))
+        seen: list[TokenChunk] = []
+        answer = stage.start(ask(), on_chunk=seen.append)
+        await stage.one.until_asked()
+        stage.one.fake.version = STRANGE
+        stage.one.fake.step(100)
+        with pytest.raises(EngineUnreachable, match=r"8 tokens are out broke off.*nobody here knows.*version 3:1"):
+            await answer
+
+
+async def test_word_of_a_version_may_come_after_its_tokens(stage: Stage):
+    stage.fleet.follow(view(*URLS))
+    answer = stage.start(ask())
+    await stage.one.until_asked()
+    stage.one.fake.version = NEW
+    stage.one.fake.step(100)
+    await asyncio.sleep(0)
+    stage.fleet.follow(view(*URLS, versions=(OLD, NEW)))
+    assert (await answer).versions == (VersionSpan(version=NEW, start=0, end=8),)
+    assert stage.state(stage.one) is MemberState.SERVING
