@@ -29,6 +29,7 @@ from areal_agent.cluster.local import start_trainer, weights_folder
 from areal_agent.cluster.models import obtain_model, require_same_tokenizer
 from areal_agent.commits import Beginning, begin
 from areal_agent.config import Config
+from areal_agent.engine.gpus import may_be_on
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
 from areal_agent.eval_report import EvalReport
 from areal_agent.evaluation import Evaluation
@@ -147,7 +148,7 @@ class Run:
     async def _train_step(self, batch: RolloutBatch) -> StepReport:
         with self._metrics.during("training"):
             async with self._source.memory_lent():
-                report = await self._trainer.train_step(batch)
+                report = await self._trainer.train_step(batch, incarnation=self.version.incarnation)
         self.step = batch.step
         self._metrics.trained(batch, report)
         return report
@@ -324,6 +325,7 @@ class Run:
                     resume=checkpoint is not None,
                     chat_template=await asyncio.to_thread(exported_template, model, config.rollout.history_thinking),
                     num_steps=config.steps,
+                    shares_gpu=may_be_on(config.engine, config.trainer.num_ranks),
                 )
         except TimeoutError:
             raise TrainerError(

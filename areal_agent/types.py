@@ -176,6 +176,10 @@ class Completion:
         """The optimiser step of the weights that sampled each token, [C]."""
         return tuple(span.version.step for span in self.versions for _ in range(span.start, span.end))
 
+    def version_incarnations(self) -> tuple[int, ...]:
+        """And their incarnation, [C]."""
+        return tuple(span.version.incarnation for span in self.versions for _ in range(span.start, span.end))
+
 
 class ForkReason(StrEnum):
     """Why a turn did not simply continue the newest completion of its session."""
@@ -345,12 +349,17 @@ class TrajectoryGroup:
     trajectories: tuple[Trajectory, ...]  # [G], failed ones included
 
 
+def _of_the_first() -> NDArray[np.int32]:
+    return np.empty(0, dtype=np.int32)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenRecord:
     """One branch of a trajectory as the trainer sees it, T tokens in K turns.
 
-    A token that several branches share is in the loss of exactly one of them. `behavior_logprobs`, `temperatures`
-    and `versions` are 0.0, 1.0 and -1 where `loss_mask` is False.
+    A token that several branches share is in the loss of exactly one of them. `behavior_logprobs`, `temperatures`,
+    `versions` and `incarnations` are 0.0, 1.0, -1 and -1 where `loss_mask` is False. Without `incarnations` all are of
+    the first.
     """
 
     session_id: str
@@ -368,10 +377,13 @@ class TokenRecord:
     fork_turn: int | None = None  # the turn of the parent branch that this one leaves
     own_turn: int = 0  # the first turn with a token that no earlier branch has
     sample_of: int | None = None  # the branch whose call this one's own first turn is a parallel sample of
+    incarnations: NDArray[np.int32] = field(default_factory=_of_the_first)  # [T], WeightVersion.incarnation
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
-        for name in ("loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions"):
+        if not len(self.incarnations):
+            object.__setattr__(self, "incarnations", np.zeros(num_tokens, dtype=np.int32))
+        for name in ("loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions", "incarnations"):
             if len(getattr(self, name)) != num_tokens:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {num_tokens} tokens")
 

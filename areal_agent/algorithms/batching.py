@@ -35,6 +35,7 @@ class MicroBatch:
     temperatures: Tensor  # [M]
     behavior: Tensor  # [M]
     versions: Tensor  # [M]
+    incarnations: Tensor  # [M]
     weights: Tensor  # [M] float32
     advantages: Tensor | None  # [M]
     proximal: Tensor | None  # [M]
@@ -70,6 +71,7 @@ def collate(samples: Sequence[Sample], device: torch.device, *, is_padded: bool 
         temperatures=torch.cat([one.temperatures for one in samples]).to(device),
         behavior=torch.cat([one.behavior for one in samples]).to(device),
         versions=torch.cat([one.versions for one in samples]).to(device),
+        incarnations=torch.cat([one.incarnations for one in samples]).to(device),
         weights=weights.repeat_interleave(counts).to(device),
         advantages=_joined(samples, "advantages", device),
         proximal=_joined(samples, "proximal", device),

@@ -28,6 +28,7 @@ class Sample:
     temperatures: Tensor  # [M] float32
     behavior: Tensor  # [M] float32, log-probabilities by the engine
     versions: Tensor  # [M] int32, WeightVersion.step
+    incarnations: Tensor  # [M] int32, WeightVersion.incarnation
     advantages: Tensor | None = None  # [M] float32
     weight: float = 0.0  # of each of its loss tokens in the loss of the optimiser update
     proximal: Tensor | None = None  # [M] float32, log-probabilities at the start of the step
@@ -69,6 +70,7 @@ def sample_of(record: TokenRecord) -> Sample:
         temperatures=torch.from_numpy(record.temperatures)[positions],
         behavior=torch.from_numpy(record.behavior_logprobs)[positions],
         versions=torch.from_numpy(record.versions)[positions],
+        incarnations=torch.from_numpy(record.incarnations)[positions],
     )
 
 

@@ -73,6 +73,7 @@ def _command(config: EngineConfig, model: Path, version: WeightVersion) -> Seque
         "--weight-version": str(version),
         "--max-running": str(config.max_running_requests),
         "--max-context": str(config.max_context_tokens),
+        "--drain": "0",  # a run that ends has nobody left who waits
     }
     if config.kv_tokens is not None:
         options["--kv-tokens"] = str(config.kv_tokens)

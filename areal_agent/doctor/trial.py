@@ -20,6 +20,7 @@ from areal_agent.doctor.report import Report
 from areal_agent.doctor.rollouts import batch_of
 from areal_agent.doctor.sampling import Asker, Sampled, interruption_findings, sample, sampling_finding
 from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.gpus import may_be_on
 from areal_agent.engine.served import ServedEngine
 from areal_agent.errors import ConfigError
 from areal_agent.protocols import MemoryHolder
@@ -110,6 +111,7 @@ class Trial:
             shared_memory=shared_memory,
             resume=False,
             num_steps=config.steps,
+            shares_gpu=may_be_on(config.engine, config.trainer.num_ranks),
         )
         ranks = f" on {config.trainer.num_ranks} ranks" if config.trainer.num_ranks > 1 else ""
         found = (

@@ -1,16 +1,19 @@
 """`python -m areal_agent.engine`: the embedded engine as a process.
 
 It prints one line when it serves, and ends on SIGTERM, on Ctrl-C, with its parent, or when its model thread dies.
-Requests in flight may end for `--drain` seconds, and are then answered with what they have.
+After SIGTERM it takes no request any more; those in flight may end for `--drain` seconds, and are then answered with
+what they have, as they are at once after Ctrl-C or a second SIGTERM.
 """
 
 import asyncio
 import logging
 import os
 import signal
+import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -19,10 +22,12 @@ from transformers.utils.logging import disable_progress_bar
 from areal_agent.command import Parser, run_command
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.engine.embedded.server import EngineServer, cannot_listen
 from areal_agent.errors import ConfigError, EngineError
 from areal_agent.process import allow_many_connections, exit_with_parent
 from areal_agent.types import WeightVersion
+
+DRAIN_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(None if argv is None else list(argv))
     config = _config(options)
     version = _weight_version(options.weight_version)
+    if not 0 <= options.drain < float("inf"):
+        raise ConfigError(f"--drain is {options.drain}; it must be 0 or more seconds")
+    _check_port(options.host, config.port)
     allow_many_connections()
     torch.set_num_threads(config.threads)
     torch.set_num_interop_threads(1)
@@ -81,9 +89,10 @@ def _parser() -> Parser:
     parser.add_argument(
         "--drain",
         type=float,
-        default=0.0,
+        default=DRAIN_S,
         metavar="SECONDS",
-        help="on SIGTERM, let requests in flight end for so long before they are answered with what they have",
+        help="on SIGTERM, let requests in flight end for so long, or until a second SIGTERM, before they are answered "
+        "with what they have (default %(default)s)",
     )
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the base URL there once it serves")
     return parser
@@ -117,25 +126,43 @@ def _weight_version(text: str) -> WeightVersion:
 async def _serve(
     runner: ModelRunner, host: str, port: int, version: WeightVersion, announce: Path | None, drain_s: float
 ) -> None:
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    stopped, hurried = asyncio.Event(), asyncio.Event()  # by the first SIGTERM, and by the second
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, lambda: hurried.set() if stopped.is_set() else stopped.set()
+    )
     server = await EngineServer.start(runner, host=host, port=port, version=version)
     try:
         if announce is not None:
             _write_whole(announce, server.base_url)
         print(f"engine ready at {server.base_url}", flush=True)
-        async with asyncio.TaskGroup() as group:
-            ends = [group.create_task(stopped.wait()), group.create_task(server.failed())]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            has_failed = ends[1].done()
-            for end in ends:
-                end.cancel()
+        has_failed = await _first_to_end(stopped.wait(), server.failed()) == 1
         if drain_s and not has_failed:
-            await server.drain(drain_s)
+            await _first_to_end(server.drain(drain_s), hurried.wait())
     finally:
         await server.aclose()
     if has_failed:
         raise EngineError("the model thread died; its traceback is above")
+
+
+async def _first_to_end(*waits: Coroutine[Any, Any, object]) -> int:
+    """Which of them it is; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(number for number, task in enumerate(tasks) if task.done())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raises ConfigError for an address that cannot be listened at: known before a large model is loaded."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -63,6 +63,23 @@ class EnginePlan:
         return sum(first <= gpu < first + self.num_gpus for first in firsts)
 
 
+def may_be_on(config: EngineConfig, num_gpus: int) -> bool:
+    """Whether the engine may hold memory of the first `num_gpus` GPUs, which are the trainer's.
+
+    >>> [may_be_on(EngineConfig(device=device), 1) for device in ("auto", "cpu")]
+    [True, False]
+    >>> elsewhere = EngineConfig(backend="sglang", python="p", server_args=("--base-gpu-id", "2"))
+    >>> may_be_on(elsewhere, 2), may_be_on(elsewhere, 3)
+    (False, True)
+    """
+    if config.device == "cpu":
+        return False
+    if config.urls or config.url:
+        return True  # nobody says where they run
+    plan = EnginePlan.of(config)
+    return any(plan.num_servers_on(gpu) for gpu in range(num_gpus))
+
+
 def read_arguments(words: Sequence[str]) -> Mapping[str, str]:
     """`--name value` and `--name=value`, by name.
 

@@ -141,6 +141,7 @@ class _Claims:
             behavior_logprobs=np.concatenate([column.behavior_logprobs for column in columns]),
             temperatures=np.concatenate([column.temperatures for column in columns]),
             versions=np.concatenate([column.versions for column in columns]),
+            incarnations=np.concatenate([column.incarnations for column in columns]),
             turn_rewards=turn_rewards,
             final_reward=float(final_reward),
             fork_turn=fork_turn,
@@ -173,6 +174,7 @@ class _Columns:
     behavior_logprobs: NDArray[np.float32]
     temperatures: NDArray[np.float32]
     versions: NDArray[np.int32]
+    incarnations: NDArray[np.int32]
 
 
 def _columns(index: int, step: _Step, is_trained: NDArray[np.bool_]) -> _Columns:
@@ -188,6 +190,7 @@ def _columns(index: int, step: _Step, is_trained: NDArray[np.bool_]) -> _Columns
         behavior_logprobs=_where(loss_mask, first, completion.logprobs, 0.0).astype(np.float32),
         temperatures=np.where(loss_mask, step.turn.sampling.temperature, 1.0).astype(np.float32),
         versions=_where(loss_mask, first, completion.version_steps(), -1).astype(np.int32),
+        incarnations=_where(loss_mask, first, completion.version_incarnations(), -1).astype(np.int32),
     )
 
 

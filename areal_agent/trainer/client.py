@@ -56,13 +56,14 @@ class TrainerClient:
         resume: bool = True,
         chat_template: str | None = None,
         num_steps: int = 1,
+        shares_gpu: bool = False,
     ) -> TrainerInfo:
         """Load `model`, a Hugging Face folder; with `resume`, when it is a checkpoint, its training state too.
 
         The first command. `base` is the model folder that the run began with: a checkpoint has adapters only beside it.
-        `chat_template` goes with every checkpoint; None: the one of `model`. The learning rate
-        follows a run of `num_steps`. `shared_memory` is the folder in which weights are published. Raises ConfigError
-        for a model or a device that cannot be used.
+        `chat_template` goes with every checkpoint; None: the one of `model`. The learning rate follows a run of
+        `num_steps`. `shared_memory` is the folder in which weights are published. With `shares_gpu` an engine may need
+        what a step leaves of its GPU. Raises ConfigError for a model or a device that cannot be used.
         """
         answer = await self._call(
             "init",
@@ -76,17 +77,23 @@ class TrainerClient:
                 "resume": resume,
                 "chat_template": chat_template,
                 "num_steps": num_steps,
+                "shares_gpu": shares_gpu,
             },
         )
         process_ids = tuple(answer.pop("rank_process_ids"))
         return TrainerInfo(**answer, rank_process_ids=process_ids)
 
-    async def train_step(self, batch: RolloutBatch) -> StepReport:
-        """Train one step on a batch's records, with the total rewards of its trajectories and their named parts."""
+    async def train_step(self, batch: RolloutBatch, *, incarnation: int = 0) -> StepReport:
+        """Train one step on a batch's records, with the total rewards of its trajectories and their named parts.
+
+        `incarnation` is that of the run: which of the records' tokens are of weights of this trainer's own.
+        """
         rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
         parts = {trajectory.session_id: dict(trajectory.rewards.parts) for trajectory in batch.trained}
         answer = await self._call(
-            "train_step", {"step": batch.step, "rewards": rewards, "parts": parts}, records=batch.records
+            "train_step",
+            {"step": batch.step, "incarnation": incarnation, "rewards": rewards, "parts": parts},
+            records=batch.records,
         )
         # JSON has no NaN: what is not finite arrives as null
         metrics = {name: math.nan if value is None else value for name, value in answer["metrics"].items()}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from areal_agent.trainer.framing import Arrays
 from areal_agent.types import JsonObject, TokenRecord
 
-PER_TOKEN = ("token_ids", "loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions")
+PER_TOKEN = ("token_ids", "loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions", "incarnations")
 PER_TURN = ("turn_rewards",)
 DTYPES = {
     "token_ids": np.int32,
@@ -21,6 +21,7 @@ DTYPES = {
     "behavior_logprobs": np.float32,
     "temperatures": np.float32,
     "versions": np.int32,
+    "incarnations": np.int32,
     "turn_rewards": np.float32,
 }
 

@@ -44,6 +44,7 @@ from areal_agent.trainer.step_metrics import (
     update_metrics,
 )
 from areal_agent.trainer.tally import Mismatch, Tally
+from areal_agent.types import WeightVersion
 
 
 class Laps:
@@ -103,8 +104,9 @@ class Stepper:
         samples = self._scored(given, samples)
         minibatches = self._minibatches(samples)
         laps.end("advantages")
+        start_version = WeightVersion(incarnation=given.incarnation, step=given.step - 1)
         updates = [
-            self._update(chosen, start_version=given.step - 1, is_first=number == 0)
+            self._update(chosen, start_version=start_version, is_first=number == 0)
             for number, chosen in enumerate(minibatches)
         ]
         laps.end("update")
@@ -206,7 +208,7 @@ class Stepper:
 
     # ------------------------------------------------------------------ the updates
 
-    def _update(self, samples: Sequence[Sample], *, start_version: int, is_first: bool) -> Update:
+    def _update(self, samples: Sequence[Sample], *, start_version: WeightVersion, is_first: bool) -> Update:
         """Accumulate the gradient of all samples exactly, and update once; the first starts from the step's weights."""
         tally = Tally()
         self._optimizer.clear_gradients()  # a step that failed midway may have left some
@@ -224,7 +226,7 @@ class Stepper:
             critic_gradient_norm=self._critic.update() if self._critic is not None else None,
         )
 
-    def _backward(self, batch: MicroBatch, start_version: int, *, is_first: bool) -> Tally:
+    def _backward(self, batch: MicroBatch, start_version: WeightVersion, *, is_first: bool) -> Tally:
         logprobs, entropy = self._policy.logprobs_and_entropy(batch)
         start = logprobs.detach() if batch.proximal is None else batch.proximal
         assert batch.advantages is not None, "scored samples have advantages"
@@ -254,20 +256,25 @@ class Stepper:
             value_loss=value_loss,
             num_clipped_values=num_clipped,
             losses=stats,
-            mismatch=Mismatch.of(start, batch.behavior, batch.versions == start_version)
+            mismatch=Mismatch.of(start, batch.behavior, _is_of(batch, start_version))
             if is_of_the_start
             else Mismatch(),
         )
 
-    def _proximal(self, batch: MicroBatch, start: Tensor, logprobs: Tensor, start_version: int) -> Tensor:
+    def _proximal(self, batch: MicroBatch, start: Tensor, logprobs: Tensor, start_version: WeightVersion) -> Tensor:
         """The log-probabilities of the policy around which ratios are clipped."""
         match self._algorithm.proximal:
             case "recompute":
                 return start
             case "approximate":
-                return approximate_proximal(logprobs, batch.behavior, batch.versions, start_version)
+                return approximate_proximal(logprobs, batch.behavior, batch.versions, start_version.step)
             case "behavior":
                 return batch.behavior
 
     def _over_ranks(self, tally: Tally) -> Tally:
         return reduce(Tally.merge, [Tally.of_numbers(one) for one in self._group.gather(tally.numbers())])
+
+
+def _is_of(batch: MicroBatch, version: WeightVersion) -> Tensor:
+    """Which loss tokens these very weights have sampled, [M]: those of one step of two incarnations are two."""
+    return (batch.versions == version.step) & (batch.incarnations == version.incarnation)

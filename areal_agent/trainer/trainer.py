@@ -47,12 +47,14 @@ class Trainer:
         chat_template: str | None,
         num_steps: int,
         group: Group = ALONE,
+        shares_gpu: bool = False,
     ) -> None:
         self._group = group
         self._policy = policy
         self._source = source
         self._chat_template = chat_template
         self._config = config
+        self._shares_gpu = shares_gpu
         self._step = 0
         schedule = Schedule.of(config, num_steps * algorithm.minibatches)
         self._critic = _new_critic(policy, config, algorithm, schedule, group)  # a copy of the whole policy
@@ -94,11 +96,13 @@ class Trainer:
         num_steps: int = 1,
         device: torch.device | None = None,
         group: Group = ALONE,
+        shares_gpu: bool = False,
     ) -> Self:
         """Load a Hugging Face folder. With `resume` a checkpoint goes on exactly where it was saved; without, only its
         weights are taken. Checkpoints get `chat_template`, or the folder's own; the learning rate follows a run of
         `num_steps`. Adapters of a checkpoint go on beside the weights of `base`, the folder that the run began with. As
-        one rank of a `group`, with a device of its own. Raises ConfigError."""
+        one rank of a `group`, with a device of its own; with `shares_gpu` memory that only a step needs is given back
+        after it. Raises ConfigError."""
         device = device or choose_device(config.device)
         checkpoint = _checkpoint_in(folder) if resume else None
         has_reference = algorithm.reference == "initial" and config.lora is None
@@ -114,6 +118,7 @@ class Trainer:
             chat_template=chat_template,
             num_steps=num_steps,
             group=group,
+            shares_gpu=shares_gpu,
         )
         if checkpoint is not None:
             read_training(folder, trainer._training)
@@ -135,8 +140,8 @@ class Trainer:
         started_s = time.perf_counter()
         metrics = self._stepper.train(given)
         self._step = given.step
-        if self._policy.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep what only a step needs, and an engine may share the GPU
+        if self._shares_gpu and self._policy.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep what only a step needs
         return StepReport(step=given.step, metrics=metrics, seconds=time.perf_counter() - started_s)
 
     def publish(self) -> Weights | None:

@@ -124,6 +124,7 @@ class Worker:
             num_steps=arguments["num_steps"],
             device=device,
             group=group,
+            shares_gpu=arguments["shares_gpu"],
         )
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", arguments["model"], info.num_parameters, info.device)
@@ -135,6 +136,7 @@ class Worker:
             records=decode_records(arguments["records"], arrays),
             rewards=arguments["rewards"],
             parts=arguments["parts"],
+            incarnation=arguments["incarnation"],
         )
         report = self._ready().train_step(given)
         return {"metrics": report.metrics, "seconds": report.seconds}

@@ -32,7 +32,7 @@ def one_thread():
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Save a random model and answer with its folder. Weights are large enough for peaked, distinct distributions."""
 
-    def make(family: str = "qwen3", seed: int = 0, **overrides: object) -> Path:
+    def make(family: str = "qwen3", seed: int = 0, *, is_shaken: bool = False, **overrides: object) -> Path:
         kind = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}[family]
         shape = {
             "vocab_size": VOCAB_SIZE,
@@ -52,6 +52,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(kind(**(shape | overrides)))
         model.generation_config.eos_token_id = model.config.eos_token_id
+        for parameter in model.parameters() if is_shaken else ():
+            if parameter.dim() == 1:  # biases begin at 0 and norms at 1: whoever left them out would not be seen
+                parameter.data.add_(torch.randn_like(parameter) * 0.3)
         folder = tmp_path_factory.mktemp(f"{family}_{seed}")
         model.save_pretrained(folder)
         return folder

@@ -1,7 +1,8 @@
 """Answers held to a JSON schema, a regular expression or a grammar, with llguidance installed:
 
 - every answer that ends is JSON of the schema, matches the expression as a whole, or is a sentence of the grammar,
-  whoever else is in the batch, and over a retraction; others are free
+  whoever else is in the batch, over retractions for a pause and for want of room, and over a swap of weights; others
+  are free
 - the recorded probability is the one that was sampled from; a seed gives the same answer
 - what cannot be followed is refused, as are two at once, and the engine goes on
 """
@@ -14,8 +15,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from areal_agent.engine.embedded.grammar import Grammars
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.row import Row
+from areal_agent.engine.embedded.workload import Workload
 from areal_agent.errors import EngineRejected
-from areal_agent.types import FinishReason, PauseMode
+from areal_agent.types import FinishReason, PauseMode, WeightVersion
 
 pytest.importorskip("llguidance")
 
@@ -114,6 +118,52 @@ async def test_what_cannot_be_followed_is_refused(wrong, spelling, serve, ask):
         with pytest.raises(EngineRejected, match="an answer is held to one of"):
             await served.engine.generate(ask(1, **({"json_schema": "{}", "regex": "a", "ebnf": "b"} | wrong)))
         assert (await served.engine.generate(ask(2, max_tokens=3))).token_ids
+
+
+@pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE, None])
+async def test_a_swap_of_weights_goes_on_in_the_grammar(mode, spelling, make_model, serve, share, ask):
+    folder, tokenizer = spelling
+    others = share(make_model(seed=6, vocab_size=264, eos_token_id=END))
+    async with serve(folder) as served:
+        served.gate.shut()
+        answer = asyncio.create_task(served.engine.generate(ask(1, json_schema=SCHEMA, max_tokens=80)))
+        await served.gate.steps(8)
+        if mode is not None:
+            await served.gate.meanwhile(served.engine.pause(mode))
+        await served.gate.meanwhile(served.engine.update_weights(others, WeightVersion(step=8)))
+        served.gate.open()
+        await served.engine.resume()
+        result = await answer
+    assert [span.version.step for span in result.versions] == [7, 8]
+    assert result.finish_reason is FinishReason.STOP
+    assert set(json.loads(tokenizer.decode(list(result.token_ids[:-1])))) == {"kind", "is_done"}
+
+
+def test_rows_without_room_are_retracted_and_stay_in_the_grammar(spelling, ask):
+    folder, tokenizer = spelling
+    grammars = Grammars.of(folder, vocab_size=264, eos_token_ids={END})
+    assert grammars is not None
+    pattern = "(ab|cd){20,25}"
+    answers: list[list[tuple[int, ...]]] = []
+    for kv_tokens in (None, 128):
+        runner = ModelRunner.load(str(folder), device="cpu", num_slots=4, max_context_tokens=128, kv_tokens=kv_tokens)
+        work = Workload(runner, WeightVersion())
+        requests = [ask(number, regex=pattern, max_tokens=80) for number in range(6)]
+        rows = [Row.of(request, None, grammars.matcher("regex", pattern)) for request in requests]
+        for row in rows:
+            work.add(row)
+        while work.has_work():
+            work.step()
+        assert (work.counts.retracted_requests > 0) == (kv_tokens is not None)
+        answers.append([row.answer.result().token_ids for row in rows])
+    assert answers[0] == answers[1]
+    for token_ids in answers[1]:
+        assert re.fullmatch(pattern, tokenizer.decode(list(token_ids[:-1])))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_no_grammar_and_no_failure(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert Grammars.of(tmp_path, vocab_size=10, eos_token_ids={1}) is None
 
 
 def test_without_a_tokenizer_there_is_no_grammar(tmp_path):

@@ -1,31 +1,67 @@
 """The embedded engine's log-probabilities are those of transformers' plain forward, within 1e-4:
 
-- for every model family that it serves, tied and untied
+- for every kind of model that it serves, in a batch and over prefix hits: heads, biases, ropes, tied and untied
 - whatever the batch: different lengths, rows that end at different times, more requests than slots, rows in buckets
 - divided by the temperature; greedy as at temperature 1; not renormalised for top-k and top-p
 And the same seed gives the same tokens, whoever else is in the batch. An end token ends a completion and is part of it.
 """
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from areal_agent.engine.embedded.attention import bucket_rows
-from areal_agent.types import FinishReason
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult
 
 TOLERANCE = 1e-4
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 128}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
-async def test_every_family(family, make_model, serve, ask, truth):
-    folder = make_model(family, seed=3, tie_word_embeddings=family != "llama", sliding_window=None)
-    request = ask(1, max_tokens=20)
+VARIANTS = {
+    "qwen3": ("qwen3", {}),
+    "qwen3, untied": ("qwen3", {"tie_word_embeddings": False}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, a window as long as the context": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
+    ),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}}),
+    "llama, untied": ("llama", {"tie_word_embeddings": False}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, its third rope": (
+        "llama",
+        {
+            "rope_parameters": ROPE
+            | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        },
+    ),
+    "llama, linear rope": ("llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 2.0}}),
+    "mistral, one head of keys": ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "mistral, wide heads of their own": ("mistral", {"sliding_window": 512, "head_dim": 32, "num_key_value_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+async def test_every_kind_of_model(name, make_model, serve, ask, truth):
+    family, config = VARIANTS[name]
+    folder = make_model(family, seed=3, is_shaken=True, **config)
+    requests = [ask(number, prompt_length=3 + 70 * number, max_tokens=20) for number in range(5)]
     async with serve(folder) as served:
-        result = await served.engine.generate(request)
-    expected = truth(folder).logprobs(request.input_ids, result.token_ids)
-    assert len(result.token_ids) == 20
-    assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+        results = await asyncio.gather(*(served.engine.generate(request) for request in requests))
+        turns = [_next_turn(*one) for one in zip(requests, results, strict=True)]
+        answers = await asyncio.gather(*(served.engine.generate(turn) for turn in turns))
+    assert all(answer.cached_tokens >= 22 for answer in answers)
+    for request, result in zip([*requests, *turns], [*results, *answers], strict=True):
+        expected = truth(folder).logprobs(request.input_ids, result.token_ids)
+        assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def _next_turn(request: GenerateRequest, result: GenerateResult) -> GenerateRequest:
+    ids = (*request.input_ids, *result.token_ids, 1, 2, 3)
+    return replace(request, request_id=f"{request.request_id}-next", input_ids=ids)
 
 
 async def test_batches_of_different_lengths(tiny, serve, ask, truth):

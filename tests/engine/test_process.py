@@ -1,5 +1,8 @@
-"""`python -m areal_agent.engine` as a process: it says where it serves; SIGTERM and Ctrl-C answer what is in flight and
-end it cleanly; a port that is taken is one line and exit code 2.
+"""`python -m areal_agent.engine` as a process:
+
+- it says where it serves; SIGTERM lets what is in flight end, queued and paused or not, and takes nothing more
+- without a time to drain, on Ctrl-C and on a second SIGTERM what is in flight is answered with what it has
+- a port that is taken is told at once, and a folder without a model is one line and exit code 2
 """
 
 import asyncio
@@ -12,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_agent.engine.__main__ import main
 from areal_agent.engine.http import HttpEngine
+from areal_agent.errors import ConfigError, EngineUnreachable
 from areal_agent.types import FinishReason, PauseMode, WeightVersion
 
 
@@ -35,10 +40,16 @@ async def process(folder: Path, *options: str):
         await child.wait()
 
 
+async def engine_of(child) -> HttpEngine:
+    """The client of a process that has just been started."""
+    line = (await child.stdout.readline()).decode()
+    return HttpEngine(line.split()[-1])
+
+
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 async def test_a_signal_answers_what_is_in_flight_and_ends_it(number, exit_code, tiny, ask, tmp_path):
     announce = tmp_path / "url"
-    async with process(tiny, "--weight-version", "2:5", "--announce", str(announce)) as child:
+    async with process(tiny, "--drain", "0", "--weight-version", "2:5", "--announce", str(announce)) as child:
         line = (await child.stdout.readline()).decode().strip()
         assert line == f"engine ready at {announce.read_text()}"
         engine = HttpEngine(announce.read_text())
@@ -55,26 +66,50 @@ async def test_a_signal_answers_what_is_in_flight_and_ends_it(number, exit_code,
         assert b"Traceback" not in await child.stderr.read()
 
 
-async def test_with_a_drain_time_what_is_in_flight_ends_by_itself(tiny, ask, tmp_path):
-    announce = tmp_path / "url"
-    async with process(tiny, "--drain", "60", "--announce", str(announce)) as child:
-        await child.stdout.readline()
-        engine = HttpEngine(announce.read_text())
-        answer = asyncio.create_task(engine.generate(ask(1, max_tokens=480)))
-        while (await engine.stats()).generated_tokens == 0:
+async def test_sigterm_lets_what_is_in_flight_end(tiny, ask):
+    async with process(tiny, "--drain", "300", "--max-running", "1") as child:
+        engine = await engine_of(child)
+        await engine.pause(PauseMode.RETRACT)
+        answers = [asyncio.create_task(engine.generate(ask(number, max_tokens=200))) for number in range(3)]
+        while (await engine.stats()).num_queued < 3:
             pass
         child.send_signal(signal.SIGTERM)
-        result = await answer
+        results = await asyncio.gather(*answers)
         await engine.aclose()
         assert await child.wait() == 0
-        assert (result.finish_reason, len(result.token_ids)) == (FinishReason.LENGTH, 480)
+    assert [(one.finish_reason, len(one.token_ids)) for one in results] == [(FinishReason.LENGTH, 200)] * 3
 
 
-async def test_a_port_in_use_is_one_line_and_exit_code_2(tiny):
+async def test_while_it_drains_it_takes_no_request_and_a_second_sigterm_ends_it(tiny, ask):
+    async with process(tiny, "--drain", "300") as child:
+        engine = await engine_of(child)
+        await engine.release_memory()  # so that the request cannot end by itself
+        answer = asyncio.create_task(engine.generate(ask(1)))
+        while (await engine.stats()).num_queued == 0:
+            pass
+        child.send_signal(signal.SIGTERM)
+        while await engine.health():
+            pass
+        with pytest.raises(EngineUnreachable, match="is ending"):
+            await engine.generate(ask(2))
+        assert not answer.done()
+        child.send_signal(signal.SIGTERM)
+        assert (await answer).finish_reason is FinishReason.ABORT
+        await engine.aclose()
+        assert await child.wait() == 0
+        assert b"Traceback" not in await child.stderr.read()
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        async with process(tiny, "--port", str(port)) as child:
-            _, errors = await child.communicate()
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*another port"):
+            main(["--model", str(tmp_path), "--port", str(port)])
+
+
+async def test_what_cannot_be_served_is_one_line_and_exit_code_2(tmp_path):
+    async with process(tmp_path) as child:
+        _, errors = await child.communicate()
     assert child.returncode == 2
-    assert errors.decode().splitlines()[-1].startswith(f"error: the engine cannot listen on 127.0.0.1:{port}")
+    assert errors.decode().splitlines()[-1].startswith(f"error: cannot load the model {str(tmp_path)!r}")
     assert b"Traceback" not in errors

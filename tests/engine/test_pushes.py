@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -102,6 +103,12 @@ def with_entries(weights: SharedMemoryWeights, *entries) -> SharedMemoryWeights:
     return dataclasses.replace(weights, entries=entries, crc32=crc32)
 
 
+def with_nan(weights: SharedMemoryWeights) -> SharedMemoryWeights:
+    """In the last number of the file, under the right checksum."""
+    nan = np.array([np.nan], dtype=np.float32).tobytes()
+    return with_entries(with_bytes(weights, lambda data: data.__setitem__(slice(-4, None), nan)), *weights.entries)
+
+
 def changed_first(weights: SharedMemoryWeights, **changes: object) -> SharedMemoryWeights:
     first, *rest = weights.entries
     return with_entries(weights, dataclasses.replace(first, **changes), *rest)
@@ -123,6 +130,7 @@ SHARED_FAULTS = {
     "another dtype": (lambda w: changed_first(w, dtype="bfloat16"), "manifest is damaged"),
     "an unknown dtype": (lambda w: changed_first(w, dtype="int32"), "int32"),
     "beyond the file": (lambda w: changed_first(w, offset=2**60), "damaged"),
+    "not a number": (with_nan, "hold NaN or infinity"),
     "before the file": (lambda w: changed_first(w, offset=-4), "damaged"),
 }
 
@@ -143,11 +151,11 @@ def spoiled_file(weights: DiskWeights, name: str, change: Callable[[bytearray], 
     path.write_bytes(data)
 
 
-def without_a_tensor(weights: DiskWeights) -> None:
-    """Under the digests of the file that lacks it."""
+def with_tensors(weights: DiskWeights, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Other tensors, under the right digests."""
     path = Path(weights.path)
     tensors = load_file(path / "model.safetensors")
-    del tensors["model.norm.weight"]
+    change(tensors)
     DiskChannel(path.parent / "again", torch.float32).write(tensors)
     (path.parent / "again" / "weights_000001" / "model.safetensors").replace(path / "model.safetensors")
     (path.parent / "again" / "weights_000001" / MANIFEST).replace(path / MANIFEST)
@@ -161,7 +169,14 @@ DISK_FAULTS = {
     "half a manifest": (lambda w: spoiled_file(w, MANIFEST, lambda data: data.__delitem__(slice(9, None))), MANIFEST),
     "an empty manifest": (lambda w: (Path(w.path) / MANIFEST).write_text('{"files": {}}'), "does not name"),
     "a foreign manifest": (lambda w: (Path(w.path) / MANIFEST).write_text('{"files": [1]}'), MANIFEST),
-    "a missing tensor": (without_a_tensor, r"lack 1 tensors \['model.norm.weight'\]"),
+    "a missing tensor": (
+        lambda w: with_tensors(w, lambda tensors: tensors.pop("model.norm.weight")),
+        r"lack 1 tensors \['model.norm.weight'\]",
+    ),
+    "infinity": (
+        lambda w: with_tensors(w, lambda tensors: tensors["model.norm.weight"].fill_(torch.inf)),
+        r"'model.norm.weight' and 0 more .* hold NaN or infinity",
+    ),
     "other weights": (
         lambda w: save_file({"x": torch.zeros(3)}, Path(w.path) / "model.safetensors"),
         "size",

@@ -3,7 +3,8 @@
 - a prompt longer than a chunk is prefilled in chunks, between which other rows decode
 - rows that outgrow the room are retracted and computed again: same log-probabilities, nothing lost
 - what is kept never exceeds the room; slots give their memory back
-- the room is what was asked for or what fits beside what is left free, and at least one context
+- the room is what was asked for or what fits beside what is left free, and at least one context; on a GPU, whose slots
+  take their whole contexts, the prefix cache has the rest of it
 - 2,000 requests at once are all answered
 """
 
@@ -171,3 +172,31 @@ def test_the_room_is_what_is_left_free_by_order():
         plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=2**60, token_bytes=1000, device=CPU)
     room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=0, token_bytes=1000, device=CPU)
     assert room.kv_tokens == 800
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "num_slots", "reserved"), [(99_999, 4, 400), (800, 4, 400), (799, 3, 300), (100, 1, 100)]
+)
+def test_slots_of_a_gpu_take_at_most_half_of_the_room(kv_tokens, num_slots, reserved):
+    room = plan_room(
+        num_slots=4,
+        max_context_tokens=100,
+        kv_tokens=kv_tokens,
+        leave_bytes=None,
+        token_bytes=1000,
+        device=torch.device("cuda"),
+    )
+    assert (room.num_slots, room.kv_tokens, room.reserved_tokens) == (num_slots, kv_tokens, reserved)
+
+
+def test_the_prefix_cache_has_what_slots_leave(tiny, ask):
+    runner = load(tiny, num_slots=2, max_context=128, kv_tokens=300)
+    runner.reserved_tokens = 2 * 128  # as on a GPU
+    work = Workload(runner, WeightVersion())
+    for number in range(4):
+        work.add(Row.of(ask(number, prompt_length=10 + number, max_tokens=20)))
+    held: list[int] = []
+    while work.has_work():
+        work.step()
+        held.append(work.num_cached_tokens)
+    assert 0 < max(held) <= 300 - 2 * 128

@@ -79,3 +79,7 @@ def test_rows_with_different_parameters_do_not_mix():
     assert {row[0] for row in drawn} == {0}
     assert {row[1] for row in drawn} == {0}
     assert {row[2] for row in drawn} == {0, 1, 2, 3}
+
+
+def test_a_top_p_that_is_nothing_in_float32_keeps_the_most_probable():
+    assert set(draw([0.0, 3.0, 1.0], SamplingParams(top_p=1e-60), 50)) == {1}

@@ -34,7 +34,7 @@ requests = st.builds(
     sampling=st.builds(
         lambda grammar, **others: SamplingParams(**grammar, **others),
         grammars,
-        temperature=st.floats(0, 10),
+        temperature=st.just(0.0) | st.floats(1e-6, 10),
         top_p=st.floats(0, 1, exclude_min=True),
         top_k=st.one_of(st.just(-1), st.integers(1, 1000)),
         min_p=st.floats(0, 1),

@@ -100,6 +100,14 @@ def test_a_completion_with_several_versions() -> None:
     assert record.versions.tolist() == [-1, 0, 1]
 
 
+def test_a_completion_of_two_incarnations() -> None:
+    old, new = (WeightVersion(incarnation=incarnation, step=5) for incarnation in (0, 1))
+    spans = (VersionSpan(version=old, start=0, end=1), VersionSpan(version=new, start=1, end=3))
+    (record,) = token_records(trajectory(turn((1,), completion("c1", 3, 4, 5, versions=spans))))
+    assert record.versions.tolist() == [-1, 5, 5, 5]
+    assert record.incarnations.tolist() == [-1, 0, 1, 1]
+
+
 def test_a_fork_trains_shared_tokens_in_the_newest_branch() -> None:
     first, second = token_records(
         trajectory(

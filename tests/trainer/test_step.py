@@ -127,6 +127,14 @@ def test_mismatch_is_told_and_apart_for_fresh_tokens(lab, make_batch, as_input):
     assert metrics["mismatch_kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) * num_stale / num_tokens, rel=1e-3)
 
 
+def test_tokens_of_a_dead_incarnation_are_not_fresh(lab, make_batch, as_input):
+    first, *others = (batch := make_batch(1)).records
+    dead = replace(first, incarnations=np.where(first.loss_mask, 0, -1).astype(np.int32))
+    alive = [replace(one, incarnations=np.where(one.loss_mask, 1, -1).astype(np.int32)) for one in others]
+    metrics = lab.stepper.train(replace(as_input(batch, [dead, *alive]), incarnation=1))
+    assert metrics["num_fresh_tokens"] == sum(int(one.loss_mask.sum()) for one in alive)
+
+
 def test_rewards_are_counted_once_a_rollout(lab, make_batch, as_input):
     batch = make_batch(1, num_groups=2)  # rewards 1 0 0 1 | 0 0 1 0
     metrics = lab.stepper.train(as_input(batch))

@@ -5,10 +5,11 @@
        ▼                      │
     scheduler.py    the model thread: drains commands between steps
        ▼
-    workload.py     the rows and one step of them: admit, prefill in chunks, decode, stamp versions     counts.py
+    workload.py     the rows and one step of them: admit, prefill in chunks, decode, stamp versions
        │               row.py: one request and what it has so far     prefix_cache.py: what can be begun with
+       │               counts.py, latency.py: what it has done, for metrics.py
        ├─▶ model_runner.py   token ids to logits      decoder.py: the forward pass     attention.py, kv_cache.py: where
-       │                     keys and values lie      kv_room.py: how many of them
+       │                     keys and values lie      kv_room.py: how many of them    model_files.py: what can be loaded
        ├─▶ batch.py          how its rows sample
        │      adjustments.py  penalties and biases of logits     grammar.py  which tokens may come next
        │      sampler.py  logits to tokens and log-probabilities

@@ -1,6 +1,8 @@
 """What an engine has done since it started."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from areal_agent.engine.embedded.latency import Latency
 
 
 @dataclass(kw_only=True, slots=True)
@@ -14,3 +16,5 @@ class Counts:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompts, found in the prefix cache
     generated_tokens: int = 0
+    to_first_token: Latency = field(default_factory=Latency)  # from the arrival of a request
+    to_answer: Latency = field(default_factory=Latency)  # of those that nobody aborted

@@ -1,7 +1,8 @@
 """Answers that follow a grammar: which tokens may come next, by llguidance (the extra `grammar`).
 
 A matcher belongs to one answer and follows it token by token. Without llguidance, or for a model whose folder has no
-fast tokenizer, there is no grammar, and requests that ask for one are refused. It knows no batch and no logits.
+fast tokenizer that it reads, there is no grammar, and requests that ask for one are refused. It knows no batch and no
+logits.
 """
 
 import importlib
@@ -43,6 +44,10 @@ class Matcher:
         if not self._matcher.is_stopped():
             self._matcher.consume_tokens(list(token_ids))
 
+    def failure(self) -> EngineRejected | None:
+        """Why the answer cannot be held to its grammar any more: following it has become too much work."""
+        return _refused("the grammar", self._matcher.get_error()) if self._matcher.is_error() else None
+
 
 class Grammars:
     """Makes matchers for the tokenizer of one model."""
@@ -62,7 +67,11 @@ class Grammars:
             logger.info("no grammars: %s has no tokenizer.json, or the model no end token", folder)
         else:
             guidance = importlib.import_module("llguidance")
-            built = guidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            try:
+                built = guidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            except Exception as error:  # a boundary: what it does not read is not told by type
+                logger.warning("no grammars: llguidance does not read %s: %s", tokenizer, error)
+                return None
             return cls(guidance, built, vocab_size=vocab_size)
         return None
 

@@ -96,6 +96,13 @@ class KVCache:
         """Copy the first positions of one slot to another."""
         self._tensor[:, target, :, :num_positions] = self._tensor[:, source, :, :num_positions]
 
+    def wipe(self) -> None:
+        """Make all slots read as zeros."""
+        if self._memory is None:
+            self._tensor.zero_()
+        else:
+            self.allocate()  # which writes nothing
+
     def release(self, slot: int) -> None:
         """Give the memory of one slot back, where the device can; it reads as zeros then."""
         if self._memory is None:

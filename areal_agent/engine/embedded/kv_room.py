@@ -1,7 +1,8 @@
 """How many tokens' keys and values an engine keeps, and how many requests may run at once for that. Pure arithmetic.
 
 On a CPU a slot costs what is written in it, so slots are as many as asked for and the tokens are what is bounded. On
-a GPU every slot takes its whole context at once: where memory is short there are fewer slots.
+a GPU every slot takes its whole context at once, and what ended requests leave for others to begin with is beside that:
+where memory is short there are fewer slots, which take half of it.
 """
 
 import os
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from areal_agent.engine.kv_default import default_kv_tokens
+from areal_agent.engine.kv_default import CONTEXTS_A_SLOT, default_kv_tokens
 from areal_agent.errors import ConfigError
 
 
@@ -19,6 +20,7 @@ class KVRoom:
 
     num_slots: int
     kv_tokens: int
+    reserved_tokens: int  # of them, taken by slots whether or not anything is there
 
 
 def plan_room(
@@ -50,9 +52,10 @@ def plan_room(
             f"there is room for the keys and values of {kv_tokens} tokens ({token_bytes} bytes each), and one request "
             f"may take max_context_tokens = {max_context_tokens}; {remedy}"
         )
-    if device.type == "cuda":
-        num_slots = min(num_slots, kv_tokens // max_context_tokens)
-    return KVRoom(num_slots=num_slots, kv_tokens=kv_tokens)
+    if device.type != "cuda":
+        return KVRoom(num_slots=num_slots, kv_tokens=kv_tokens, reserved_tokens=0)
+    num_slots = min(num_slots, max(1, kv_tokens // (CONTEXTS_A_SLOT * max_context_tokens)))
+    return KVRoom(num_slots=num_slots, kv_tokens=kv_tokens, reserved_tokens=num_slots * max_context_tokens)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from areal_agent.engine.embedded.latency import Latency
 from areal_agent.engine.embedded.workload import Workload
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -43,11 +44,15 @@ class Metrics:
         )
         yield self._counter("sglang:num_requests", "Requests that arrived", counts.requests)
         yield self._counter("sglang:num_aborted_requests", "Requests that were aborted", counts.aborted_requests)
-        yield self._counter("areal_agent:retracted_requests", "Retractions for want of room", counts.retracted_requests)
+        yield self._counter("sglang:num_retracted_requests", "Retractions for want of room", counts.retracted_requests)
         yield self._counter("sglang:prompt_tokens", "Prompt tokens", counts.prompt_tokens)
         yield self._counter("sglang:cached_tokens", "Of them, found in the prefix cache", counts.cached_tokens)
         yield self._counter("sglang:generation_tokens", "Sampled tokens", counts.generated_tokens)
         yield self._counter("areal_agent:busy_seconds", "Seconds in which a step was running", counts.busy_s)
+        yield self._histogram(
+            "sglang:time_to_first_token_seconds", "From arrival to the first token", counts.to_first_token
+        )
+        yield self._histogram("sglang:e2e_request_latency_seconds", "From arrival to the answer", counts.to_answer)
 
     def _gauge(self, name: str, what: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, what, labels=["model_name"])
@@ -57,4 +62,9 @@ class Metrics:
     def _counter(self, name: str, what: str, value: float) -> CounterMetricFamily:
         family = CounterMetricFamily(name, what, labels=["model_name"])
         family.add_metric([self._model_name], value)
+        return family
+
+    def _histogram(self, name: str, what: str, value: Latency) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, what, labels=["model_name"])
+        family.add_metric([self._model_name], value.buckets(), value.sum_s)
         return family

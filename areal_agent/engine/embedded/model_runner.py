@@ -7,26 +7,21 @@ threads may only say that the step under way is not needed.
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, cast
+from typing import Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from areal_agent.engine.embedded.attention import decode_step, prefill_step
 from areal_agent.engine.embedded.decoder import Decoder, Step
 from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
 from areal_agent.engine.embedded.kv_room import plan_room
+from areal_agent.engine.embedded.model_files import eos_token_ids, load_model
 from areal_agent.engine.embedded.weights import WeightLayout
-from areal_agent.errors import ConfigError, EngineRejected
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Dense decoders of one shape (decoder.py), which have no other state than keys and values."""
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that depend on a token's own position only: others would move keys that are cached already."""
+from areal_agent.errors import EngineRejected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +50,7 @@ class ModelRunner:
         self.model_path = model_path
         self.max_context_tokens = max_context_tokens
         self.vocab_size: int = config.vocab_size
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = eos_token_ids(model)
         self.device = model.device
         self.layout = WeightLayout.of(model)
         self.unneeded = threading.Event()  # set: `prefill` and `decode` raise StepGivenUp between two layers
@@ -75,6 +70,7 @@ class ModelRunner:
         )
         self.num_slots = room.num_slots
         self.kv_tokens = room.kv_tokens
+        self.reserved_tokens = room.reserved_tokens
         self._like = torch.empty(0, device=model.device, dtype=model.dtype)
         self._cache = KVCache(
             shape, num_slots=room.num_slots, num_positions=max_context_tokens, device=model.device, dtype=model.dtype
@@ -92,21 +88,8 @@ class ModelRunner:
         leave_bytes: int | None = None,
     ) -> Self:
         """Load a Hugging Face folder: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
-        place = _resolve_device(device)
-        try:
-            config = AutoConfig.from_pretrained(model_path)
-            _check_supported(config, max_context_tokens)
-            model = AutoModelForCausalLM.from_pretrained(
-                model_path, dtype=torch.bfloat16 if place.type == "cuda" else torch.float32
-            )
-        except (OSError, ValueError) as error:
-            cause = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"cannot load the model {model_path!r}: {cause}; it must be a Hugging Face folder or a hub name"
-            ) from error
-        model = cast(PreTrainedModel, model).to(place).requires_grad_(False).eval()  # pyright: ignore[reportArgumentType]
         return cls(
-            model,
+            load_model(model_path, device=device, max_context_tokens=max_context_tokens),
             model_path=model_path,
             num_slots=num_slots,
             max_context_tokens=max_context_tokens,
@@ -147,6 +130,11 @@ class ModelRunner:
         """Begin a slot with keys and values that were copied out, part after part."""
         self._cache.copy_in(slot, parts)
 
+    @torch.inference_mode()
+    def wipe(self) -> None:
+        """Leave nothing of all keys and values."""
+        self._cache.wipe()
+
     def release(self, slot: int) -> None:
         """Nothing in this slot is needed any more."""
         self._cache.release(slot)
@@ -173,47 +161,3 @@ class ModelRunner:
 
     def _hidden(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         return self._decoder.hidden(ids, positions, step, unneeded=self.unneeded)
-
-
-def _resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise ConfigError("device is 'cuda' and torch finds no GPU here; use 'cpu' or 'auto'")
-    return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
-
-
-def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
-    if config.model_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"the embedded engine does not serve model type {config.model_type!r}; it serves {', '.join(MODEL_TYPES)}"
-        )
-    if config.hidden_act != "silu":
-        raise ConfigError(f"the embedded engine does not serve the activation {config.hidden_act!r}; it serves 'silu'")
-    longest: int = config.max_position_embeddings
-    if max_context_tokens > longest:
-        raise ConfigError(
-            f"max_context_tokens is {max_context_tokens} and the model was made for {longest}; "
-            f"set it to at most {longest}"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < max_context_tokens:
-        raise ConfigError(
-            f"the model attends over a sliding window of {window} tokens, which the embedded engine does not serve "
-            f"beyond the window; set max_context_tokens to at most {window}"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in ROPE_TYPES:
-        raise ConfigError(
-            f"the embedded engine does not serve rope type {rope['rope_type']!r}; it serves {', '.join(ROPE_TYPES)}"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("the embedded engine rotates whole heads; partial_rotary_factor must be 1")
-
-
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The end tokens of the model and of its generation config, as SGLang takes them."""
-    found: set[int] = set()
-    for source in (model.config, model.generation_config):
-        ids = getattr(source, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(found)

@@ -40,6 +40,7 @@ class Row:
     begun: list[tuple[WeightVersion, int]] = field(default_factory=list[tuple[WeightVersion, int]])  # with which token
     num_computed: int = 0  # tokens whose keys and values are in its slot, while it is prefilled
     num_cached: int = 0  # of the prompt, when it was prefilled first
+    arrived_s: float = 0.0  # by the clock of whoever runs it
     is_mixed: bool = False  # its keys and values are of more than one set of weights
     has_waited_for_sibling: bool = False
 

@@ -6,7 +6,8 @@ on what else is in the batch nor on how much of an answer is given as prompt: on
 as it would have.
 
 Recorded is log softmax(logits / temperature) of the token: not renormalised for top-p, top-k and min-p, and at
-temperature 0 (greedy) as at 1, as SGLang does. The likeliest tokens are told by the same distribution.
+temperature 0 (greedy) as at 1, as SGLang does. The likeliest tokens are told by the same distribution. Logits that are
+not finite give some token with the log-probability NaN, and leave the other rows alone.
 
 Shapes: n rows, V vocabulary.
 """
@@ -115,7 +116,7 @@ def _filter(probabilities: Tensor, rows: SamplingRows) -> Tensor:
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
     ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
     mass_before = ordered.cumsum(dim=-1) - ordered
-    is_cut = (mass_before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1)
+    is_cut = (mass_before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1) & (rank > 0)
     return torch.zeros_like(probabilities).scatter_(1, order, ordered.masked_fill(is_cut, 0.0))
 
 
@@ -150,7 +151,7 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     before = torch.where(block > 0, running.gather(1, (block - 1).clamp_(min=0)), 0.0)
     rows = torch.arange(len(weights), device=weights.device)
     token = _first_beyond(blocks[rows, block[:, 0]].cumsum(dim=-1), targets - before)
-    return (block * _BLOCK_TOKENS + token)[:, 0]
+    return (block * _BLOCK_TOKENS + token)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
 def _in_blocks(weights: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ def _in_blocks(weights: Tensor) -> Tensor:
 
 def _first_beyond(running: Tensor, targets: Tensor) -> Tensor:
     """Where a running sum exceeds its target first, `[n, 1]`; rounding aside, which may put the target on the total
-    itself: the last entry with any weight is meant then."""
+    itself: the last entry with any weight is meant then. NaN exceeds nothing and nothing exceeds it: any entry."""
     found = torch.searchsorted(running, targets, right=True)
     last = torch.searchsorted(running, running[:, -1:].contiguous())
-    return torch.minimum(found, last)
+    return torch.minimum(found, last).clamp_(max=running.shape[-1] - 1)

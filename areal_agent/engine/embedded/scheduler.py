@@ -70,7 +70,7 @@ class Scheduler:
         self._on_failure = on_failure  # called from the model thread when it dies of an error
         self._unneeded = runner.unneeded  # of the step under way
         self._paused: PauseMode | None = None
-        self._at_rest: list[Future[None]] = []  # pauses that wait for rows to end
+        self._at_rest: list[Future[None]] = []  # who waits for rows to end
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # between the last command and the end of the thread
         self._is_closed = False
@@ -102,14 +102,19 @@ class Scheduler:
         return self._command(lambda: self._pause(mode), is_urgent=mode is not PauseMode.IN_PLACE)
 
     def _pause_when_done(self) -> Future[None]:
-        at_rest: Future[None] = Future()
-        at_rest.set_running_or_notify_cancel()
+        at_rest = _future()
         self._command(lambda: self._come_to_rest(at_rest))
         return at_rest
 
     def resume(self) -> Future[None]:
         """Go on sampling."""
         return self._command(self._resume)
+
+    def finish(self) -> Future[None]:
+        """Go on sampling, paused or not. The future is done once nothing is left to sample."""
+        at_rest = _future()
+        self._command(lambda: self._go_on_to_rest(at_rest))
+        return at_rest
 
     def swap(self, weights: Mapping[str, Tensor], version: WeightVersion, *, flush_cache: bool) -> Future[None]:
         """Copy proved weights into the model; every token sampled afterwards bears `version`."""
@@ -149,8 +154,7 @@ class Scheduler:
         self._thread.join()
 
     def _command(self, action: Callable[[], T], *, is_urgent: bool = False) -> Future[T]:
-        done: Future[T] = Future()
-        done.set_running_or_notify_cancel()
+        done: Future[T] = _future()
         with self._lock:
             if self._is_closed:
                 raise EngineUnreachable("the engine is ending and takes no further requests; start another one")
@@ -200,6 +204,10 @@ class Scheduler:
         self._paused = PauseMode.WAIT
         self._work.admits_new = False
 
+    def _go_on_to_rest(self, at_rest: Future[None]) -> None:
+        self._resume()
+        self._at_rest.append(at_rest)
+
     def _tell_that_it_rests(self) -> None:
         for at_rest in self._at_rest:
             at_rest.set_result(None)
@@ -228,6 +236,13 @@ class Scheduler:
             self._is_closed = True
         while not self._commands.empty():
             self._commands.get().done.set_exception(error)
+
+
+def _future() -> Future[Any]:
+    """One that only the model thread ends: it cannot be cancelled."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _pass_on_failure(done: Future[None], answer: Future[GenerateResult]) -> None:

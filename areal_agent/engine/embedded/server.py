@@ -31,7 +31,7 @@ from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
 from areal_agent.engine.wire import WeightUpdate
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import EngineInfo, GenerateRequest, PauseMode, WeightVersion
+from areal_agent.types import EngineInfo, GenerateRequest, WeightVersion
 
 MAX_BODY_BYTES = 64 * 2**20
 SHUTDOWN_GRACE_S = 2.0
@@ -58,6 +58,7 @@ class EngineServer:
         )
         self._weights = ModelWeights(self._scheduler, runner.layout, runner.device, sharing)
         self._pushes = Pushes(self._weights, timeout_s=push_timeout_s)
+        self._is_draining = False
         self._web: web.AppRunner | None = None
         self.base_url = ""
 
@@ -94,10 +95,11 @@ class EngineServer:
         await self._failed.wait()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let the requests that have begun end by themselves, for so long; no other begins."""
+        """Let all requests that are here end by themselves, for so long; none is taken any more."""
+        self._is_draining = True
         with contextlib.suppress(TimeoutError, EngineUnreachable):
             async with asyncio.timeout(timeout_s):
-                await asyncio.wrap_future(self._scheduler.pause(PauseMode.WAIT))
+                await asyncio.wrap_future(self._scheduler.finish())
 
     async def aclose(self) -> None:
         """Answer what is in flight with what it has, and end. Harmless when done before."""
@@ -114,12 +116,9 @@ class EngineServer:
         try:
             await web.TCPSite(self._web, host, port, backlog=4096).start()
         except OSError as error:
-            raise ConfigError(
-                f"the engine cannot listen on {host}:{port}: {error.strerror or error}; "
-                "choose another port, or 0 for any free one"
-            ) from error
-        address = self._web.addresses[0]
-        self.base_url = f"http://{address[0]}:{address[1]}"
+            raise cannot_listen(host, port, error) from error
+        name, at, *_ = self._web.addresses[0]
+        self.base_url = f"http://[{name}]:{at}" if ":" in name else f"http://{name}:{at}"
 
     def _app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
@@ -145,6 +144,7 @@ class EngineServer:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         call = wire.decode_call(await _json(http))
+        self._check_serves()
         check_request(call.request, self._info())
         # Thousands may wait: a packed prompt is a ninth of one that is Python's integers.
         request = replace(call.request, input_ids=array("i", call.request.input_ids))
@@ -232,8 +232,7 @@ class EngineServer:
         return _success("aborted, if it was open")
 
     async def _health(self, _: web.Request) -> web.Response:
-        if not self._scheduler.is_alive:
-            raise EngineUnreachable("the model thread has ended; see the engine's log")
+        self._check_serves()
         return _answer({})
 
     async def _server_info(self, _: web.Request) -> web.Response:
@@ -241,6 +240,13 @@ class EngineServer:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._scheduler.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+    def _check_serves(self) -> None:
+        """Raises EngineUnreachable, so that a fleet goes elsewhere."""
+        if not self._scheduler.is_alive:
+            raise EngineUnreachable("the model thread has ended; see the engine's log")
+        if self._is_draining:
+            raise EngineUnreachable("the engine is ending and takes no further requests; start another one")
 
     def _info(self) -> EngineInfo:
         return EngineInfo(
@@ -250,6 +256,14 @@ class EngineServer:
             max_context_tokens=self._runner.max_context_tokens,
             has_grammar=self._grammars is not None,
         )
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    """What to say of an address that cannot be bound."""
+    return ConfigError(
+        f"the engine cannot listen on {host}:{port}: {error.strerror or error}; "
+        "choose another port, or 0 for any free one"
+    )
 
 
 @web.middleware

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from areal_agent.engine import wire
 from areal_agent.engine.embedded.token_stream import TokenStream
-from areal_agent.errors import EngineUnreachable
+from areal_agent.errors import EngineError, EngineRejected
 from areal_agent.types import GenerateRequest, GenerateResult
 
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -43,5 +43,6 @@ async def stream_answer(
 def _last_event(request: GenerateRequest, answer: asyncio.Future[GenerateResult], num_sent: int) -> bytes:
     try:
         return wire.encode_event(wire.encode_result(request, answer.result(), num_sent=num_sent))
-    except EngineUnreachable as error:
-        return wire.encode_event(wire.encode_failure(wire.Failure(message=str(error), status=503)))
+    except EngineError as error:
+        status = 400 if isinstance(error, EngineRejected) else 503
+        return wire.encode_event(wire.encode_failure(wire.Failure(message=str(error), status=status)))

@@ -61,6 +61,11 @@ class WeightLayout:
                     f"{name!r} has shape {tuple(tensor.shape)} and the engine's model has {tuple(expected.shape)}; "
                     "publish the model that the engine loaded"
                 )
+        if broken := not_finite(proved):
+            raise WeightUpdateError(
+                f"{broken[0]!r} and {len(broken) - 1} more of the new weights hold NaN or infinity: the training that "
+                "made them has diverged; go on from earlier weights, with a lower learning rate"
+            )
         return proved
 
     def copy(self, proved: Mapping[str, Tensor]) -> None:
@@ -81,6 +86,12 @@ class WeightLayout:
                 f"the new weights lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that the "
                 f"engine's model does not know {unknown[:3]}; publish the model that the engine loaded"
             )
+
+
+def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
+    """The names of those that hold NaN or infinity: neither gets lost in a sum, which costs one reading."""
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in weights.values()]).cpu()
+    return [name for name, total in zip(weights, sums.tolist(), strict=True) if not math.isfinite(total)]
 
 
 def _is_same(held: Tensor, new: Tensor) -> bool:

@@ -14,6 +14,7 @@ before. It knows no thread, no queue and no pause.
 """
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from areal_agent.engine.embedded.decoder import StepGivenUp
 from areal_agent.engine.embedded.model_runner import ModelRunner, Piece
 from areal_agent.engine.embedded.prefix_cache import PrefixCache
 from areal_agent.engine.embedded.row import Row
-from areal_agent.errors import EngineRejected
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, WeightVersion
 
 CHUNK_TOKENS = 512
@@ -95,6 +96,7 @@ class Workload:
         self._rows[request_id] = row
         self._waiting.append(row)
         self.counts.requests += 1
+        row.arrived_s = time.perf_counter()
 
     def abort(self, request_id: str | None) -> None:
         """Answer one row, or all of them, with what it has."""
@@ -244,21 +246,51 @@ class Workload:
         self.counts.generated_tokens += len(rows)
         eos_token_ids, version = self._runner.eos_token_ids, self.version
         for row, token, logprob, top in zip(rows, draws.token_ids, draws.logprobs, draws.top_logprobs, strict=True):
+            failure = self._failure(row, logprob)
+            if failure is not None:
+                self._take_out(row)
+                row.answer.set_exception(failure)
+                continue
+            if not row.token_ids:
+                self.counts.to_first_token.add(time.perf_counter() - row.arrived_s)
             row.append(token, logprob, top, version)
             reason = row.finish_reason(eos_token_ids)
             if reason is not None:
                 self._end(row, reason)
+        if any(map(math.isnan, draws.logprobs)):
+            self._start_over()
 
     # ----------------------------------------------------------------------------------------------- slots
 
     def _end(self, row: Row, reason: FinishReason) -> None:
-        """Answer a row and take it out of wherever it is."""
+        """Answer a row with what it has."""
+        self._take_out(row)
+        if reason is not FinishReason.ABORT:
+            self.counts.to_answer.add(time.perf_counter() - row.arrived_s)
+        row.finish(reason)
+
+    def _failure(self, row: Row, logprob: float) -> EngineError | None:
+        """Why what was drawn for this row is no token of its answer."""
+        if math.isnan(logprob):
+            return EngineUnreachable(
+                f"the model gives no probabilities after {row.num_tokens} tokens of {row.request.request_id!r}, under "
+                f"weight version {self.version}: its logits are not finite; push other weights"
+            )
+        return None if row.matcher is None else row.matcher.failure()
+
+    def _start_over(self) -> None:
+        """Compute all rows anew: keys and values that are not finite spoil others, even where they are masked."""
+        self.retract()
+        self._prefixes.clear()
+        self._runner.wipe()
+
+    def _take_out(self, row: Row) -> None:
+        """Of wherever it is."""
         del self._rows[row.request.request_id]
         if row in self._slots:
             self._free(self._slots.index(row))
         else:
             self._waiting.remove(row)
-        row.finish(reason)
 
     def _free(self, slot: int) -> None:
         """Keep what the row computed for others, and close the gap: slots stay dense, decoding rows first."""
@@ -301,9 +333,10 @@ class Workload:
         self._prefixes.hold(row.all_ids()[:num_tokens], partial(self._runner.copy_out, slot))
         self._make_room(0)
 
-    def _num_free(self) -> int:
-        return self.kv_tokens - self.num_used_tokens
+    def _num_free(self, num_more: int = 0) -> int:
+        """Room for the prefix cache when rows have so many tokens more."""
+        return self.kv_tokens - max(self._runner.reserved_tokens, self.num_used_tokens + num_more)
 
     def _make_room(self, num_tokens: int) -> None:
         """Shrink the prefix cache until rows may take so many tokens more."""
-        self._prefixes.shrink(self._num_free() - num_tokens)
+        self._prefixes.shrink(self._num_free(num_tokens))

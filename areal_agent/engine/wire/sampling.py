@@ -10,6 +10,15 @@ from areal_agent.types import JsonObject, SamplingParams
 
 MAX_SEED = 2**63 - 1
 
+TEMPERATURES = (1e-6, 1e6)
+"""What logits may be divided by, beside 0 for greedy. This and the two below keep them finite in float32."""
+
+MIN_REPETITION_PENALTY = 0.01
+
+MAX_BIAS = 1e6
+
+MAX_ID_DIGITS = 10
+
 _OFF = SamplingParams()
 _BOUNDS = {"min_p": (0.0, 1.0), "frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
 _GRAMMARS = ("json_schema", "regex", "ebnf")
@@ -72,8 +81,9 @@ def decode_sampling(fields: JsonObject) -> SamplingParams:
 
 def _temperature(value: object) -> float:
     temperature = as_number(value, "temperature")
-    if temperature < 0:
-        raise WireError(f"temperature is {temperature}; it must be 0 (greedy) or above")
+    low, high = TEMPERATURES
+    if temperature and not low <= temperature <= high:
+        raise WireError(f"temperature is {temperature}; it must be 0 (greedy), or from {low:g} to {high:g}")
     return temperature
 
 
@@ -101,17 +111,24 @@ def _bounded(fields: JsonObject, name: str) -> float:
 
 def _repetition_penalty(value: object) -> float:
     penalty = as_number(value, "repetition_penalty")
-    if not 0 < penalty <= 2:
-        raise WireError(f"repetition_penalty is {penalty}; it must be above 0 and at most 2, 1 is off")
+    if not MIN_REPETITION_PENALTY <= penalty <= 2:
+        raise WireError(f"repetition_penalty is {penalty}; it must be from {MIN_REPETITION_PENALTY} to 2, 1 is off")
     return penalty
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     entries = as_object(value, "logit_bias")
     for token_id in entries:
-        if not (token_id.isascii() and token_id.isdigit()):
+        if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= MAX_ID_DIGITS):
             raise WireError(f"logit_bias has the key {token_id!r:.80}; every key must be a token id")
-    return tuple((int(token_id), as_number(bias, f"logit_bias of {token_id}")) for token_id, bias in entries.items())
+    return tuple((int(token_id), _bias(bias, f"logit_bias of {token_id}")) for token_id, bias in entries.items())
+
+
+def _bias(value: object, name: str) -> float:
+    bias = as_number(value, name)
+    if abs(bias) > MAX_BIAS:
+        raise WireError(f"{name} is {bias:g}; it must be from -{MAX_BIAS:g} to {MAX_BIAS:g}")
+    return bias
 
 
 def _grammar(fields: JsonObject) -> dict[str, str]:
