@@ -91,6 +91,7 @@ class ControlGroup:
         self._is_killed = False
         self._watched: dict[str, int] = {}  # descriptors of what is read after every program, by file
         self.descriptors: list[int] = []
+        self.stays_open = False  # from one program to the next
 
     def make(self) -> None:
         for folder in self._folders:
@@ -105,17 +106,17 @@ class ControlGroup:
     def open(self) -> None:
         """For a program that is about to come."""
         self._counts.clear()
-        for entrance in self._entrances:
+        for entrance in self._entrances[len(self.descriptors) :]:
             self.descriptors.append(os.open(entrance, os.O_WRONLY | os.O_CLOEXEC))
 
     def close_descriptors(self) -> None:
         """Once the program has them."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+        if not self.stays_open:
+            self._close_entrances()
 
     def close(self) -> None:
         """All descriptors."""
-        self.close_descriptors()
+        self._close_entrances()
         while self._watched:
             os.close(self._watched.popitem()[1])
 
@@ -157,6 +158,10 @@ class ControlGroup:
         except OSError:
             return False
         return True
+
+    def _close_entrances(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
     def _members(self) -> list[int]:
         try:

@@ -53,6 +53,7 @@ class GroupTree:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="control-groups")
         self._num_made = 0
         self._is_closed = False
+        self._num_out = 0  # of programs that run
         self._idle: deque[ControlGroup] = deque()
         self._dying: deque[ControlGroup] = deque()  # of the thread
 
@@ -96,10 +97,13 @@ class GroupTree:
         except OSError as error:
             self._drop(group)
             raise SandboxError(f"a control group could not be opened: {error}") from error
+        self._num_out += 1
+        group.stays_open = self._num_out <= MAX_IDLE  # a thousand at once would need too many descriptors
         return group
 
     def give_back(self, group: ControlGroup) -> None:
         """To the next program, or to be removed when its last process is gone."""
+        self._num_out -= 1
         group.close_descriptors()
         if group.is_as_new():
             self._idle.append(group)
@@ -147,17 +151,13 @@ class GroupTree:
         """In the thread."""
         self._num_made += 1
         name = str(self._num_made)
-        group = ControlGroup([replace(folder, path=folder.path / name) for folder in self._needed_for(bounds)], bounds)
+        group = ControlGroup([replace(folder, path=folder.path / name) for folder in self._folders], bounds)
         try:
             group.make()
         except OSError:
             self._remove(group)
             raise
         return group
-
-    def _needed_for(self, bounds: Bounds) -> list[Hierarchy]:
-        """To join a group costs a program its time: where nothing bounds CPUs it joins none of theirs."""
-        return [folder for folder in self._folders if bounds.cpus is not None or set(folder.controllers) != {"cpu"}]
 
     def _remove(self, group: ControlGroup) -> None:
         """In the thread: this one, and some that were still dying when they were tried before."""

@@ -21,6 +21,7 @@ START_TIMEOUT_S = 30.0
 MAX_ON_THE_WAY = 32
 """Programs that are sent and not started: they fit the socket, and the kernel's bound on descriptors on their way."""
 STOP_TIMEOUT_S = 10.0
+RECEIVE_BYTES = 65_536
 
 Outcome = TypeVar("Outcome")
 
@@ -206,14 +207,11 @@ class LauncherLink:
 
     def _on_readable(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._control, 65_536, 2)
+            data = self._control.recv(RECEIVE_BYTES) if self._hello.done() else self._receive_with_descriptors()
         except BlockingIOError:
             return
         except ConnectionError:
-            data, descriptors = b"", []
-        if descriptors:
-            self.folder, *listeners = descriptors
-            self._listener = socket.socket(fileno=listeners[0]) if listeners else None
+            data = b""
         if not data:
             self._fail("the sandbox launcher died")
             return
@@ -222,6 +220,14 @@ class LauncherLink:
         self._received = data[num_whole:]
         for kind, run_id, value, cpu_us, peak_bytes in REPORT.iter_unpack(data[:num_whole]):
             self._on_report(kind, run_id, value, cpu_us, peak_bytes)
+
+    def _receive_with_descriptors(self) -> bytes:
+        """With the first report come those of a jail."""
+        data, descriptors, _, _ = socket.recv_fds(self._control, RECEIVE_BYTES, 2)
+        if descriptors:
+            self.folder, *listeners = descriptors
+            self._listener = socket.socket(fileno=listeners[0]) if listeners else None
+        return data
 
     def _on_report(self, kind: int, run_id: int, value: int, cpu_us: int, peak_bytes: int) -> None:
         run = self._runs.get(run_id)

@@ -1,36 +1,43 @@
 """What a program in a sandbox costs, beside fork and exec on the host and, where an engine answers, Docker's own ways.
 
 All of them take turns within one run, so that what else the machine does falls on all alike: read the ratios.
-`python benchmarks/sandboxes [--rounds 30]` prints three tables in Markdown; times in milliseconds, medians. The third
-is of the judge: CPU times there are those of all processes, the starts of sandboxes included.
+`python benchmarks/sandboxes [--rounds 30]` prints four tables in Markdown; times in milliseconds, medians. CPU times,
+but for the client's, are those of the whole machine: of sandboxes, of the engine, of whatever else runs. The last table
+is of the judge; it includes the starts and ends of sandboxes, as many as there are programs.
 """
 
 import argparse
 import asyncio
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
 
 import docker
 
 from areal_agent.errors import SandboxError
-from sandboxes import Pool, Sandbox, open_pool
+from sandboxes import Limits, Pool, Sandbox, SandboxSpec, open_pool
 from sandboxes.backends import Backend
 from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.environment import PROGRAM_PATH
 from sandboxes.judge import CallCase, StdinCase, grade
 
 TRUE = ["true"]
+READS_AND_ADDS = "print(sum(map(int, input().split())))"
+ADDS = "def add(a, b): return a + b"
 PYTHON = ["python3", "-I", "-S", "-c", "pass"]
 BACKENDS: tuple[Backend, ...] = ("subprocess", "namespaces", "bubblewrap", "docker")
 AT_ONCE = 16
 MANY = 1000
-GRADES, CASES = 4, 50
+GRADES = 4
+FEW_CASES, MANY_CASES = 50, 500
 
 Call = Callable[[list[str]], Awaitable[object]]
 
@@ -91,8 +98,12 @@ async def many_at_once(box: Sandbox) -> tuple[float, int]:
 async def checkout_ms(pool: Pool) -> float:
     """Until a sandbox from a warm pool has its first file."""
     await pool.warm(num_cells=1)
+    return await first_file_ms(pool, SandboxSpec())
+
+
+async def first_file_ms(pool: Pool, spec: SandboxSpec) -> float:
     started_s = time.perf_counter()
-    async with pool.acquire() as box:
+    async with pool.acquire(spec) as box:
         await box.write("ready", b"")
         return (time.perf_counter() - started_s) * 1000
 
@@ -130,14 +141,48 @@ async def measure(pools: dict[str, Pool], boxes: dict[str, Sandbox], calls: dict
 
 
 async def measure_many(boxes: dict[str, Sandbox], num_calls: int) -> None:
-    print("\n| | client CPU an exec, ms | 1,000 at once: loop lag p99, ms | new threads |\n|---|---|---|---|")
+    print(
+        "\n| one after another | true | client CPU of it | CPU of python3 | 1,000 at once: loop lag p99 | new threads |"
+        "\n|---|---|---|---|---|---|"
+    )
+    _, fork_cpu_ms = await cpu_and_wall_ms(fork_and_exec, PYTHON, num_calls, cpu_s)
+    print(f"| fork and exec | | | {fork_cpu_ms:.1f} | | |")
     for way, box in boxes.items():
-        cpu_s = time.process_time()
-        for _ in range(num_calls):
-            await box.exec(TRUE)
-        cpu_ms = (time.process_time() - cpu_s) * 1000 / num_calls
+        true_ms, client_ms = await cpu_and_wall_ms(box.exec, TRUE, num_calls, time.process_time)
+        _, python_cpu_ms = await cpu_and_wall_ms(box.exec, PYTHON, num_calls, cpu_s)
         lag_ms, num_threads = await many_at_once(box)
-        print(f"| {way} | {cpu_ms:.2f} | {lag_ms:.1f} | {num_threads} |")
+        print(f"| {way} | {true_ms:.1f} | {client_ms:.2f} | {python_cpu_ms:.1f} | {lag_ms:.1f} | {num_threads} |")
+
+
+async def cpu_and_wall_ms(
+    call: Call, argv: list[str], num_calls: int, clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Milliseconds a call, and of what `clock` tells in seconds; one call after the other."""
+    before_s, started_s = clock(), time.perf_counter()
+    for _ in range(num_calls):
+        await call(argv)
+    scale = 1000 / num_calls
+    return (time.perf_counter() - started_s) * scale, (clock() - before_s) * scale
+
+
+async def measure_creation(pools: dict[str, Pool], image: str | None, rounds: int) -> None:
+    """Until a sandbox of which none is in stock has its first file, beside `docker run`."""
+    times: dict[str, list[float]] = {}
+    for number in range(rounds):
+        spec = SandboxSpec(limits=Limits(wall_s=200.0 + number))  # one of a kind
+        for way, pool in pools.items():
+            times.setdefault(way, []).append(await first_file_ms(pool, spec))
+        if image is not None:
+            times.setdefault("docker run", []).append(await timed_ms(partial(docker_run, image)))
+    print("\n| | from nothing to the first file |\n|---|---|")
+    for way, values in times.items():
+        print(f"| {way} | {statistics.median(values):.0f} |")
+
+
+async def docker_run(image: str) -> None:
+    command = ["docker", "run", "--rm", "--network", "none", image, *TRUE]
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await process.wait() == 0
 
 
 async def grade_all(
@@ -145,34 +190,36 @@ async def grade_all(
 ) -> tuple[float, float]:
     """Cases a second, and milliseconds of CPU a case."""
     num_cases = len(cases) * GRADES
-    before_s = cpu_s()
     async with open_pool(backend=backend, wall_s=120.0) as pool:
         await pool.warm(num_cells=GRADES)
+        before_s = cpu_s()
         started_s = time.perf_counter()
         verdicts = await asyncio.gather(*(grade(code, cases, pool=pool) for _ in range(GRADES)))
         elapsed_s = time.perf_counter() - started_s
+        used_s = cpu_s() - before_s
     assert all(verdict.is_passed for verdict in verdicts), verdicts
-    return num_cases / elapsed_s, (cpu_s() - before_s) * 1000 / num_cases
+    return num_cases / elapsed_s, used_s * 1000 / num_cases
 
 
 def cpu_s() -> float:
-    """Of this process and of all that it has started and seen end."""
-    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    """Of all processes of this machine, and of its kernel."""
+    user, nice, system, _idle, _waiting, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return sum((user, nice, system, *interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure_grading(backends: Iterable[Backend], rounds: int) -> None:
-    texts = [StdinCase(stdin=f"{number} 2", expected=str(number + 2)) for number in range(CASES)]
-    calls = [CallCase(function="add", args=[number, 2], expected=number + 2) for number in range(CASES)]
-    print(f"\n| {GRADES} programs at once, {CASES} cases each | texts a second | CPU | calls a second | CPU |")
-    print("|---|---|---|---|---|")
-    for backend in backends:
-        cells: list[str] = []
-        for code, cases in (("print(sum(map(int, input().split())))", texts), ("def add(a, b): return a + b", calls)):
-            found = [await grade_all(backend, code, cases) for _ in range(rounds)]
-            cpu_ms = statistics.median(cpu for _, cpu in found)
-            cells.append(f"{statistics.median(rate for rate, _ in found):.0f}")
-            cells.append("" if backend == "docker" else f"{cpu_ms:.2f}")  # its containers are no children of ours
-        print(f"| {backend} | {' | '.join(cells)} |")
+async def measure_grading(backends: Sequence[Backend], rounds: int) -> None:
+    print(f"\n| {GRADES} programs at once | cases of each | texts a second | CPU | calls a second | CPU |")
+    print("|---|---|---|---|---|---|")
+    for num_cases, num_rounds in ((FEW_CASES, rounds), (MANY_CASES, 1)):
+        texts = [StdinCase(stdin=f"{number} 2", expected=str(number + 2)) for number in range(num_cases)]
+        calls = [CallCase(function="add", args=[number, 2], expected=number + 2) for number in range(num_cases)]
+        for backend in backends:
+            cells: list[str] = []
+            for code, cases in ((READS_AND_ADDS, texts), (ADDS, calls)):
+                found = [await grade_all(backend, code, cases) for _ in range(num_rounds)]
+                cells.append(f"{statistics.median(rate for rate, _ in found):.0f}")
+                cells.append(f"{statistics.median(cpu_ms for _, cpu_ms in found):.2f}")
+            print(f"| {backend} | {num_cases} | {' | '.join(cells)} |")
 
 
 def start_container(image: str) -> str:
@@ -208,6 +255,7 @@ async def main() -> None:
             calls.update(in_container(container))
         await measure(pools, boxes, calls, options.rounds)
         await measure_many(boxes, num_calls=100)
+        await measure_creation(pools, options.image, min(options.rounds, 10))
     await measure_grading([backend for backend in BACKENDS if backend in pools], min(options.rounds, 5))
 
 

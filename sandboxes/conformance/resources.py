@@ -19,7 +19,7 @@ for _ in range(6):
     if os.fork() == 0:
         held = bytearray(b"x" * 40_000_000)
         time.sleep(60)
-for _ in range(6): os.wait()
+os.wait()
 """
 CHILD_OUT_OF_MEMORY = f"""
 import os
@@ -64,10 +64,10 @@ for number in range(1000): open(f'part{number}', 'wb').write(zlib.decompress(bom
 
 async def endless_output(box: Sandbox) -> str:
     source = "import sys\nwhile True: sys.stdout.write('x' * 4096)"
-    result = await box.exec_python(source, limits=Limits(output_bytes=10_000))
+    result = await box.exec_python(source, limits=Limits(wall_s=20.0, output_bytes=10_000))
     if (result.status, len(result.stdout)) != (Status.OUTPUT_LIMIT, 10_000):
         return told(result)
-    honest = await box.exec_python("print('x' * 2**20)", limits=Limits(output_bytes=2 * MIB))
+    honest = await box.exec_python("print('x' * 2**20)", limits=Limits(wall_s=20.0, output_bytes=2 * MIB))
     return "" if honest.is_ok and len(honest.stdout) == MIB + 1 else f"an honest megabyte: {told(honest)}"
 
 
@@ -87,12 +87,12 @@ SMALL = Limits(wall_s=20.0, memory_bytes=100 * MIB)
 ROWS = (
     Row(
         number=1, harm="fork bomb", required="PIDS, nothing left", needs=JAILED, needs_groups=True,
-        run=ends_with(FORK_BOMB, Status.PIDS, Limits(wall_s=1.0, pids=32)),
+        run=ends_with(FORK_BOMB, Status.PIDS, Limits(wall_s=2.0, pids=32)),
     ),
     Row(number=2, harm="memory bomb", required="MEMORY", run=ends_with(MEMORY_BOMB, Status.MEMORY, SMALL)),
     Row(
         number=3, harm="memory of many children", required="MEMORY", needs=JAILED, needs_groups=True,
-        run=ends_with(MANY_CHILDREN, Status.MEMORY, Limits(wall_s=2.0, memory_bytes=100 * MIB)),
+        run=ends_with(MANY_CHILDREN, Status.MEMORY, SMALL),
     ),
     Row(
         number=4, harm="a child is out of memory, its parent exits with 0", required="MEMORY", needs=JAILED,

@@ -1,7 +1,7 @@
 """How the agent gets into a container: a command line that reads modules from its standard input, and these modules.
 
 So an image needs a python3 and nothing of ours, and a container always has the agent of its host. A Python of the
-host's own version is spared the compilation, which would be a fifth of a container's start.
+host's own version is spared the compilation, some 12 ms.
 """
 
 import marshal
