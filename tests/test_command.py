@@ -2,6 +2,7 @@
 3. prints a config fault as one line, exit 2; 4. what loads slowly is not loaded before a command line is read; 5. the
 package itself lists them all."""
 
+import importlib.util
 import re
 import runpy
 import subprocess
@@ -26,11 +27,29 @@ COMMANDS = [
 ]
 
 
+def run_here(monkeypatch: pytest.MonkeyPatch, command: str, *args: str) -> object:
+    """`python -m COMMAND ARGS` in this process, which has loaded already what takes seconds; the exit code."""
+    monkeypatch.setattr(sys, "argv", [command, *args])
+    spec = importlib.util.find_spec(command)
+    assert spec is not None
+    running = f"{command}.__main__" if spec.submodule_search_locations else command
+    monkeypatch.delitem(sys.modules, running, raising=False)  # runpy warns of a module that is there already
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(command, run_name="__main__", alter_sys=True)
+    return ended.value.code
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help(command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", command, "--help"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
-    assert f"python -m {command}" in done.stdout
+def test_help(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(monkeypatch, command, "--help") == 0
+    assert f"python -m {command}" in capsys.readouterr().out
+
+
+def test_help_of_a_real_process() -> None:
+    command = [sys.executable, "-m", "areal_agent.train", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "python -m areal_agent.train" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -54,12 +73,7 @@ def test_help(command: str) -> None:
 def test_faults_are_one_line_and_exit_2(
     args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", args)
-    running = args[0] if args[0] in ("areal_agent.train", "areal_agent.eval") else f"{args[0]}.__main__"
-    monkeypatch.delitem(sys.modules, running, raising=False)  # runpy warns of a module that is there already
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(args[0], run_name="__main__", alter_sys=True)
-    assert ended.value.code == 2
+    assert run_here(monkeypatch, *args) == 2
     assert message in capsys.readouterr().err
 
 
@@ -86,12 +100,9 @@ def test_the_package_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys:
         for path in folder.rglob("*.py")
         if "    run_command(main)\n" in path.read_text()
     }
-    monkeypatch.setattr(sys, "argv", ["areal_agent"])
-    monkeypatch.delitem(sys.modules, "areal_agent.__main__", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("areal_agent", run_name="__main__", alter_sys=True)
+    assert run_here(monkeypatch, "areal_agent") == 0
     listed = set(re.findall(r"python -m (areal_agent\S+)", capsys.readouterr().out))
-    assert (ended.value.code, listed) == (0, runnable - STARTED_BY_A_RUN - {"areal_agent"})
+    assert listed == runnable - STARTED_BY_A_RUN - {"areal_agent"}
 
 
 def test_nearest() -> None:

@@ -24,14 +24,14 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     exit_with_parent()
-    rank = f" rank {arguments.rank}:" if arguments.rank else ""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s{rank} %(message)s")
-    transformers_logging.disable_progress_bar()
-    torch.set_num_interop_threads(1)
     try:
         sock = socket.socket(fileno=arguments.fd)
     except OSError as error:
         parser.error(f"--fd {arguments.fd} is no open socket ({error.strerror}); a run passes one that it made")
+    rank = f" rank {arguments.rank}:" if arguments.rank else ""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s{rank} %(message)s")
+    transformers_logging.disable_progress_bar()
+    torch.set_num_interop_threads(1)
     with sock:
         Worker(arguments.rank).serve(sock)
     return 0

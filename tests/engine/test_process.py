@@ -46,7 +46,9 @@ async def engine_of(child) -> HttpEngine:
     return HttpEngine(line.split()[-1])
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 async def test_a_signal_answers_what_is_in_flight_and_ends_it(number, exit_code, tiny, ask, tmp_path):
     announce = tmp_path / "url"
     async with process(tiny, "--drain", "0", "--weight-version", "2:5", "--announce", str(announce)) as child:

@@ -20,10 +20,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from areal_agent.command import run_command
 from areal_agent.errors import ConfigError
 from areal_agent.models.cache import model_folder
 from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Recipe
-from areal_agent.models.tiny import REPORT_NAME, build, cached
+from areal_agent.models.tiny import REPORT_NAME, build, cached, main
 from areal_agent.models.tokenizer import Conversation
 from areal_agent.models.warm_start import WarmStartProgress
 
@@ -164,9 +165,13 @@ def test_demonstrations_that_cannot_be_loaded(tmp_path: Path, path: str, message
         build(tmp_path / "model", seed=0, demonstrations=path)
 
 
-def test_the_command_refuses_what_is_wrong(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path / "model"), "--threads", "0")
-    assert (done.returncode, done.stderr) == (2, "error: --threads is 0; give at least 1\n")
+def test_the_command_refuses_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tiny", "--out", str(tmp_path / "model"), "--threads", "0"])
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: --threads is 0; give at least 1\n")
 
 
 @pytest.mark.slow

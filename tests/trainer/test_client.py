@@ -12,6 +12,7 @@
 import asyncio
 import math
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -250,12 +251,14 @@ async def test_the_process_ends_when_its_socket_closes(model_folder, tmp_path, s
         assert list(shared_memory.iterdir()) == []
 
 
-def test_the_process_without_a_socket_says_so():
-    ended = subprocess.run(
-        [sys.executable, "-m", "areal_agent.trainer", "--fd", "77"], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 2
-    assert "--fd 77 is no open socket" in ended.stderr
+def test_the_process_without_a_socket_says_so(monkeypatch, capsys):
+    with open(os.devnull) as no_socket:
+        number = no_socket.fileno()
+        monkeypatch.setattr(sys, "argv", ["areal_agent.trainer", "--fd", str(number)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("areal_agent.trainer", run_name="__main__", alter_sys=True)
+    assert ended.value.code == 2
+    assert f"--fd {number} is no open socket" in capsys.readouterr().err
 
 
 def test_the_clients_side_loads_no_torch():
