@@ -223,7 +223,7 @@ class Fleet:
         return FleetView(
             serving=tuple(member.url for member in members if member.state is MemberState.SERVING),
             out={member.url: member.reason for member in members if member.state is not MemberState.SERVING},
-            versions=tuple(map(str, self._versions.recent)),
+            versions=tuple(map(str, self._pushes.served)),
         )
 
     async def changed(self) -> None:
@@ -254,9 +254,7 @@ class Fleet:
         await self._pushes.settled()
 
     def check(self, url: str, info: EngineInfo) -> None:
-        self._membership.require_in(url)
-        if self.due is None and not self._versions.knows(info.weight_version):
-            raise EngineUnreachable(f"{url} serves version {info.weight_version}, which it was never given here")
+        self._membership.require_in(url, info.weight_version)
         if self._info is not None:
             check_model(url, info, self._info)
 

@@ -17,6 +17,7 @@ from areal_agent.engine.fleet.patience import Patience
 from areal_agent.engine.fleet.roster import Roster
 from areal_agent.engine.fleet.view import FleetView
 from areal_agent.errors import EngineError, EngineUnreachable, ServerRefused
+from areal_agent.types import WeightVersion
 
 DRAIN_S = 30.0
 """How long requests at a server that is removed may take to end before they move."""
@@ -96,11 +97,14 @@ class Membership:
                 self._leave(member, DRAIN_S)
         self.keep()
 
-    def require_in(self, url: str) -> None:
-        """Raises EngineUnreachable while another process says that this server is out."""
-        why = None if self._view is None else self._view.out.get(url)
-        if why is not None:
-            raise EngineUnreachable(f"{url} is out: {why}")
+    def require_in(self, url: str, version: WeightVersion) -> None:
+        """Raises EngineUnreachable while another process says that this server is out, or should have other weights."""
+        if self._view is None:
+            return
+        if url in self._view.out:
+            raise EngineUnreachable(f"{url} is out: {self._view.out[url]}")
+        if self._view.versions and str(version) not in self._view.versions:
+            raise EngineUnreachable(f"{url} serves version {version}, which is not what serves here")
 
     async def aclose(self) -> None:
         """End the tasks and close the connections. Harmless when done before."""

@@ -84,6 +84,11 @@ class Partial:
         return tuple(self._spans)
 
     @property
+    def spans_before(self) -> Sequence[VersionSpan]:
+        """Of the tokens of the servers before this one."""
+        return tuple(span for span in self._spans if span.start < self._num_before)
+
+    @property
     def num_told(self) -> int:
         """How many of the tokens have a known version: the first ones."""
         return self._spans[-1].end if self._spans else 0

@@ -40,10 +40,17 @@ class FleetPushes:
         self._patience = patience
         self._base: Path | None = None  # the folder that all began with
         self._push: _Push | None = None
+        self._committing: WeightVersion | None = None
         self._taking_part: list[Member] = []  # in the push, or in a pause without one
         self._paused: PauseMode | None = None
         self._is_settled = asyncio.Event()
         self._is_settled.set()
+
+    @property
+    def served(self) -> tuple[WeightVersion, ...]:
+        """The versions of which servers may have one now."""
+        due = None if self.due is None else self.due.version
+        return tuple(sorted({version for version in (due, self._committing) if version is not None}))
 
     @property
     def is_changing(self) -> bool:
@@ -91,6 +98,7 @@ class FleetPushes:
 
         is_repeated = self._versions.knows(version)
         self._versions.add(version)  # before the first token bears it
+        self._committing = version
         self._roster.ring()
 
         async def commit_at(engine: MemberEngine) -> None:
@@ -106,12 +114,14 @@ class FleetPushes:
                 self._versions.forget(version)
             raise
         finally:
+            self._committing = None
             for member in self._roster.members:
                 member.is_loading = False
         push.is_committed = True
         self.due = Due(version=version, source=push.weights, push_id=push_id, base=self._base)
         for member in self._present():
             member.version = version
+        self._roster.ring()
 
     async def abort(self, push_id: str) -> None:
         """Forget a push. One that is not open is no error, nor is a server that does not hear of it."""

@@ -118,9 +118,9 @@ class Relay:
         """Why an answer is none, or not the end of one."""
         if result.finish_reason is FinishReason.ABORT and not self._is_aborted:
             return "it ended the request by itself, as when it shuts down"
-        stranger = await self._versions.stranger(result.versions)
+        stranger = await self._versions.stranger((*self._partial.spans_before, *result.versions))
         return (
-            None if stranger is None else f"it sampled with version {stranger.version}, which it was never given here"
+            None if stranger is None else f"it sampled with version {stranger.version}, which is not what serves here"
         )
 
     async def _move_on(self, member: Member, why: str) -> None:
@@ -133,7 +133,7 @@ class Relay:
             num_kept = self._partial.num_told
         stranger = await self._versions.stranger(self._partial.spans)
         if stranger is not None and stranger.start < num_kept:
-            num_kept, why_not_more = stranger.start, f"nobody here knows the weights of version {stranger.version}"
+            num_kept, why_not_more = stranger.start, f"version {stranger.version} is not what serves here"
         if self._on_chunk is not None and num_kept < self._partial.num_tokens:
             raise EngineUnreachable(
                 f"an answer of which {self._partial.num_tokens} tokens are out broke off, and they cannot be continued "

@@ -8,27 +8,19 @@ from collections.abc import Iterable
 
 from areal_agent.types import VersionSpan, WeightVersion
 
-NUM_RECENT = 4
-"""What is told to others who follow: what is due, what was, and what is being committed."""
-
 
 class Versions:
     """All that were ever given. Before the first one nobody has said anything, and every version is as good."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
-        self._known: dict[WeightVersion, None] = {}  # in the order in which they were given
+        self._known: set[WeightVersion] = set()
         self._strange: set[WeightVersion] = set()  # waited for in vain
         self._has_changed = asyncio.Event()
 
-    @property
-    def recent(self) -> tuple[WeightVersion, ...]:
-        """The last ones."""
-        return tuple(self._known)[-NUM_RECENT:]
-
     def begin(self, version: WeightVersion) -> None:
         """It is served, and from now on every version that is not given is a stranger."""
-        self._known[version] = None
+        self._known.add(version)
         self._strange.discard(version)
         self._has_changed.set()
         self._has_changed = asyncio.Event()
@@ -40,16 +32,21 @@ class Versions:
 
     def forget(self, version: WeightVersion) -> None:
         """It was not served after all."""
-        self._known.pop(version, None)
+        self._known.discard(version)
 
     def knows(self, version: WeightVersion) -> bool:
         return not self._known or version in self._known
 
     async def stranger(self, spans: Iterable[VersionSpan]) -> VersionSpan | None:
-        """The first tokens of a version that is not known, and does not become so within a while."""
+        """The first tokens of one answer whose version is not known, and does not become so within a while.
+
+        Or whose version is earlier than that of the tokens before: weights do not go back, so their server has.
+        """
+        newest = WeightVersion()
         for span in spans:
-            if not self.knows(span.version) and not await self._becomes_known(span.version):
+            if span.version < newest or not (self.knows(span.version) or await self._becomes_known(span.version)):
                 return span
+            newest = span.version
         return None
 
     async def _becomes_known(self, version: WeightVersion) -> bool:

@@ -12,4 +12,4 @@ class FleetView(Section):
     out: Mapping[str, str]
     """Why, by URL: they are not to be asked for now."""
     versions: tuple[str, ...]
-    """Of the weights that are served, and of those that are about to be."""
+    """One of which every server that serves has: the one that is due, and one that is being committed."""
