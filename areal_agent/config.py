@@ -107,6 +107,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         require_one_gpu(self)
+        require_a_group(self)
         if self.is_online:
             require_online(self)
             return self
@@ -192,6 +193,15 @@ def require_one_client(config: Config) -> None:
         raise ValueError(
             f"engine.on_push is {config.engine.on_push!r}, which engine.backend sglang does within one process only, "
             f"and rollout.workers is {config.rollout.workers}; set on_push to 'interrupt', or workers to 0"
+        )
+
+
+def require_a_group(config: Config) -> None:
+    """SGLang writes what a process group brings into the weights that serve: nothing could be proved before."""
+    if config.trainer.transfer == "distributed" and config.engine.backend == "sglang":
+        raise ValueError(
+            "trainer.transfer is 'distributed', which engine.backend sglang does not take; use 'shared_memory' or "
+            "'disk'"
         )
 
 

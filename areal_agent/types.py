@@ -462,7 +462,24 @@ class CudaWeights:
     checksum: int
 
 
-Weights = SharedMemoryWeights | DiskWeights | CudaWeights
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistributedWeights:
+    """A set of weights that the trainer sends to whoever asks at its store (torch.distributed).
+
+    It comes as `num_bytes` bytes, in pieces of `bucket_bytes`; the offsets of `entries` count from their start.
+    """
+
+    host: str  # of the store
+    port: int
+    name: str  # of this set
+    entries: tuple[TensorEntry, ...]
+    num_bytes: int
+    bucket_bytes: int
+    checksum: int
+    timeout_s: float  # how long either side waits for the next step of the other
+
+
+Weights = SharedMemoryWeights | DiskWeights | CudaWeights | DistributedWeights
 """What a push can send."""
 
 

@@ -41,6 +41,7 @@ TORCH_ROOMS = (
     "engine.embedded",
     "engine.__main__",
     "engine.sglang.launcher",
+    "engine.vllm.worker_extension",
 )
 
 

@@ -1,6 +1,7 @@
 """Runs whose engine and trainer share the machine in other ways than by default:
 
-- weights go over a disk: what is sampled after each push has the trainer's probabilities, and no folder is left
+- weights go over a disk, or by torch.distributed: what is sampled after each push has the trainer's probabilities,
+  and no folder is left
 - keys and values are released while the trainer trains: answers under way wait, and the ledger proves the run
 - they come back when a train step fails, too; without `release_kv` the engine is left alone
 - what says the same twice, or is not heeded by the engine that was chosen, is refused
@@ -24,8 +25,9 @@ from tests.test_run import config, end, solve, train
 
 
 @pytest.mark.slow
-async def test_weights_go_over_a_disk(tmp_path: Path, small_model: Path) -> None:
-    trainer = {"learning_rate": 1e-3, "transfer": "disk"}
+@pytest.mark.parametrize("transfer", ["disk", "distributed"])
+async def test_weights_go_another_way(transfer: str, tmp_path: Path, small_model: Path) -> None:
+    trainer = {"learning_rate": 1e-3, "transfer": transfer}
     async with Run(config(tmp_path, small_model, max_staleness=0, steps=3, trainer=trainer), workflow=solve) as run:
         await train(run, 3)
         await end(run)

@@ -11,14 +11,12 @@ from urllib.parse import urlsplit
 from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
 from areal_agent.cluster.local import thread_variables, unless_it_dies
 from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.gpus import EnginePlan
+from areal_agent.engine.gpus import visible_gpus
 from areal_agent.errors import EngineUnreachable
 from areal_agent.process import ManagedProcess
 from areal_agent.types import WeightVersion
 
 POLL_S = 0.05
-
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def start_embedded(
@@ -38,7 +36,7 @@ class _Place:
         self._log = logs / f"{self._name.replace(' ', '-')}.log"
         self._announcement = self._log.with_suffix(".url")
         self._command = _command(config, model, version)
-        self._variables = thread_variables(config.threads) | _own_gpu(config, number)
+        self._variables = thread_variables(config.threads) | visible_gpus(config, number, os.environ)
         self._port = config.port
 
     async def start(self) -> ManagedProcess:
@@ -80,12 +78,3 @@ def _command(config: EngineConfig, model: Path, version: WeightVersion) -> Seque
     if config.leave_gib is not None:
         options["--leave-gib"] = str(config.leave_gib)
     return [sys.executable, "-m", "areal_agent.engine", *(word for pair in options.items() for word in pair)]
-
-
-def _own_gpu(config: EngineConfig, number: int) -> dict[str, str]:
-    """With `device: cuda` each of several sees one GPU, of those that this process sees."""
-    plan = EnginePlan.of(config)
-    if not plan.is_spread:
-        return {}
-    visible, first = os.environ.get(VISIBLE_GPUS, "").split(","), plan.first_gpu_of(number)
-    return {VISIBLE_GPUS: visible[first] if first < len(visible) and visible[first] else str(first)}

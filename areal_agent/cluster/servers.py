@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -38,7 +38,7 @@ class Launch:
 
     command: Callable[[int, int], Sequence[str]]  # of the server that is to listen on this port, by port and number
     client: Callable[[str], ServerClient]  # by its URL
-    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    variables: Callable[[int], Mapping[str, str]]  # by number
 
 
 @asynccontextmanager
@@ -51,7 +51,7 @@ async def start_servers(config: EngineConfig, launch: Launch, logs: Path) -> Asy
         name = "engine" if len(ports) == 1 else f"engine {number}"
         servers.append(
             KeptServer(
-                start=partial(_start, name, launch.command(port, number), logs, _variables(config, launch)),
+                start=partial(_start, name, launch.command(port, number), logs, _variables(config, launch, number)),
                 serves=partial(_serves, url, launch.client, config.startup_timeout_s),
                 end=_end,
             )
@@ -60,8 +60,8 @@ async def start_servers(config: EngineConfig, launch: Launch, logs: Path) -> Asy
         yield kept
 
 
-def _variables(config: EngineConfig, launch: Launch) -> dict[str, str]:
-    return {**thread_variables(config.threads), **launch.variables}
+def _variables(config: EngineConfig, launch: Launch, number: int) -> dict[str, str]:
+    return {**thread_variables(config.threads), **launch.variables(number)}
 
 
 async def _start(name: str, command: Sequence[str], logs: Path, variables: Mapping[str, str]) -> ManagedProcess:

@@ -24,7 +24,7 @@ def start_sglang(
     launch = Launch(
         command=lambda port, number: _command(config, model, version, port, number),
         client=SglangEngine,
-        variables={"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
+        variables=lambda _: {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
     )
     return start_servers(config, launch, logs)
 
@@ -45,7 +45,8 @@ def _command(config: EngineConfig, model: Path, version: WeightVersion, port: in
         options["--device"] = config.device
     flags = ("--skip-server-warmup", "--incremental-streaming-output")
     plan = EnginePlan.of(config)
-    own_gpus = ("--base-gpu-id", str(plan.first_gpu_of(number))) if plan.is_spread else ()
+    has_own_gpus = plan.is_spread or config.first_gpu
+    own_gpus = ("--base-gpu-id", str(plan.first_gpu_of(number))) if has_own_gpus else ()
     return [
         config.python,
         str(LAUNCHER),

@@ -8,6 +8,7 @@ from pathlib import Path
 from areal_agent.cluster.kept_server import KeptServers
 from areal_agent.cluster.servers import Launch, start_servers
 from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.gpus import visible_gpus
 from areal_agent.engine.vllm import LAUNCHER
 from areal_agent.engine.vllm.engine import VllmEngine
 from areal_agent.errors import EngineError, EngineUnreachable
@@ -48,6 +49,7 @@ def start_vllm(
     launch = Launch(
         command=lambda port, _: _command(config, model, port),
         client=lambda url: StartedServer(VllmEngine(url), model, version),
+        variables=lambda number: visible_gpus(config, number, os.environ),
     )
     return start_servers(config, launch, logs)
 

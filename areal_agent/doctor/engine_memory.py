@@ -20,6 +20,8 @@ from areal_agent.doctor.shape import ModelShape
 from areal_agent.engine.gpus import EnginePlan
 from areal_agent.engine.kv_default import default_kv_tokens
 
+NEW_WEIGHTS = "engine: new weights before they serve"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
@@ -41,6 +43,7 @@ class EngineMemory:
             Part(what="engine: weights", num_bytes=num_servers * weights),
             Part(what=KEYS, num_bytes=num_servers * kv),
             *part_of("engine: logits", num_servers * self._logits()),
+            *part_of(NEW_WEIGHTS, weights if self._stages_on_gpu else 0),
             Part(what="engine: CUDA", num_bytes=num_servers * self._overhead()),
         )
 
@@ -52,16 +55,22 @@ class EngineMemory:
         process = TORCH_PROCESS_BYTES if self._is_embedded else SERVER_PROCESS_BYTES
         parts = (Part(what="engine: processes", num_bytes=number * process),)
         if self._is_gpu:
-            staged = BFLOAT16_BYTES * self.shape.num_parameters
-            return (*parts, Part(what="engine: new weights before they serve", num_bytes=number * staged))
+            return (*parts, *part_of(NEW_WEIGHTS, number * self._staged(BFLOAT16_BYTES)))
         weights = FLOAT32_BYTES * self.shape.num_parameters
         return (
             *parts,
             Part(what="engine: weights", num_bytes=number * weights),
             Part(what=KEYS, num_bytes=number * self._kv_bytes(weights, num_shards=1)),
             *part_of("engine: logits", number * self._logits()),
-            Part(what="engine: new weights before they serve", num_bytes=number * weights),
+            *part_of(NEW_WEIGHTS, number * self._staged(FLOAT32_BYTES)),
         )
+
+    def _staged(self, element: int) -> int:
+        """What one server has of new weights in the machine's memory, and of those before, to put them back."""
+        if self._is_gpu and self._stages_on_gpu:
+            return 0
+        holds_two = self._is_distributed and not self._is_embedded  # in each process of a server
+        return (2 * self._plan.num_gpus if holds_two else 1) * element * self.shape.num_parameters
 
     def _kv_bytes(self, weights: int, *, num_shards: int) -> int:
         """As many tokens as the config says, or as the engine takes by itself."""
@@ -96,6 +105,14 @@ class EngineMemory:
     @property
     def _plan(self) -> EnginePlan:
         return EnginePlan.of(self.config.engine)
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self.config.trainer.transfer == "distributed"
+
+    @property
+    def _stages_on_gpu(self) -> bool:
+        return self._is_embedded and self.config.trainer.transfer in ("cuda_ipc", "distributed")
 
     @property
     def _is_embedded(self) -> bool:

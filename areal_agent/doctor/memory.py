@@ -35,7 +35,8 @@ micro-batch, or the longest context where that may go alone. Bytes:
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
 
     new weights on their way            2 e P           in shared memory (two slots), and e P once more in the engine;
-                                          e P           with `cuda_ipc`: in the GPU that both share
+                                          e P           with `cuda_ipc`, `distributed`: in the trainer and the engine
+                                        2 e P           with `distributed`: in each process of a vLLM server
 
 Where an engine lends the memory of its keys (`engine.release_kv`), they and a train step are never there at once.
 

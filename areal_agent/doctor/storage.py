@@ -48,6 +48,9 @@ def _checkpoints(memory: TrainerMemory, config: Config) -> Finding:
 def _weights(memory: TrainerMemory, config: Config) -> Finding:
     if config.trainer.transfer == "cuda_ipc":
         return Finding(check="transfer", state=State.OK, found="new weights stay within the GPU")
+    if config.trainer.transfer == "distributed":
+        found = f"new weights go to the engine from {config.trainer.transfer_host}, over no file"
+        return Finding(check="transfer", state=State.OK, found=found)
     in_memory = config.trainer.transfer == "shared_memory" and os.access(SHARED_MEMORY, os.W_OK)
     place = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
     copies = NUM_SLOTS if config.trainer.transfer == "shared_memory" else FOLDERS_OF_DISK

@@ -111,7 +111,7 @@ class TrainerMemory:
         )
 
     def on_its_way(self) -> tuple[Part, ...]:
-        """New weights, as engines take them: two slots in memory, unless they go through a disk."""
+        """New weights, as engines take them: two slots in memory, where they go through that."""
         if self.config.trainer.transfer != "shared_memory":
             return ()
         return part_of("new weights in shared memory", NUM_SLOTS * self.published_bytes)
@@ -134,8 +134,8 @@ class TrainerMemory:
     # ------------------------------------------------------------------------------------------- internals
 
     @property
-    def _is_within_gpu(self) -> bool:
-        return self.config.trainer.transfer == "cuda_ipc"
+    def _keeps_what_it_publishes(self) -> bool:
+        return self.config.trainer.transfer in ("cuda_ipc", "distributed")
 
     @property
     def _num_ranks(self) -> int:
@@ -149,7 +149,9 @@ class TrainerMemory:
             Part(what="trainer: Adam's moments", num_bytes=self._share(2 * FLOAT32_BYTES * trained)),
             *part_of("trainer: critic with its moments", self._share(3 * FLOAT32_BYTES * critic)),
             *part_of("trainer: reference", self._share(FLOAT32_BYTES * self._reference_parameters())),
-            *part_of("trainer: new weights for the engine", self.published_bytes if self._is_within_gpu else 0),
+            *part_of(
+                "trainer: new weights for the engine", self.published_bytes if self._keeps_what_it_publishes else 0
+            ),
             *part_of("trainer: CUDA", CUDA_CONTEXT_BYTES if self.is_gpu else 0),
         )
 

@@ -19,8 +19,10 @@ class EngineConfig(Section):
     has one."""
     num_servers: Annotated[int, Field(ge=1, le=64)] = 1
     """Servers to start, each in a process of its own with `threads` of its own. Each turn goes to the one that has its
-    beginning in its cache, unless that has more to do than others. With `device: cuda` each has GPUs of its own: those
-    of the first begin at 0, or at SGLang's `--base-gpu-id`."""
+    beginning in its cache, unless that has more to do than others. With `device: cuda` each has GPUs of its own."""
+    first_gpu: Annotated[int, Field(ge=0)] = 0
+    """With `device: cuda`: where the GPUs of the first server begin; those of the next ones follow. How many a server
+    of SGLang or vLLM has, `server_args` say."""
     server_args: tuple[str, ...] = ()
     """Further arguments of `sglang.launch_server`, as in `["--mem-fraction-static", "0.6"]`, or of `vllm serve`."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+")], ...] = ()
@@ -73,7 +75,7 @@ class EngineConfig(Section):
     def _fits_its_backend(self) -> Self:
         if self.backend == "embedded":
             self._refuse(_OF_FOREIGN, "is for engine.backend sglang and vllm")
-            self._require_one_port()
+            self._require_places()
             if self.kv_tokens is not None and self.leave_gib is not None:
                 raise ValueError(
                     f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}: each alone says "
@@ -93,14 +95,20 @@ class EngineConfig(Section):
                 f"engine.backend is {self.backend!r}: set engine.python to the Python of an environment that has it, "
                 "or engine.urls to servers that run"
             )
-        if self.backend == "vllm":
-            self._refuse(("device",), "is for engine.backend embedded and sglang: vLLM takes what its build is for")
+        if self.backend == "vllm" and self.device == "cpu":
+            raise ValueError("engine.device is 'cpu': vLLM takes what its build is for; leave it out")
+        if self.first_gpu and any(word.startswith("--base-gpu-id") for word in self.server_args):
+            raise ValueError("engine.first_gpu and --base-gpu-id in engine.server_args are the same; leave one out")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"engine.urls names a server twice: {', '.join(self.urls)}")
-        self._require_one_port()
+        self._require_places()
         return self
 
-    def _require_one_port(self) -> None:
+    def _require_places(self) -> None:
+        if self.first_gpu and self.device != "cuda":
+            raise ValueError(
+                f"engine.first_gpu is {self.first_gpu}, and engine.device {self.device!r}; set that to 'cuda'"
+            )
         if self.port and self.num_servers > 1:
             raise ValueError(f"engine.port is {self.port}, and engine.num_servers {self.num_servers}: leave port out")
 
@@ -116,6 +124,7 @@ _OF_FOREIGN = ("python", "server_args", "urls")
 _OF_STARTED_SERVERS = (
     "python",
     "num_servers",
+    "first_gpu",
     "server_args",
     "port",
     "device",

@@ -9,7 +9,7 @@ from pathlib import Path
 from areal_agent.engine.fake_faults import Faults
 from areal_agent.engine.stored_weights import Spoil, take_folder, take_shared_memory
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import CudaWeights, DiskWeights, Weights, WeightVersion
+from areal_agent.types import CudaWeights, DiskWeights, DistributedWeights, Weights, WeightVersion
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,6 +37,8 @@ def prove(weights: Weights, spoil: Spoil | None) -> None:
     """Raises WeightUpdateError for bytes that are not what was written."""
     if isinstance(weights, CudaWeights):
         raise WeightUpdateError("the scripted engine has no GPU; send shared memory or a folder")
+    if isinstance(weights, DistributedWeights):
+        raise WeightUpdateError("the scripted engine joins no process group; send shared memory or a folder")
     if not Path(weights.path).exists():
         if spoil is not None:
             raise WeightUpdateError(f"nothing lies at {weights.path!r}, so the push was damaged as a whole")

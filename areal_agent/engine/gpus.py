@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from areal_agent.engine.config import EngineConfig
+from areal_agent.errors import ConfigError
 
 DEFAULT_FRACTION = 0.9
 """Of a GPU's memory, where the config names no share: about what SGLang and vLLM take by themselves."""
@@ -15,6 +16,7 @@ FRACTION = ("--mem-fraction-static", *FRACTION_OF_ALL)
 SHARDS = ("--tp-size", "--tp", "--tensor-parallel-size", "-tp")
 REPLICAS = ("--dp-size", "--dp", "--data-parallel-size", "-dp")
 FIRST_GPU = ("--base-gpu-id",)
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,7 @@ class EnginePlan:
     def of(cls, config: EngineConfig) -> Self:
         given = read_arguments(config.server_args)
         return cls(
-            first_gpu=int(_first(given, FIRST_GPU, 0)),
+            first_gpu=int(_first(given, FIRST_GPU, config.first_gpu)),
             num_shards=max(1, int(_first(given, SHARDS, 1))),
             num_replicas=max(1, int(_first(given, REPLICAS, 1))),
             num_servers=config.num_servers,
@@ -53,14 +55,35 @@ class EnginePlan:
         """Of one server."""
         return self.num_shards * self.num_replicas
 
+    def gpus_of(self, server: int) -> range:
+        """The GPUs of a server."""
+        first = self.first_gpu_of(server)
+        return range(first, first + self.num_gpus)
+
     def first_gpu_of(self, server: int) -> int:
         """Where a server's GPUs begin."""
         return self.first_gpu + (server * self.num_gpus if self.is_spread else 0)
 
     def num_servers_on(self, gpu: int) -> int:
         """How many have a shard there."""
-        firsts = [self.first_gpu_of(server) for server in range(self.num_servers)]
-        return sum(first <= gpu < first + self.num_gpus for first in firsts)
+        return sum(gpu in self.gpus_of(server) for server in range(self.num_servers))
+
+
+def visible_gpus(config: EngineConfig, server: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What shows a server its own GPUs alone, out of those that are seen here: for one that has no argument for it.
+
+    Raises ConfigError when they are not enough.
+    """
+    if config.device != "cuda":
+        return {}
+    own, seen = EnginePlan.of(config).gpus_of(server), environ.get(VISIBLE_GPUS)
+    known = seen.split(",") if seen else [str(gpu) for gpu in range(own.stop)]
+    if own.stop > len(known):
+        raise ConfigError(
+            f"engine {server} is to have GPUs {own.start} to {own.stop - 1}, and {VISIBLE_GPUS} is {seen!r}; lower "
+            "engine.first_gpu or engine.num_servers"
+        )
+    return {VISIBLE_GPUS: ",".join(known[own.start : own.stop])}
 
 
 def may_be_on(config: EngineConfig, num_gpus: int) -> bool:

@@ -23,6 +23,7 @@ from areal_agent.types import (
     CudaMemory,
     CudaWeights,
     DiskWeights,
+    DistributedWeights,
     JsonObject,
     RolloutBatch,
     SharedMemoryWeights,
@@ -102,7 +103,10 @@ class TrainerClient:
     async def publish(self) -> Weights:
         """Copy the weights to where engines read. What it returned stays whole until the next call, at least."""
         answer = await self._call("publish", {})
-        if "path" not in answer:
+        if "host" in answer:
+            answer["entries"] = tuple(_tensor_entry(one) for one in answer["entries"])
+            return DistributedWeights(**answer)
+        if "memory" in answer:
             memory, entries = CudaMemory(**answer["memory"]), tuple(_tensor_entry(one) for one in answer["entries"])
             return CudaWeights(memory=memory, entries=entries, checksum=answer["checksum"])
         if "entries" not in answer:

@@ -1,8 +1,8 @@
 """The config section of the trainer process. Imports no torch."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from areal_agent.section import Section
 
@@ -76,10 +76,16 @@ class TrainerConfig(Section):
     """CPU threads of each trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda when there is one. Weights are float32; on cuda the matrices are multiplied in bfloat16."""
-    transfer: Literal["shared_memory", "disk", "cuda_ipc"] = "shared_memory"
+    transfer: Literal["shared_memory", "disk", "cuda_ipc", "distributed"] = "shared_memory"
     """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
     temporary directory, for where /dev/shm is too small, as it is in many containers. `cuda_ipc`: within the memory of
-    the one GPU that the trainer and the embedded engine share."""
+    the one GPU that the trainer and the embedded engine share. `distributed`: by torch.distributed, in a process group
+    of the trainer and a server, to the embedded engine and to vLLM: NCCL where each has a GPU of its own, else gloo."""
+    transfer_host: str = "127.0.0.1"
+    """With `transfer: distributed`: the address of this machine at which servers find the trainer. Whoever reaches it
+    can read the weights."""
+    transfer_bucket_mib: Annotated[int, Field(ge=1, le=2047)] = 64
+    """With `transfer: distributed`: MiB that are sent at once."""
     lora: LoraConfig | None = None
     """Train adapters (LoRA), and leave the model as it is: optimiser and gradients are of the adapters alone, and the
     reference is the model without them. Engines and checkpoints get the merged weights, checkpoints the adapters too.
@@ -91,3 +97,10 @@ class TrainerConfig(Section):
     """Checkpoints that are kept."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the process may take to load the model."""
+
+    @model_validator(mode="after")
+    def _has_no_idle_options(self) -> Self:
+        for name in ("transfer_host", "transfer_bucket_mib"):
+            if self.transfer != "distributed" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"trainer.{name} is for trainer.transfer distributed; leave it out")
+        return self

@@ -23,9 +23,10 @@ from areal_agent.trainer.schedule import Schedule
 from areal_agent.trainer.state import Training, export_adapter, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.step_input import StepInput
-from areal_agent.types import JsonObject, Weights
+from areal_agent.types import JsonObject, TensorEntry, Weights
 from areal_agent.weights.cuda_ipc import CudaChannel
 from areal_agent.weights.disk import DiskChannel
+from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 
 NOTHING: JsonObject = {}
@@ -196,18 +197,34 @@ class Trainer:
 
 def _open_channel(
     config: TrainerConfig, policy: Policy, folder: Path
-) -> SharedMemoryChannel | DiskChannel | CudaChannel:
+) -> SharedMemoryChannel | DiskChannel | CudaChannel | DistributedChannel:
     if config.transfer == "disk":
         return DiskChannel(folder / "weights", policy.publish_dtype)
     entries = layout(policy.named_parameters().items(), policy.publish_dtype)
     if config.transfer == "shared_memory":
         return SharedMemoryChannel(folder, entries)
+    if config.transfer == "distributed":
+        return _open_distributed(config, entries, policy.device)
     if policy.device.type != "cuda":
         raise ConfigError(
             f"trainer.transfer is 'cuda_ipc', and the trainer runs on {policy.device}: that way needs trainer and "
             "engine on one GPU; use 'shared_memory'"
         )
     return CudaChannel(entries, policy.device, CudaSharing())
+
+
+def _open_distributed(
+    config: TrainerConfig, entries: tuple[TensorEntry, ...], device: torch.device
+) -> DistributedChannel:
+    try:
+        return DistributedChannel(
+            entries, device, host=config.transfer_host, bucket_bytes=config.transfer_bucket_mib * 2**20
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.transfer_host is {config.transfer_host!r}, where the trainer cannot listen: {error}; give an "
+            "address of this machine"
+        ) from error
 
 
 def _new_critic(

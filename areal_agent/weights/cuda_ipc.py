@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from areal_agent.engine.embedded.cuda_memory import BLOCK_BYTES, DeviceSharing, checksum
+from areal_agent.engine.embedded.cuda_memory import DeviceSharing
+from areal_agent.engine.embedded.weight_bytes import checksum
 from areal_agent.types import CudaWeights, TensorEntry
+from areal_agent.weights.flat import flat_copy
 from areal_agent.weights.shared_memory import check_parameters
 
 
@@ -24,18 +26,13 @@ class CudaChannel:
         self._entries = entries
         self._device = device
         self._sharing = sharing
-        end = entries[-1].offset + entries[-1].num_bytes
-        self._num_bytes = -(-end // BLOCK_BYTES) * BLOCK_BYTES
         self._data: Tensor | None = None
 
     def write(self, parameters: Mapping[str, Tensor]) -> CudaWeights:
         """Copy the parameters, converted to the layout's dtype. Raises ValueError when they are not its own."""
         check_parameters(self._entries, parameters)
         self._data = None  # before as much is taken again
-        data = self._data = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
-        for entry in self._entries:
-            place = data[entry.offset : entry.offset + entry.num_bytes].view(getattr(torch, entry.dtype))
-            place.view(entry.shape).copy_(parameters[entry.name].detach())
+        data = self._data = flat_copy(self._entries, parameters, self._device)
         return CudaWeights(memory=self._sharing.share(data), entries=self._entries, checksum=checksum(data))
 
     def close(self) -> None:

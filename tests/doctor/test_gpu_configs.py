@@ -23,7 +23,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ("qwen3_0.6b_1gpu", QWEN3_06B, 1, 24),
         ("qwen3_1.7b_1gpu", QWEN3_17B, 1, 80),
         ("qwen3_4b_1gpu_lora", QWEN3_4B, 1, 80),
+        ("qwen3_0.6b_1gpu_vllm", QWEN3_06B, 1, 24),
         ("qwen3_4b_8gpu", QWEN3_4B, 8, 80),
+        ("qwen3_4b_8gpu_vllm", QWEN3_4B, 8, 80),
     ],
 )
 async def test_it_fits(name: str, shape: ModelShape, num_gpus: int, gib: int) -> None:

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.config import Config
-from areal_agent.engine.embedded.cuda_memory import BLOCK_BYTES, CudaSharing, check_gpu, checksum
+from areal_agent.engine.embedded.cuda_memory import CudaSharing, check_gpu
+from areal_agent.engine.embedded.weight_bytes import BLOCK_BYTES, checksum
 from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.trainer import Trainer
@@ -198,7 +199,8 @@ def test_the_checksum_tells_a_changed_byte_and_blocks_that_changed_places():
 
 OPENS = """
 import json, sys, torch
-from areal_agent.engine.embedded.cuda_memory import CudaSharing, checksum
+from areal_agent.engine.embedded.cuda_memory import CudaSharing
+from areal_agent.engine.embedded.weight_bytes import checksum
 from areal_agent.types import CudaMemory
 print(checksum(CudaSharing().open(CudaMemory(**json.load(sys.stdin)), torch.device("cuda", 0)).clone()))
 """

@@ -28,14 +28,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_weights
+from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_distributed_weights, take_weights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.process import ManagedProcess
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.framing import Frame, receive_frame
 from areal_agent.trainer.worker import Worker
-from areal_agent.types import DiskWeights, SharedMemoryWeights
+from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
 
 
 async def init(client: TrainerClient, model: Path, shared_memory: Path):
@@ -110,6 +110,31 @@ async def test_weights_may_go_through_a_disk(client, model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     taken = take_weights(published, WeightLayout.of(model))
     assert all(torch.equal(taken[name], initial) for name, initial in model.named_parameters())
+
+
+async def test_weights_may_go_by_torch_distributed(client, make_batch, model_folder, tmp_path):
+    trainer = TrainerConfig(learning_rate=1e-3, transfer="distributed", transfer_bucket_mib=1)
+    await client.init(model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    published = await client.publish()
+    assert isinstance(published, DistributedWeights)
+    device = torch.device("cpu")
+    before = await asyncio.to_thread(take_distributed_weights, published, WeightLayout.of(model), device)
+    assert all(torch.equal(before[name], initial) for name, initial in model.named_parameters())
+    await client.train_step(make_batch(1))
+    late = await asyncio.to_thread(take_distributed_weights, published, WeightLayout.of(model), device)
+    assert all(torch.equal(late[name], initial) for name, initial in model.named_parameters())
+    after = await asyncio.to_thread(take_distributed_weights, await client.publish(), WeightLayout.of(model), device)
+    assert not torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_address_of_another_machine_is_a_config_error(client, model_folder, tmp_path):
+    trainer = TrainerConfig(transfer="distributed", transfer_host="192.0.2.1")
+    with pytest.raises(ConfigError, match=r"transfer_host is .192\.0\.2\.1., where the trainer cannot listen"):
+        await client.init(
+            model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path
+        )
 
 
 async def test_what_was_saved_is_what_was_published(ready, make_batch, model_folder, tmp_path):

@@ -4,7 +4,6 @@ Who shares memory keeps it. What he lets go of is freed once the other side has 
 of /dev/shm. Both processes number the GPUs as they like, so this one is named by its UUID. It knows no weights.
 """
 
-import zlib
 from base64 import b64decode, b64encode
 from typing import Any, Protocol, cast
 
@@ -13,9 +12,6 @@ from torch import Tensor
 
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import CudaMemory
-
-BLOCK_BYTES = 4096
-"""What is shared is a whole number of blocks."""
 
 
 class DeviceSharing(Protocol):
@@ -76,12 +72,6 @@ def check_gpu(memory: CudaMemory, ours: str) -> None:
             f"the weights lie in the memory of GPU {memory.gpu}, and the engine runs on {ours}; put both on one GPU, "
             "or set trainer.transfer to 'shared_memory' or 'disk'"
         )
-
-
-def checksum(data: Tensor) -> int:
-    """Of bytes `[n]` on any device, read once where they lie: a CRC-32 of the sums of all blocks."""
-    words = data.view(torch.int32).view(-1, BLOCK_BYTES // 4)
-    return zlib.crc32(words.sum(dim=1, dtype=torch.int64).cpu().numpy().tobytes())
 
 
 def _uuid(device: torch.device) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor
 from areal_agent.cancellation import uninterrupted
 from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.scheduler import Scheduler
-from areal_agent.engine.embedded.weights import WeightLayout, take_cuda_weights, take_weights
-from areal_agent.types import CudaWeights, Weights, WeightVersion
+from areal_agent.engine.embedded.weights import WeightLayout, take_cuda_weights, take_distributed_weights, take_weights
+from areal_agent.types import CudaWeights, DistributedWeights, Weights, WeightVersion
 
 Taken = Mapping[str, Tensor]
 
@@ -36,6 +36,8 @@ class ModelWeights:
     async def take(self, weights: Weights) -> Taken:
         if isinstance(weights, CudaWeights):
             return await asyncio.to_thread(take_cuda_weights, weights, self._layout, self._device, self._sharing)
+        if isinstance(weights, DistributedWeights):
+            return await asyncio.to_thread(take_distributed_weights, weights, self._layout, self._device)
         return await asyncio.to_thread(take_weights, weights, self._layout)
 
     async def holds(self, taken: Taken) -> bool:

@@ -5,7 +5,8 @@ knows nothing of versions or requests.
 """
 
 import math
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from areal_agent.engine.embedded.cuda_memory import BLOCK_BYTES, DeviceSharing, checksum
+from areal_agent.engine.embedded.cuda_memory import DeviceSharing
+from areal_agent.engine.embedded.transfer_group import Request, receive
+from areal_agent.engine.embedded.weight_bytes import BLOCK_BYTES, checksum
 from areal_agent.engine.stored_weights import check_places, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import CudaWeights, DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -115,14 +118,7 @@ def take_cuda_weights(
     source: CudaWeights, layout: WeightLayout, device: torch.device, sharing: DeviceSharing
 ) -> Mapping[str, Tensor]:
     """As `take_weights`, out of the memory of the GPU that trainer and engine share."""
-    for entry in source.entries:
-        _check_entry(entry)
-    check_places(source.entries)
-    num_bytes = source.memory.num_bytes
-    end = max(entry.offset + entry.num_bytes for entry in source.entries)
-    is_aligned = all(entry.offset % DTYPES[entry.dtype].itemsize == 0 for entry in source.entries)
-    if num_bytes % BLOCK_BYTES or end > num_bytes or not is_aligned:
-        raise WeightUpdateError(f"the weights do not lie within the {num_bytes} bytes shared; the manifest is damaged")
+    _check_parts(source.entries, source.memory.num_bytes)
     data = sharing.open(source.memory, device).clone()
     found = checksum(data)
     if found != source.checksum:
@@ -130,7 +126,37 @@ def take_cuda_weights(
             f"the weights in GPU {source.memory.gpu} have checksum {found:#010x} and the manifest says "
             f"{source.checksum:#010x}; they were overwritten while being read: publish them again"
         )
-    return layout.prove({entry.name: _part(entry, data) for entry in source.entries})
+    return layout.prove(_parts(source.entries, data))
+
+
+def take_distributed_weights(
+    source: DistributedWeights, layout: WeightLayout, device: torch.device
+) -> Mapping[str, Tensor]:
+    """As `take_weights`, from the trainer, in a process group of the two; into the memory of `device`."""
+    _check_parts(source.entries, source.num_bytes)
+    data = torch.empty(source.num_bytes, dtype=torch.uint8, device=device)
+    request = Request(what=source.name, group=secrets.token_hex(8), num_members=1)
+    try:
+        receive(
+            source.host,
+            source.port,
+            request,
+            data,
+            bucket_bytes=source.bucket_bytes,
+            device=data.device,
+            timeout_s=source.timeout_s,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WeightUpdateError(
+            f"the trainer at {source.host}:{source.port} did not send the weights: {error}; is it running?"
+        ) from error
+    found = checksum(data)
+    if found != source.checksum:
+        raise WeightUpdateError(
+            f"the weights that came have checksum {found:#010x} and their record says {source.checksum:#010x}; they "
+            "were damaged on their way: publish them again"
+        )
+    return layout.prove(_parts(source.entries, data))
 
 
 def _take_folder(source: DiskWeights) -> dict[str, Tensor]:
@@ -192,6 +218,20 @@ def _view(entry: TensorEntry, data: NDArray[np.uint8]) -> Tensor:
     return flat.view(entry.shape)
 
 
-def _part(entry: TensorEntry, data: Tensor) -> Tensor:
-    """The same over a tensor of bytes, which may be in a GPU."""
-    return data[entry.offset : entry.offset + entry.num_bytes].view(DTYPES[entry.dtype]).view(entry.shape)
+def _check_parts(entries: Sequence[TensorEntry], num_bytes: int) -> None:
+    """Raises WeightUpdateError unless these lie in so many bytes, which are whole blocks."""
+    for entry in entries:
+        _check_entry(entry)
+    check_places(entries)
+    end = max(entry.offset + entry.num_bytes for entry in entries)
+    is_aligned = all(entry.offset % DTYPES[entry.dtype].itemsize == 0 for entry in entries)
+    if num_bytes % BLOCK_BYTES or end > num_bytes or not is_aligned:
+        raise WeightUpdateError(f"the weights do not lie within the {num_bytes} bytes sent; the manifest is damaged")
+
+
+def _parts(entries: Sequence[TensorEntry], data: Tensor) -> dict[str, Tensor]:
+    """Tensors over bytes in one piece, which may be in a GPU."""
+    return {
+        entry.name: data[entry.offset : entry.offset + entry.num_bytes].view(DTYPES[entry.dtype]).view(entry.shape)
+        for entry in entries
+    }

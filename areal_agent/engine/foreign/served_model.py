@@ -3,7 +3,7 @@
 SGLang dies of a token id outside the vocabulary, and servers load weights of any shape: both are checked on this side.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -11,6 +11,7 @@ from typing import Self
 from areal_agent.engine.fields import WireError, as_integer, as_object, decode_json
 from areal_agent.engine.foreign.tensors import prove_fits, read_shapes
 from areal_agent.errors import EngineError, EngineRejected
+from areal_agent.types import TensorEntry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,5 +39,10 @@ class ServedModel:
         return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes)
 
     def prove(self, weights: Path) -> None:
-        """Raises WeightUpdateError unless these weights fit, all of them."""
-        prove_fits(weights, self.shapes, is_tied=self.is_tied)
+        """Raises WeightUpdateError unless the weights in this folder fit, all of them."""
+        prove_fits(read_shapes(weights), self.shapes, is_tied=self.is_tied, where=f"in {str(weights)!r}")
+
+    def prove_entries(self, entries: Sequence[TensorEntry]) -> None:
+        """The same of weights that are not here."""
+        shapes = {entry.name: entry.shape for entry in entries}
+        prove_fits(shapes, self.shapes, is_tied=self.is_tied, where="that were published")

@@ -57,23 +57,25 @@ def _files(folder: Path) -> list[Path]:
         raise WeightUpdateError(f"cannot read the index of the weights in {str(folder)!r}: {error!r}") from error
 
 
-def prove_fits(folder: Path, expected: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> None:
-    """Raises WeightUpdateError unless `folder` has the tensors that are expected, no more and no less.
+def prove_fits(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, is_tied: bool, where: str
+) -> None:
+    """Raises WeightUpdateError unless these are the tensors that are expected, no more and no less.
 
     The head of a tied model is its embedding: whether it is saved again does not matter.
     """
-    found, ignored = read_shapes(folder), {TIED_HEAD} if is_tied else set[str]()
+    ignored = {TIED_HEAD} if is_tied else set[str]()
     missing = sorted(set(expected) - set(found) - ignored)
     unknown = sorted(set(found) - set(expected) - ignored)
     if missing or unknown:
         raise WeightUpdateError(
-            f"the weights in {str(folder)!r} lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that "
+            f"the weights {where} lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that "
             f"the engine's model does not know {unknown[:3]}; publish the model that the engine loaded"
         )
     for name in set(found) & set(expected):
         if found[name] != expected[name]:
             raise WeightUpdateError(
-                f"{name!r} has shape {found[name]} in {str(folder)!r} and the engine's model has {expected[name]}; "
+                f"{name!r} has shape {found[name]} {where} and the engine's model has {expected[name]}; "
                 "publish the model that the engine loaded"
             )
 

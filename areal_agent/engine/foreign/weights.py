@@ -1,11 +1,12 @@
 """The weights of one server: pushed, proved, loaded while it is paused, and put back where that fails.
 
-    push     begin ──▶ send: a folder is written and proved ──▶ commit: the server loads it, and says so
-    failed   a server may answer with a failure although its weights have changed: the folder before is loaded again.
-             Where that fails, too, or nobody here knows the folder before, nobody knows what serves, and nothing may be
-             sampled until a commit succeeds
+    push     begin ──▶ send: a folder is written and proved; or the server's processes receive the weights from the
+             trainer, prove them and hold them ──▶ commit: the server loads that, and says so
+    failed   a server may answer with a failure although its weights have changed: those before are loaded again.
+             Where that fails, too, or nobody here knows where those before are, nobody knows what serves, and nothing
+             may be sampled until a commit succeeds
 
-Knows the server by its `Loader` alone, and nothing of requests.
+Knows the server by its `Loader` and its `Receiver` alone, and nothing of requests.
 """
 
 import asyncio
@@ -16,14 +17,21 @@ from typing import Protocol
 from areal_agent.engine.foreign.served_model import ServedModel
 from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.errors import EngineError, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import Weights, WeightVersion
+from areal_agent.types import DistributedWeights, Weights, WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Weights that the server's own processes keep beside those that serve, since this push."""
+
+    push_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
     """The weights that a server has now, and how it calls them."""
 
-    folder: Path | None
+    source: Path | Held | None
     """None: they were loaded by somebody else, and this server does not tell from where."""
     label: str
 
@@ -49,20 +57,43 @@ class Loader(Protocol):
         ...
 
 
+class Receiver(Protocol):
+    """The processes of one server, as far as they take weights from the trainer. What they hold dies with them."""
+
+    async def receive(self, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
+        """Let all of them receive, prove and hold these, while the server samples. Raises EngineError.
+
+        Of what they held before they keep what came in the push `beside`.
+        """
+        ...
+
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
+        """Let the paused server load what they hold. Raises EngineError unless it says that it serves that."""
+        ...
+
+
 @dataclass(kw_only=True, slots=True)
 class _Push:
     """The push that is open, and what it has sent."""
 
     id: str
-    folder: Path | None = None
+    source: Path | Held | None = None
 
 
 class ServerWeights:
     """What one server serves, and what it is to serve next. `serving` is what it was found with."""
 
-    def __init__(self, loader: Loader, folders: WeightFolders, model: ServedModel, serving: Served) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        folders: WeightFolders,
+        model: ServedModel,
+        serving: Served,
+        receiver: Receiver | None = None,
+    ) -> None:
         self.serving = serving
         self._loader = loader
+        self._receiver = receiver  # None: it takes folders alone
         self._folders = folders
         self._model = model
         self._push: _Push | None = None
@@ -83,7 +114,7 @@ class ServerWeights:
         """
         if epoch == self.epoch and epoch % 2 == 0 and served.label != self.serving.label:
             before, self.serving, self._broken = self.serving, served, None
-            await self._let_go_of(before)
+            await self._let_go_of(before.source)
 
     async def begin(self, push_id: str) -> None:
         """Open a push; one that is open is forgotten."""
@@ -91,11 +122,14 @@ class ServerWeights:
         self._push = _Push(id=push_id)
 
     async def send(self, push_id: str, weights: Weights) -> None:
-        """Have the weights in a folder that the server can load. It hears nothing of it."""
+        """Have the weights where the server can load them: in a folder, or in its own processes."""
         push = self._open_push(push_id)
         try:
-            push.folder = await self._folders.take(push_id, weights)
-            await asyncio.to_thread(self._model.prove, push.folder)
+            if isinstance(weights, DistributedWeights):
+                await self._receive(push, weights)
+            else:
+                push.source = folder = await self._folders.take(push_id, weights)
+                await asyncio.to_thread(self._model.prove, folder)
         except BaseException:
             await self.forget_push()
             raise
@@ -105,11 +139,11 @@ class ServerWeights:
         push = self._open_push(push_id)
         served = self.serving.version
         try:
-            if push.folder is None:
+            if push.source is None:
                 raise WeightUpdateError(f"push {push_id!r} has sent no weights: send them before it is committed")
             if self._broken is None and served is not None and version <= served:
                 raise WeightUpdateError(f"{self._loader.base_url} serves version {served}: {version} is not later")
-            await self._load(push.folder, str(version), flush_cache=flush_cache)
+            await self._load(push.source, str(version), flush_cache=flush_cache)
         except BaseException:
             await self.forget_push()
             raise
@@ -123,49 +157,64 @@ class ServerWeights:
     async def forget_push(self) -> None:
         """Forget the push that is open, if one is."""
         push, self._push = self._push, None
-        if push is not None and push.folder is not None:
-            await self._folders.release(push.folder)
+        if push is not None:
+            await self._let_go_of(push.source)
 
     async def aclose(self) -> None:
         """Let go of all folders: nothing will be put back."""
         await self.forget_push()
-        await self._let_go_of(self.serving)
+        await self._let_go_of(self.serving.source)
 
     async def load(self, folder: Path, version: WeightVersion) -> None:
         """Let the paused server load a model folder, whatever it has served."""
         await asyncio.to_thread(self._model.prove, folder)
         await self._load(folder, str(version), flush_cache=True)
 
-    async def _load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
+    async def _receive(self, push: _Push, weights: DistributedWeights) -> None:
+        if self._receiver is None:
+            raise WeightUpdateError(
+                f"{self._loader.base_url} takes no weights by torch.distributed; set trainer.transfer to "
+                "'shared_memory' or 'disk'"
+            )
+        self._model.prove_entries(weights.entries)
+        serving = self.serving.source
+        await self._receiver.receive(push.id, weights, beside=serving.push_id if isinstance(serving, Held) else None)
+        push.source = Held(push_id=push.id)
+
+    async def _load(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
         before = self.serving
         self.epoch += 1
         try:
-            await self._tell(folder, label, flush_cache=flush_cache)
-            self.serving, self._broken = Served(folder=folder, label=label), None
+            await self._tell(source, label, flush_cache=flush_cache)
+            self.serving, self._broken = Served(source=source, label=label), None
         except EngineError as failure:
             await self._undo(failure, before, flush_cache=flush_cache)
             raise WeightUpdateError(f"{failure}; the weights before were loaded again") from failure
         finally:
             self.epoch += 1
-        await self._let_go_of(before)
+        await self._let_go_of(before.source)
 
-    async def _let_go_of(self, served: Served) -> None:
-        if served.folder is not None:
-            await self._folders.release(served.folder)
+    async def _let_go_of(self, source: Path | Held | None) -> None:
+        if isinstance(source, Path):
+            await self._folders.release(source)
 
     async def _undo(self, failure: EngineError, before: Served, *, flush_cache: bool) -> None:
-        if before.folder is None:
+        if before.source is None:
             self._broken = f"{failure}; where the weights before came from is not known here"
             raise WeightUpdateError(self._broken) from failure
         try:
-            await self._tell(before.folder, before.label, flush_cache=flush_cache)
+            await self._tell(before.source, before.label, flush_cache=flush_cache)
         except EngineError as error:
             self._broken = f"{failure}; to load the weights before again failed, too: {error}"
             raise WeightUpdateError(self._broken) from failure
 
-    async def _tell(self, folder: Path, label: str, *, flush_cache: bool) -> None:
+    async def _tell(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
         try:
-            await self._loader.load(folder, label, flush_cache=flush_cache)
+            if isinstance(source, Path):
+                await self._loader.load(source, label, flush_cache=flush_cache)
+            else:
+                assert self._receiver is not None  # who holds something has received it
+                await self._receiver.load_received(source.push_id, label, flush_cache=flush_cache)
         except asyncio.CancelledError:
             self._broken = f"the load of version {label} was cut short"
             raise

@@ -17,7 +17,7 @@ _UNLABELLED = "default"  # SGLang's label of weights that nobody labelled
 def decode_served(model_info: object) -> Served:
     """Read `/model_info`. The label in `/server_info` is the one of the start, for ever."""
     fields = as_object(model_info, wire.MODEL_INFO)
-    return Served(folder=Path(get(fields, "model_path", str)), label=get(fields, "weight_version", str))
+    return Served(source=Path(get(fields, "model_path", str)), label=get(fields, "weight_version", str))
 
 
 def decode_start(server_info: object) -> EngineInfo:

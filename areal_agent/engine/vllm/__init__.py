@@ -3,7 +3,8 @@
     engine.py      `VllmEngine`: one server as `protocols.Engine`
     dialect.py     how it is asked for a completion      sampling.py  how that is sampled, in vLLM's words
     answer.py      reads the events of an answer
-    loader.py      lets it load weights      info.py  what it says of itself
+    loader.py      lets it load weights      receiver.py  lets it take them from the trainer
+    info.py        what it says of itself
     launcher.py    runs in vLLM's own environment: starts its server      worker_extension.py  which its workers import
 
 Requests, weights and the model behind it: `foreign/`, which SGLang's client shares. vLLM's own ways are known here

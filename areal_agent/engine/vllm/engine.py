@@ -42,6 +42,7 @@ from areal_agent.engine.vllm.info import (
     decode_started,
 )
 from areal_agent.engine.vllm.loader import VllmLoader
+from areal_agent.engine.vllm.receiver import VllmReceiver
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
 from areal_agent.types import (
@@ -163,9 +164,12 @@ class VllmEngine:
         started = self._decode(decode_started, MODELS, await self._transport.get(MODELS))
         label = self._decode(decode_label, WEIGHT_INFO, await self._transport.get(WEIGHT_INFO))
         model = await self._model_in(started.model)
-        served = Served(folder=started.model if label == UNLABELLED else None, label=label)
+        served = Served(source=started.model if label == UNLABELLED else None, label=label)
         if self._weights is None:
-            self._weights = ServerWeights(VllmLoader(self._transport), self._folders, model, served)
+            loader = VllmLoader(self._transport)
+            self._weights = ServerWeights(
+                loader, self._folders, model, served, receiver=VllmReceiver(self._transport, loader)
+            )
         else:
             await self._weights.found(served, epoch)
         limit = self._max_context_tokens or started.max_context_tokens

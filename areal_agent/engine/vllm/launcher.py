@@ -16,7 +16,7 @@ LIFELINE = str(Path(__file__).parents[1] / "foreign" / "lifeline.py")
 FLAGS = (
     "--enable-scale-out",  # token ids in and out
     *("--logprobs-mode", "processed_logprobs"),  # after temperature
-    *("--worker-extension-cls", "worker_extension.FolderLoading"),
+    *("--worker-extension-cls", "worker_extension.WeightLoading"),
 )
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "1G")
 VARIABLES = {

@@ -1,7 +1,7 @@
 """Lets a vLLM server load weights. Knows nothing of pushes, nor of what is in a folder.
 
-Every worker reads the folder itself (worker_extension.py), whatever it runs on. vLLM's own transfers of tensors (NCCL,
-CUDA IPC) need GPUs on both sides, and are not used here.
+Every worker reads the folder itself, or takes what it has received from the trainer (worker_extension.py), whatever it
+runs on.
 """
 
 import os
@@ -30,12 +30,19 @@ class VllmLoader:
         return self._transport.base_url
 
     async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
-        """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that.
+        """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
+        path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
+        await self.let_workers("load_folder", path, label, flush_cache=flush_cache)
+
+    async def let_workers(self, method: str, argument: str, label: str, *, flush_cache: bool) -> None:
+        """Let all workers load by this method of theirs; the rest as in `load`.
 
         With `flush_cache`, running requests are taken back to their beginning: what they have is computed again.
         """
-        path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
-        await self._load_folder(path)
+        try:
+            await self._tell(COLLECTIVE_RPC, {"method": method, "args": [argument]})
+        except EngineError as error:
+            raise WeightUpdateError(f"{error}; see its log. Was it started by {LAUNCHER}?") from error
         if flush_cache:
             await self._flush_cache()
         await self._tell(UPDATE_LABEL, {"new_version": label})
@@ -45,12 +52,6 @@ class VllmLoader:
             raise self._transport.unreadable(WEIGHT_INFO, error) from error
         if served != label:
             raise WeightUpdateError(f"{self.base_url} says that it serves {served} after an update to {label}")
-
-    async def _load_folder(self, path: str) -> None:
-        try:
-            await self._tell(COLLECTIVE_RPC, {"method": "load_folder", "args": [path]})
-        except EngineError as error:
-            raise WeightUpdateError(f"{error}; see its log. Was it started by {LAUNCHER}?") from error
 
     async def _flush_cache(self) -> None:
         answer = await self._tell(RESET_CACHE, {})

@@ -7,6 +7,7 @@
     versions.py   weight versions, and the spans of tokens that they sampled
     control.py    abort, pause, continue
     weights.py    weight updates in one call      cuda_weights.py  weights in the memory of a GPU
+    distributed_weights.py  weights that the trainer sends by torch.distributed
     pushes.py     the same in a push: begin, send, commit, abort
     memory.py     the memory of keys and values, released and resumed
     info.py       what an engine says of itself

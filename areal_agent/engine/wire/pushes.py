@@ -2,7 +2,8 @@
 
     POST /begin_weight_push   {"push_id"}
     POST /send_weight_push    {"push_id", "shared_memory": {"path", "entries", "crc32"}}, or "disk": {"model_path"},
-                              or "cuda_ipc": {"memory", "entries", "checksum"}
+                              "cuda_ipc": {"memory", "entries", "checksum"},
+                              or "distributed": {"host", "port", "name", "entries", "checksum", ...}
     POST /commit_weight_push  {"push_id", "weight_version", "flush_cache"?}
     POST /abort_weight_push   {"push_id"}
 
@@ -15,9 +16,18 @@ from typing import Any
 
 from areal_agent.engine.fields import WireError, as_object, get, refuse_unknown
 from areal_agent.engine.wire.cuda_weights import decode_cuda, encode_cuda
+from areal_agent.engine.wire.distributed_weights import decode_distributed, encode_distributed
 from areal_agent.engine.wire.versions import decode_version
 from areal_agent.engine.wire.weights import decode_disk, decode_shared_memory, encode_disk, encode_shared_memory
-from areal_agent.types import CudaWeights, DiskWeights, JsonObject, SharedMemoryWeights, Weights, WeightVersion
+from areal_agent.types import (
+    CudaWeights,
+    DiskWeights,
+    DistributedWeights,
+    JsonObject,
+    SharedMemoryWeights,
+    Weights,
+    WeightVersion,
+)
 
 BEGIN_PUSH = "/begin_weight_push"
 SEND_PUSH = "/send_weight_push"
@@ -63,6 +73,8 @@ def encode_push_send(send: PushSend) -> dict[str, Any]:
             body = {"disk": encode_disk(weights)}
         case CudaWeights() as weights:
             body = {"cuda_ipc": encode_cuda(weights)}
+        case DistributedWeights() as weights:
+            body = {"distributed": encode_distributed(weights)}
         case SharedMemoryWeights() as weights:
             body = {"shared_memory": encode_shared_memory(weights)}
     return {"push_id": send.push_id, **body}
@@ -84,6 +96,7 @@ _DECODERS: Mapping[str, Callable[[object], Weights]] = {
     "shared_memory": decode_shared_memory,
     "disk": decode_disk,
     "cuda_ipc": decode_cuda,
+    "distributed": decode_distributed,
 }
 
 

@@ -126,11 +126,17 @@ async def test_options_are_arguments(program, tmp_path):
         assert argument in str(death.value)
 
 
-async def test_each_server_has_gpus_of_its_own(program, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"server_args": ["--tp-size", "2", "--base-gpu-id", "2"]},
+        {"server_args": ["--tp-size", "2"], "first_gpu": 2},
+    ],
+)
+async def test_each_server_has_gpus_of_its_own(program, tmp_path, options):
     told = tmp_path / "told"
     both_told = f'until [ "$(wc -l < {told})" = 2 ]; do sleep 0.02; done'  # the first that ends is the end of both
-    words = ["--tp-size", "2", "--base-gpu-id", "2"]
-    asked = {"device": "cuda", "num_servers": 2, "server_args": words}
+    asked = {"device": "cuda", "num_servers": 2, **options}
     with pytest.raises(ProcessDied):
         await start(config(program(f'echo "$@" >> {told}; {both_told}; exit 3'), **asked), tmp_path)
     last = [re.findall(r"--base-gpu-id (\d)", line)[-1] for line in told.read_text().splitlines()]

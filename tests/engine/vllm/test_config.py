@@ -22,6 +22,9 @@ def test_urls_may_be_of_vllm():
     [
         ({"backend": "vllm"}, "engine.backend is 'vllm': set engine.python"),
         ({"backend": "vllm", "python": "p", "device": "cpu"}, "engine.device .*its build is for"),
+        ({"backend": "vllm", "python": "p", "first_gpu": 2}, "engine.first_gpu is 2, and engine.device 'auto'"),
+        ({"backend": "vllm", "urls": URLS, "first_gpu": 2, "device": "cuda"}, "started here"),
+        ({"first_gpu": 2}, "engine.first_gpu is 2, and engine.device 'auto'"),
         ({"backend": "vllm", "urls": URLS, "kv_tokens": 1000}, "engine.kv_tokens is for servers that are started here"),
         ({"backend": "vllm", "urls": URLS, "url": URLS[0]}, "engine.url"),
         ({"backend": "vllm", "python": "p", "num_servers": 2, "port": 8000}, "leave port out"),

@@ -1,6 +1,7 @@
 """vLLM's servers as processes of a run, with a stand-in for vLLM that serves nothing:
 
 - the options of the config are arguments of the server, and what a CPU wants stands in front of them
+- with `device: cuda` each server is shown GPUs of its own, out of those that the run sees; too few are a ConfigError
 - a Python without vLLM ends with its log
 - a server's own children are gone with it, also when the run is killed
 """
@@ -16,7 +17,8 @@ import pytest
 
 from areal_agent.cluster.vllm import start_vllm
 from areal_agent.engine.config import EngineConfig
-from areal_agent.errors import ProcessDied
+from areal_agent.engine.gpus import visible_gpus
+from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.types import WeightVersion
 
 from ..sglang.test_launch import SERVES_NOTHING, child_in, program, until_gone
@@ -91,6 +93,37 @@ async def test_options_are_arguments(stand_in, tmp_path):
     ):
         assert argument in words
     assert words.index("--dtype float32") < words.index("--dtype bfloat16")  # the last one holds
+
+
+@pytest.mark.parametrize(
+    ("options", "seen", "shown"),
+    [
+        ({"device": "cuda"}, None, ["0"]),
+        ({"device": "cuda", "num_servers": 3}, None, ["0", "1", "2"]),
+        ({"device": "cuda", "num_servers": 2, "first_gpu": 4, "server_args": ["-tp", "2"]}, None, ["4,5", "6,7"]),
+        ({"device": "cuda", "num_servers": 2, "first_gpu": 1}, "7,GPU-5,3", ["GPU-5", "3"]),
+    ],
+)
+def test_each_server_is_shown_gpus_of_its_own(options, seen, shown):
+    asked = config("python", **options)
+    assert [
+        visible_gpus(asked, number, {"CUDA_VISIBLE_DEVICES": seen or ""}) for number in range(asked.num_servers)
+    ] == [{"CUDA_VISIBLE_DEVICES": gpus} for gpus in shown]
+
+
+def test_servers_that_share_what_is_there_are_shown_all_of_it():
+    assert visible_gpus(config("python", num_servers=2), 1, {"CUDA_VISIBLE_DEVICES": "3"}) == {}
+
+
+def test_too_few_gpus_are_a_config_error():
+    with pytest.raises(ConfigError, match=r"engine 1 is to have GPUs 1 to 1, and CUDA_VISIBLE_DEVICES is .3."):
+        visible_gpus(config("python", device="cuda", num_servers=2), 1, {"CUDA_VISIBLE_DEVICES": "3"})
+
+
+async def test_the_gpus_reach_the_server(stand_in, tmp_path):
+    shows = "import os, sys; print('shown', os.environ['CUDA_VISIBLE_DEVICES']); sys.exit(3)"
+    with pytest.raises(ProcessDied, match="shown 2,3"):
+        await start(config(stand_in(shows), device="cuda", first_gpu=2, server_args=["-tp=2"]), tmp_path)
 
 
 async def test_a_python_without_vllm(tmp_path):

@@ -11,6 +11,7 @@
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -100,9 +101,9 @@ process_start_time_seconds 1.79e+09
 """
 
 
-@pytest.fixture
-async def scripted(tiny) -> AsyncGenerator[tuple[ScriptedServer, VllmEngine]]:
-    server = ScriptedServer(str(tiny))
+@asynccontextmanager
+async def answering(server: ScriptedServer) -> AsyncGenerator[VllmEngine]:
+    """The client of a scripted server, which listens."""
     app = web.Application(middlewares=[server.count])
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/weight_info", server.weight_info)
@@ -119,10 +120,17 @@ async def scripted(tiny) -> AsyncGenerator[tuple[ScriptedServer, VllmEngine]]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     engine = VllmEngine(f"http://127.0.0.1:{runner.addresses[0][1]}")
     try:
-        yield server, engine
+        yield engine
     finally:
         await engine.aclose()
         await runner.cleanup()
+
+
+@pytest.fixture
+async def scripted(tiny) -> AsyncGenerator[tuple[ScriptedServer, VllmEngine]]:
+    server = ScriptedServer(str(tiny))
+    async with answering(server) as engine:
+        yield server, engine
 
 
 def event(ids: list[int], *, tops: dict[int, float] | None = None, **choice: object) -> dict:

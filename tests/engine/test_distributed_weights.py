@@ -1,0 +1,154 @@
+"""Weights by torch.distributed, into a real server of the embedded engine:
+
+- what was sent serves from the commit on; answers go on while it is sent, and their spans say which weights sampled
+- it is proved before: what is damaged leaves the old version serving, and the next push works
+- a trainer that is killed, or stands still, before or after the offer: the same, and another one may push
+- engines of one fleet are sent the weights each, one that joins later alone, and one that hangs costs no other
+- SGLang and a device that cannot do it are refused, with the remedy; options of it have no effect elsewhere
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_agent.config import Config
+from areal_agent.engine.fleet.fleet import Fleet
+from areal_agent.engine.http import HttpEngine
+from areal_agent.errors import ConfigError, WeightUpdateError
+from areal_agent.types import DistributedWeights, TensorEntry, VersionSpan, WeightVersion
+from areal_agent.weights.distributed import DistributedChannel
+from areal_agent.weights.push import push
+from areal_agent.weights.shared_memory import layout
+
+OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
+TOLERANCE = 1e-4
+DEADLINE_S = 120.0  # only a hang is longer
+
+TRAINER = """
+import dataclasses, json, sys, torch
+from pathlib import Path
+from safetensors.torch import load_file
+from areal_agent.weights.distributed import DistributedChannel
+from areal_agent.weights.shared_memory import layout
+
+parameters = load_file(Path(sys.argv[1]) / "model.safetensors")
+entries = layout(parameters.items(), torch.float32)
+channel = DistributedChannel(entries, torch.device("cpu"), host="127.0.0.1", bucket_bytes=2**16)
+print(json.dumps(dataclasses.asdict(channel.write(parameters))), flush=True)
+sys.stdin.read()
+"""
+
+
+def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+
+@pytest.fixture
+def channel(tiny: Path) -> Iterator[DistributedChannel]:
+    entries = layout(parameters_of(tiny).items(), torch.float32)
+    channel = DistributedChannel(
+        entries, torch.device("cpu"), host="127.0.0.1", bucket_bytes=2**16, timeout_s=DEADLINE_S
+    )
+    yield channel
+    channel.close()
+
+
+async def test_answers_go_on_while_it_is_sent_and_under_it(channel, tiny, other, serve, ask, truth):
+    async with serve(tiny) as served:
+        request = ask(1, max_tokens=40)
+        served.gate.shut()
+        answer = asyncio.ensure_future(served.engine.generate(request))
+        await served.gate.steps(5)
+        await served.engine.begin_push("p")
+        await served.engine.send_push("p", channel.write(parameters_of(other)))
+        await served.gate.steps(5)
+        await served.gate.meanwhile(served.engine.commit_push("p", NEW))
+        served.gate.open()
+        result = await answer
+    cut = result.versions[0].end
+    assert cut >= 10
+    assert result.versions == (VersionSpan(version=OLD, start=0, end=cut), VersionSpan(version=NEW, start=cut, end=40))
+    before, after = (truth(one).logprobs(request.input_ids, result.token_ids) for one in (tiny, other))
+    assert result.logprobs[:cut] == pytest.approx(before[:cut], abs=TOLERANCE)
+    assert result.logprobs[cut:] == pytest.approx(after[cut:], abs=TOLERANCE)
+
+
+async def test_what_is_damaged_leaves_the_old_version_serving(channel, tiny, other, serve, ask):
+    async with serve(tiny) as served:
+        before = await served.engine.generate(ask(1))
+        weights = channel.write(parameters_of(other))
+        with pytest.raises(WeightUpdateError, match="checksum"):
+            await push([served.engine], dataclasses.replace(weights, checksum=weights.checksum ^ 1), NEW)
+        after = await served.engine.generate(ask(1))
+        assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
+        await push([served.engine], weights, NEW)
+        assert (await served.engine.info()).weight_version == NEW
+
+
+@contextlib.contextmanager
+def trainer_process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], DistributedWeights]]:
+    """A trainer that has made an offer."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        entries = tuple(TensorEntry(**{**one, "shape": tuple(one["shape"])}) for one in told["entries"])
+        yield process, DistributedWeights(**{**told, "entries": entries})
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_a_trainer_that_hangs_or_is_gone_leaves_the_old_version_serving(channel, tiny, other, serve, ask):
+    async with serve(tiny) as served:
+        with trainer_process(other) as (process, weights):
+            for blow in (signal.SIGSTOP, signal.SIGKILL):
+                os.kill(process.pid, blow)
+                with pytest.raises(WeightUpdateError, match="did not send the weights"):
+                    await push([served.engine], dataclasses.replace(weights, timeout_s=0.5), NEW)
+                assert (await served.engine.generate(ask(2))).versions == (VersionSpan(version=OLD, start=0, end=12),)
+        await push([served.engine], channel.write(parameters_of(other)), NEW)
+        assert (await served.engine.info()).weight_version == NEW
+
+
+async def test_engines_of_a_fleet_are_sent_it_each_and_a_late_one_alone(channel, tiny, other, serve, ask, truth):
+    async with serve(tiny) as one, serve(tiny) as two, serve(tiny) as late:
+        fleet = Fleet([one.engine.base_url, two.engine.base_url], HttpEngine)
+        async with contextlib.aclosing(fleet):
+            await push([fleet], channel.write(parameters_of(other)), NEW)
+            await fleet.add(late.engine.base_url)
+            for served in (one, two, late):
+                result = await served.engine.generate(ask(1))
+                assert result.versions == (VersionSpan(version=NEW, start=0, end=12),)
+                expected = truth(other).logprobs(ask(1).input_ids, result.token_ids)
+                assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"trainer": {"transfer": "distributed"}, "engine": {"urls": ["http://127.0.0.1:1"]}},
+            r"'distributed', which engine\.backend sglang does not take; use 'shared_memory'",
+        ),
+        ({"trainer": {"transfer_host": "10.0.0.1"}}, "transfer_host is for trainer.transfer distributed"),
+        ({"trainer": {"transfer_bucket_mib": 8}}, "transfer_bucket_mib is for trainer.transfer distributed"),
+        ({"trainer": {"transfer": "distributed", "transfer_bucket_mib": 0}}, "transfer_bucket_mib"),
+    ],
+)
+def test_what_cannot_be_is_refused(section, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.parse({"tasks": "module:tasks", **section})

@@ -1,0 +1,195 @@
+"""Weights by torch.distributed, into a server as vLLM's is: the code of two workers, without a model:
+
+- each worker receives all of them, in one process group of both and the trainer, and loads them at the commit
+- what is damaged, of another model or from nobody is loaded by none; the next push works
+- a load that fails: what the workers hold of the weights before is loaded again, or the folder before
+- a server that was started again between send and commit holds nothing: the commit fails
+- no more than two sets are held, and none once a folder serves; a server started otherwise is told from ours
+"""
+
+import dataclasses
+import socket
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from aiohttp import web
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.engine.vllm.worker_extension import WeightLoading
+from areal_agent.errors import WeightUpdateError
+from areal_agent.types import PauseMode, WeightVersion
+from areal_agent.weights.distributed import DistributedChannel
+from areal_agent.weights.push import push
+from areal_agent.weights.shared_memory import layout
+
+from .test_odd_answers import NEW, NEXT, OLD, ScriptedServer, answering
+
+NUM_WORKERS = 2
+
+
+class Worker(WeightLoading):
+    """What vLLM's worker class is to its extension."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.parallel_config = SimpleNamespace(world_size=NUM_WORKERS, data_parallel_size=1)
+        self.model_runner = SimpleNamespace(get_model=nn.Module)
+        self.serves: str | dict[str, Tensor] = ""
+        self.num_failures = 0  # of the next loads
+
+    def reload_weights(
+        self, weights_path: str = "", weights_iterator: Iterable[tuple[str, Tensor]] | None = None
+    ) -> None:
+        self.serves = {name: one.clone() for name, one in weights_iterator} if weights_iterator else weights_path
+        if self.num_failures:
+            self.num_failures -= 1
+            raise RuntimeError("half of it is loaded")
+
+
+class WorkingServer(ScriptedServer):
+    """A server whose workers do what they are told."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.workers = [Worker() for _ in range(NUM_WORKERS)]
+
+    async def rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        try:
+            results = [getattr(worker, body["method"])(*body["args"]) for worker in self.workers]
+        except (AttributeError, KeyError, RuntimeError) as error:
+            return web.json_response({"error": {"message": repr(error)}}, status=500)
+        return web.json_response({"results": results})
+
+
+def parameters_of(folder: Path) -> dict[str, Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+
+@pytest.fixture
+def channel(tiny: Path) -> Iterator[DistributedChannel]:
+    entries = layout(parameters_of(tiny).items(), torch.float32)
+    channel = DistributedChannel(entries, torch.device("cpu"), host="127.0.0.1", bucket_bytes=2**16)
+    yield channel
+    channel.close()
+
+
+@pytest.fixture
+async def server(tiny: Path) -> AsyncGenerator[tuple[WorkingServer, VllmEngine]]:
+    server = WorkingServer(str(tiny))
+    async with answering(server) as engine:
+        await engine.load(tiny, OLD)
+        yield server, engine
+
+
+def serve(workers: list[Worker], folder: Path) -> bool:
+    """Whether all of them have exactly the weights of this folder, as they were sent."""
+    expected = parameters_of(folder)
+    return all(
+        isinstance(one.serves, dict)
+        and one.serves.keys() == expected.keys()
+        and all(torch.equal(one.serves[name], expected[name]) for name in expected)
+        for one in workers
+    )
+
+
+async def test_every_worker_receives_all_and_loads_it_at_the_commit(server, channel, tiny, other):
+    scripted, engine = server
+    await engine.begin_push("p")
+    await engine.send_push("p", channel.write(parameters_of(other)))
+    assert [worker.serves for worker in scripted.workers] == [str(tiny)] * NUM_WORKERS
+    await engine.abort_push("p")
+    await push([engine], channel.write(parameters_of(other)), NEW)
+    assert serve(scripted.workers, other)
+    assert scripted.label == str(NEW)
+    await push([engine], channel.write(parameters_of(tiny)), NEXT)
+    assert serve(scripted.workers, tiny)
+
+
+def damaged(weights):
+    return dataclasses.replace(weights, checksum=weights.checksum ^ 1)
+
+
+def lacking_a_tensor(weights):
+    return dataclasses.replace(weights, entries=weights.entries[1:])
+
+
+def of_another_shape(weights):
+    first, *rest = weights.entries
+    return dataclasses.replace(weights, entries=(dataclasses.replace(first, shape=(3,)), *rest))
+
+
+def from_nobody(weights):
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        return dataclasses.replace(weights, port=nobody.getsockname()[1], timeout_s=0.5)
+
+
+def written_before(weights):
+    return dataclasses.replace(weights, name="before")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (damaged, "checksum"),
+        (lacking_a_tensor, "lack 1 tensors"),
+        (of_another_shape, r"has shape \(3,\) that were published"),
+        (from_nobody, "did not take the weights: failed"),
+        (written_before, "newer weights by now"),
+    ],
+)
+async def test_what_is_wrong_is_loaded_by_none(server, channel, tiny, other, fault, message):
+    scripted, engine = server
+    weights = channel.write(parameters_of(other))
+    with pytest.raises(WeightUpdateError, match=message):
+        await push([engine], fault(weights), NEW)
+    assert [worker.serves for worker in scripted.workers] == [str(tiny)] * NUM_WORKERS
+    assert scripted.label == str(OLD)
+    await push([engine], weights, NEW)
+    assert serve(scripted.workers, other)
+
+
+async def test_a_load_that_fails_brings_back_what_was_there_before(server, channel, tiny, other):
+    scripted, engine = server
+    scripted.workers[0].num_failures = 1
+    with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
+        await push([engine], channel.write(parameters_of(other)), NEW)
+    assert [worker.serves for worker in scripted.workers] == [str(tiny)] * NUM_WORKERS
+    await push([engine], channel.write(parameters_of(other)), NEW)
+    scripted.workers[1].num_failures = 1
+    with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
+        await push([engine], channel.write(parameters_of(tiny)), NEXT)
+    assert serve(scripted.workers, other)
+    assert scripted.label == str(NEW)
+
+
+async def test_a_server_that_was_started_again_holds_nothing(server, channel, tiny, other):
+    scripted, engine = server
+    await engine.begin_push("p")
+    await engine.send_push("p", channel.write(parameters_of(other)))
+    scripted.workers = [Worker() for _ in range(NUM_WORKERS)]
+    await engine.pause(PauseMode.RETRACT)
+    with pytest.raises(WeightUpdateError):
+        await engine.commit_push("p", NEW)
+    assert [worker.serves for worker in scripted.workers] == [str(tiny)] * NUM_WORKERS
+
+
+async def test_two_sets_are_held_and_none_beside_a_folder(server, channel, tiny, other):
+    scripted, engine = server
+    for step in range(4, 8):
+        await push([engine], channel.write(parameters_of(other)), WeightVersion(step=step))
+        assert all(len(worker.receptions) <= 2 for worker in scripted.workers)
+    await engine.load(tiny, WeightVersion(step=8))
+    assert [worker.receptions for worker in scripted.workers] == [{}] * NUM_WORKERS
+
+
+async def test_a_server_that_was_not_started_by_our_launcher(server, channel, other):
+    scripted, engine = server
+    scripted.workers = [SimpleNamespace()]
+    with pytest.raises(WeightUpdateError, match=r"Was it started by .*launcher\.py"):
+        await push([engine], channel.write(parameters_of(other)), NEW)
