@@ -49,16 +49,21 @@ async def init(client: TrainerClient, model: Path, shared_memory: Path):
 
 
 @pytest.fixture
-async def client():
-    """Connected to a worker in a thread, not initialised."""
+async def served():
+    """A client that is connected to a worker in a thread, not initialised; and that thread."""
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=Worker().serve, args=(theirs,))
     thread.start()
     client = TrainerClient(ours)
-    yield client
+    yield client, thread
     await client.aclose()
     await asyncio.to_thread(thread.join)
     theirs.close()
+
+
+@pytest.fixture
+def client(served):
+    return served[0]
 
 
 @pytest.fixture
@@ -258,6 +263,18 @@ async def test_a_killed_process_is_process_died(model_folder, make_batch, tmp_pa
             await client.publish()
 
 
+@pytest.mark.parametrize("end", [TrainerClient.shutdown, TrainerClient.aclose])
+async def test_a_worker_that_ends_leaves_no_shared_memory(served, model_folder, shared_memory, end):
+    client, thread = served
+    await init(client, model_folder, shared_memory)
+    await client.publish()
+    assert len(list(shared_memory.iterdir())) == 2
+    await end(client)
+    await asyncio.to_thread(thread.join)
+    assert list(shared_memory.iterdir()) == []
+
+
+@pytest.mark.slow  # several starts of a process
 async def test_shutdown_ends_the_process_and_removes_its_shared_memory(model_folder, tmp_path, shared_memory):
     async with real_process(tmp_path) as (process, client):
         await init(client, model_folder, shared_memory)
@@ -268,6 +285,7 @@ async def test_shutdown_ends_the_process_and_removes_its_shared_memory(model_fol
         assert list(shared_memory.iterdir()) == []
 
 
+@pytest.mark.slow  # several starts of a process
 async def test_the_process_ends_when_its_socket_closes(model_folder, tmp_path, shared_memory):
     async with real_process(tmp_path) as (process, client):
         await init(client, model_folder, shared_memory)
