@@ -120,6 +120,8 @@ def _draw_level(axes: Axes, level: float, label: str, colour: str, side: Literal
         horizontalalignment=side,
         color=colour,
         fontsize=9,
+        bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 0.5},  # what passes behind it is hidden
+        zorder=4,
     )
 
 
