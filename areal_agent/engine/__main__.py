@@ -29,8 +29,6 @@ from areal_agent.types import WeightVersion
 
 DRAIN_S = 30.0
 
-logger = logging.getLogger(__name__)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, load, serve; the exit code."""
@@ -46,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(config.threads)
     torch.set_num_interop_threads(1)
     disable_progress_bar()  # the output is a log
-    if not Path(options.model).is_dir():
-        logger.info("there is no folder %r here: asking the hub for it", options.model)  # offline, that takes a minute
     runner = ModelRunner.load(
         options.model,
         device=config.device,

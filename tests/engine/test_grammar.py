@@ -4,7 +4,8 @@
   whoever else is in the batch, over retractions for a pause and for want of room, and over a swap of weights; others
   are free
 - the recorded probability is the one that was sampled from; a seed gives the same answer
-- what cannot be followed is refused, as are two at once, and the engine goes on
+- what cannot be followed is refused, as are two at once, and the engine goes on; what becomes too much in the middle of
+  an answer is refused there, and never ends as if it were whole
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.row import Row
 from areal_agent.engine.embedded.workload import Workload
 from areal_agent.errors import EngineRejected
-from areal_agent.types import FinishReason, PauseMode, WeightVersion
+from areal_agent.types import FinishReason, PauseMode, TokenChunk, WeightVersion
 
 pytest.importorskip("llguidance")
 
@@ -164,6 +165,18 @@ def test_rows_without_room_are_retracted_and_stay_in_the_grammar(spelling, ask):
 def test_a_tokenizer_that_cannot_be_read_is_no_grammar_and_no_failure(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     assert Grammars.of(tmp_path, vocab_size=10, eos_token_ids={1}) is None
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_what_becomes_too_much_in_the_middle_is_refused_there(is_streamed, spelling, serve, ask):
+    chunks: list[TokenChunk] = []
+    async with serve(spelling[0]) as served:
+        request = ask(1, regex="((a{1,500}){1,500}){1,500}", logit_bias=((END, -1e6),), max_tokens=400)
+        with pytest.raises(EngineRejected, match="the grammar cannot be followed"):
+            await served.engine.generate(request, chunks.append if is_streamed else None)
+        assert bool(chunks) == is_streamed, "it began well"
+        assert (await served.engine.generate(ask(2, max_tokens=3))).token_ids
+        assert (await served.engine.stats()).num_running == 0
 
 
 def test_without_a_tokenizer_there_is_no_grammar(tmp_path):

@@ -87,4 +87,5 @@ class Grammars:
 
 
 def _refused(kind: str, reason: str) -> EngineRejected:
-    return EngineRejected(f"{kind} cannot be followed: {reason[:300]}; correct or simplify it")
+    cause = reason.partition("\n")[0]  # what comes after it is the state of a parser
+    return EngineRejected(f"{kind} cannot be followed: {cause[:300]}; correct or simplify it")

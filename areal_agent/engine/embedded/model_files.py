@@ -4,7 +4,9 @@ Whatever a folder may hold is answered here, before anything is served: architec
 damaged, incomplete, quantised or not finite.
 """
 
+import logging
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -12,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from areal_agent.engine.embedded.weights import not_finite
 from areal_agent.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders of one shape (decoder.py), which have no other state than keys and values."""
@@ -23,6 +27,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 def load_model(model_path: str, *, device: Literal["auto", "cpu", "cuda"], max_context_tokens: int) -> PreTrainedModel:
     """A model on its device: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
     place = _place(device)
+    _check_there(model_path)
     try:
         model, missing = _read(
             model_path, max_context_tokens, torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -56,6 +61,15 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
         ids = getattr(source, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return frozenset(one for one in found if 0 <= one < model.config.vocab_size)
+
+
+def _check_there(model_path: str) -> None:
+    """Of a name that is no folder, the hub is asked; a path is no such name."""
+    if Path(model_path).is_dir():
+        return
+    if model_path.startswith(("/", ".", "~")):
+        raise ConfigError(f"cannot load the model {model_path!r}: there is no such folder; name one, or one of the hub")
+    logger.info("there is no folder %r here: asking the hub for it", model_path)  # offline, that takes a minute
 
 
 def _place(device: Literal["auto", "cpu", "cuda"]) -> torch.device:

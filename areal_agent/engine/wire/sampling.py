@@ -3,10 +3,12 @@
 Parameters that are off are not sent. `SamplingParams.stop` never is: texts are cut by the gateway.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
-from areal_agent.engine.fields import WireError, as_ids, as_integer, as_number, as_object, get, refuse_unknown
+from areal_agent.engine.fields import WireError, as_ids, as_integer, as_number, get, refuse_unknown
 from areal_agent.types import JsonObject, SamplingParams
+
+T = TypeVar("T")
 
 MAX_SEED = 2**63 - 1
 
@@ -69,14 +71,19 @@ def decode_sampling(fields: JsonObject) -> SamplingParams:
         frequency_penalty=_bounded(fields, "frequency_penalty"),
         presence_penalty=_bounded(fields, "presence_penalty"),
         repetition_penalty=_repetition_penalty(fields.get("repetition_penalty", 1.0)),
-        logit_bias=_logit_bias(fields.get("logit_bias") or {}),
+        logit_bias=_logit_bias(_given(fields, "logit_bias", dict)),
         json_schema=grammar.get("json_schema"),
         regex=grammar.get("regex"),
         ebnf=grammar.get("ebnf"),
         max_tokens=_max_tokens(fields.get("max_new_tokens", 128)),
-        stop_token_ids=as_ids(fields.get("stop_token_ids", []), "stop_token_ids"),
+        stop_token_ids=as_ids(_given(fields, "stop_token_ids", list), "stop_token_ids"),
         seed=None if fields.get("sampling_seed") is None else _seed(fields["sampling_seed"]),
     )
+
+
+def _given(fields: JsonObject, name: str, kind: type[T]) -> T:
+    """An empty one where it is off: left out, or null."""
+    return kind() if fields.get(name) is None else get(fields, name, kind)
 
 
 def _temperature(value: object) -> float:
@@ -116,8 +123,7 @@ def _repetition_penalty(value: object) -> float:
     return penalty
 
 
-def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    entries = as_object(value, "logit_bias")
+def _logit_bias(entries: JsonObject) -> tuple[tuple[int, float], ...]:
     for token_id in entries:
         if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= MAX_ID_DIGITS):
             raise WireError(f"logit_bias has the key {token_id!r:.80}; every key must be a token id")
