@@ -8,6 +8,7 @@ and exit 2.
 """
 
 import asyncio
+import shutil
 import sqlite3
 import struct
 import subprocess
@@ -24,6 +25,8 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import verify
 from areal_agent.types import Drop, SessionPurpose, VersionSpan, WeightVersion
+
+from .conftest import Make
 
 
 async def live(ledger: Ledger, make) -> None:
@@ -219,16 +222,46 @@ CORRUPTIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ledger with a session in every state, and a shard with one that is leased; nobody has it open."""
+    path = tmp_path_factory.mktemp("recorded") / "ledger.sqlite"
+
+    async def record() -> None:
+        make = Make()
+        ledger = await Ledger.open(path, create=True)
+        await ledger.begin_incarnation(0)
+        shard = await LedgerShard.open(ledger.shard_path("w0"), create=True)
+        await make.closed(shard, "sharded")
+        await live(ledger, make)
+        await make.leased(ledger, 2, "sharded")
+        await shard.aclose()
+        await ledger.aclose()
+
+    asyncio.run(record())
+    return path
+
+
+@pytest.fixture
+def copied(recorded: Path, path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    for file in recorded.parent.glob("*.sqlite"):
+        shutil.copy(file, path.parent)
+    return path
+
+
+def test_the_copy_is_in_order(copied: Path) -> None:
+    assert verify(copied).violations == ()
+
+
 @pytest.mark.parametrize("name", CORRUPTIONS)
-async def test_a_planted_corruption_is_found(ledger: Ledger, path: Path, make, name: str) -> None:
-    await live(ledger, make)
-    await ledger.aclose()
+def test_a_planted_corruption_is_found(copied: Path, name: str) -> None:
     invariant, change, values = CORRUPTIONS[name]
-    connection = sqlite3.connect(path, isolation_level=None)
+    connection = sqlite3.connect(copied, isolation_level=None)
     connection.execute("PRAGMA ignore_check_constraints = ON")
     assert connection.execute(change, values).rowcount == 1
     connection.close()
-    assert verify(path).of(invariant)
+    assert verify(copied).of(invariant)
 
 
 async def test_a_lease_of_more_tokens_than_were_sampled_is_found(ledger: Ledger, path: Path, make) -> None:
@@ -300,19 +333,12 @@ BETWEEN_FILES = {
 
 
 @pytest.mark.parametrize("name", BETWEEN_FILES)
-async def test_what_is_wrong_with_a_shard_is_found(ledger: Ledger, path: Path, make, name: str) -> None:
-    shard = await LedgerShard.open(ledger.shard_path("w0"), create=True)
-    await make.closed(shard, "sharded")
-    await live(ledger, make)
-    await make.leased(ledger, 2, "sharded")
-    await shard.aclose()
-    await ledger.aclose()
-    assert verify(path).violations == ()
+def test_what_is_wrong_with_a_shard_is_found(copied: Path, name: str) -> None:
     invariant, change = BETWEEN_FILES[name]
-    connection = sqlite3.connect(shard_path(path, "w0"), isolation_level=None)
+    connection = sqlite3.connect(shard_path(copied, "w0"), isolation_level=None)
     assert connection.execute(change).rowcount >= 1
     connection.close()
-    assert verify(path).of(invariant)
+    assert verify(copied).of(invariant)
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
