@@ -4,13 +4,10 @@ The interpreter is ready when it forks, so that source costs a fork and no start
 """
 
 import atexit
-import bisect
 import contextlib
 import gc
-import heapq
 import json
 import linecache
-import math
 import os
 import signal
 import site
@@ -22,14 +19,15 @@ from collections.abc import Generator, Mapping
 from typing import Any, NoReturn, TextIO
 
 PROGRAM_FILE = "<program>"
-IMPORTED_MOST = (bisect, heapq, json, math)
-"""By programs that solve tasks, and by those of the judge: here already, a program gets them for nothing."""
+READY = (json,)
+"""Imported before the fork, for the judge needs it once a case. No more: a program's own file of that name is not found
+any more."""
 
 
 class Interpreter:
     """What of a program's Python can be made before the fork: each page that a child writes to costs it a copy.
 
-    It holds what a bare interpreter has, with a few of its modules. `env`: that of most programs; another costs more.
+    It holds what a bare interpreter has, and `json`. `env`: that of most programs; another costs more.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@
 too long, of no kind, or too short for its kind is the end of the container; 4. its stderr is told at its end; 5. more
 output than was asked for is the end; 6. what is packed is unpacked, and nothing else is; 7. an agent that never starts
 a program, or never ends one after its deadline, is given up, also when it goes on to talk of others; 8. so many are on
-their way at once and no more.
+their way at once and no more; 9. closing returns when the stream has ended.
 """
 
 import asyncio
@@ -190,6 +190,23 @@ async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
         ends = await asyncio.gather(*(run() for _ in range(MAX_ON_THE_WAY + 1)))
         await link.aclose()
     assert len(ends) == MAX_ON_THE_WAY + 1
+
+
+async def test_closing_waits_for_the_end_of_the_stream(tmp_path: Path) -> None:
+    has_ended = False
+
+    async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal has_ended
+        writer.write(GRANTED + framed(said(Tell.READY, 0, b"\0")))
+        await reader.read()
+        has_ended = True
+
+    async with engine_that(tmp_path, act) as path:
+        link = await AgentLink.open(path, "container")
+        await link.boot(b"")
+        await link.aclose()
+        assert has_ended
+        await link.aclose()  # harmless
 
 
 @given(st.lists(st.binary()))

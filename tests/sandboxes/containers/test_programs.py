@@ -1,6 +1,6 @@
 """Programs in a container, by its agent.
 
-Results: 1. output, exit code and usage; 2. a signal; 3. stdin, of a megabyte, and unread; 4. environment and working
+Results: 1. output, exit code and usage; 2. a signal; 3. stdin, of any length, and unread; 4. environment and working
 directory; 5. what cannot be run; 6. Python source in a warm interpreter, which is nobody's copy; 7. many at once.
 Limits: 8. wall-clock time, and that of a deaf program; 9. CPU time; 10. output, on either stream, of which the first
 bytes are kept; 11. memory and processes as the call asks; others within other bounds refuse it, and so do limits of a
@@ -18,6 +18,7 @@ from dataclasses import replace
 import pytest
 
 from sandboxes.base import Program
+from sandboxes.containers.agent_link import CHUNK_BYTES
 from sandboxes.containers.cell import AgentCell
 from sandboxes.limits import Limits
 from sandboxes.result import ExecResult, Status
@@ -54,8 +55,9 @@ async def test_signal(cell: AgentCell) -> None:
     assert (result.status, result.exit_code, result.signal) == (Status.SIGNALED, None, signal.SIGSEGV)
 
 
-async def test_stdin_of_a_megabyte(cell: AgentCell) -> None:
-    data = os.urandom(2**20)
+@pytest.mark.parametrize("num_bytes", [CHUNK_BYTES, CHUNK_BYTES + 1, 2**20])
+async def test_stdin_of_any_length(cell: AgentCell, num_bytes: int) -> None:
+    data = os.urandom(num_bytes)
     result = await run(cell, "cat", stdin=data, limits=replace(PATIENT, output_bytes=2**20))
     assert result.stdout == data
 
