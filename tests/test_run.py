@@ -229,6 +229,7 @@ async def test_a_workflow_that_always_fails_ends_the_run(tmp_path: Path, small_m
             await run.prepare_batch()
 
 
+@pytest.mark.slow
 async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -> None:
     async with Run(config(tmp_path, small_model), workflow=solve) as run:
         tasks = list(run.preflight.tasks)[:3]

@@ -8,7 +8,8 @@
 5. failed siblings get their fate at once, a group that failed as a whole is replaced;
 6. the oldest groups go first;
 7. dynamic sampling: a group without spread is filtered and replaced, with its capacity; what restarts leave waiting is
-   judged too; when group after group is flat, that ends the run and says so.
+   judged too; when group after group is flat, that ends the run and says so;
+8. tasks that are given are rolled out and leased, each as a group, beside the stream.
 """
 
 import asyncio
@@ -325,6 +326,22 @@ async def test_flat_groups_that_a_restart_finds_waiting_are_filtered(tmp_path: P
     ):
         assert numbers(await producer.take(1, 1)) == [0]
         assert dict(producer.counts.drops) == {"filtered": 2}
+
+
+async def test_tasks_that_are_given_are_rolled_out_and_leased(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(0)
+    script = Script(ledger, lambda number: [[0], [0]])
+    producer = make_producer(ledger, script, None)
+    batch = await producer.roll_out(1, [Task(id=name, data={}) for name in ("7", "9")])
+    assert [(group.task_id, len(group.trajectories)) for group in batch.groups] == [
+        ("7", GROUP_SIZE),
+        ("9", GROUP_SIZE),
+    ]
+    leased = {one.session_id for one in await ledger.leased(1)}
+    assert leased == {one.session_id for one in batch.trained} and len(leased) == 2 * GROUP_SIZE
+    assert (producer.admission.running, producer.admission.consumed) == (0, 2 * GROUP_SIZE)
+    await ledger.aclose()
 
 
 async def test_only_flat_groups_end_the_run(tmp_path: Path) -> None:
