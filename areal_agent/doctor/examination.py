@@ -95,11 +95,12 @@ class Examination:
         is_engine_here = not (config.is_online or config.engine.urls or uses_gpu(config.engine.device, machine))
         engine = config.engine.threads * config.engine.num_servers if is_engine_here else 0
         if engine + trainer > cores:
+            several = "engine.num_servers, " if config.engine.num_servers > 1 else ""
             return Finding(
                 check="machine",
                 state=State.WARN,
                 found=f"{found}; engine and trainer compute with {engine} and {trainer} threads, and are many times "
                 "slower where those are more than the cores",
-                change="lower engine.threads or trainer.threads",
+                change=f"lower {several}engine.threads or trainer.threads",
             )
         return Finding(check="machine", state=State.OK, found=found)

@@ -159,6 +159,7 @@ def test_a_trainer_on_a_cpu_refuses(tiny, tmp_path):
         ({"engine": {"device": "cpu"}}, "engine.device is 'cpu'"),
         ({"trainer": {"device": "cpu"}}, "trainer.device is 'cpu'"),
         ({"engine": {"urls": ["http://127.0.0.1:1"]}}, "engine.backend sglang does not take"),
+        ({"engine": {"num_servers": 2}}, "engine.num_servers is 2"),
     ],
 )
 def test_a_config_that_names_no_shared_gpu_is_refused(section, message):

@@ -38,9 +38,10 @@ class Versions:
         return not self._known or version in self._known
 
     async def stranger(self, spans: Iterable[VersionSpan]) -> VersionSpan | None:
-        """The first tokens of one answer whose version is not known, and does not become so within a while.
+        """The first tokens of one answer that no server of this fleet should have sampled.
 
-        Or whose version is earlier than that of the tokens before: weights do not go back, so their server has.
+        Their version is not known, and does not become so within a while; or it is earlier than that of the tokens
+        before: their server was started again, say, and nobody has noticed yet.
         """
         newest = WeightVersion()
         for span in spans:
