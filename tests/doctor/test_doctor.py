@@ -54,6 +54,14 @@ async def examine(values: dict[str, object], *, planned: Machine | None = None) 
     return found
 
 
+async def test_without_an_engine_a_config_that_works_has_no_fault(small_model: Path, tmp_path: Path) -> None:
+    found = await examine(base(small_model, tmp_path))
+    assert [check for check, states in found.items() if State.FAIL in states] == []
+    assert found["workflow"] == found["tasks"] == found["model"] == found["tokenizer"] == [State.OK]
+    assert found["engine"] == [State.SKIP]
+
+
+@pytest.mark.slow  # an engine and a trainer are started; what is asked of them is tested in test_trial.py
 def test_a_config_that_works(small_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(base(small_model, tmp_path)))
