@@ -108,6 +108,7 @@ class Config(Section):
     def _fits_together(self) -> Self:
         require_one_gpu(self)
         require_a_group(self)
+        require_adapters_applied(self)
         if self.is_online:
             require_online(self)
             return self
@@ -225,6 +226,26 @@ def require_one_gpu(config: Config) -> None:
                 f"trainer.transfer is 'cuda_ipc', which needs engine and trainer on one GPU, and {name} is 'cpu'; set "
                 "it to 'cuda', or transfer to 'shared_memory'"
             )
+
+
+def require_adapters_applied(config: Config) -> None:
+    """Adapters alone are of use to servers that apply them, and that were started for it.
+
+    SGLang's cannot change those of an answer under way: each goes on with the ones that it began with.
+    """
+    lora = config.trainer.lora
+    if lora is None or lora.push == "merged":
+        return
+    if config.engine.backend != "vllm" or config.engine.urls or config.is_online:
+        raise ValueError(
+            "trainer.lora.push is 'adapter', which is for vLLM's servers that the run starts (engine.backend vllm "
+            "without engine.urls); use 'merged'"
+        )
+    if config.trainer.transfer not in ("shared_memory", "disk"):
+        raise ValueError(
+            f"trainer.lora.push is 'adapter', whose folders trainer.transfer {config.trainer.transfer!r} has no place "
+            "for; use 'shared_memory' or 'disk'"
+        )
 
 
 def require_room(config: Config) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_agent.cancellation import uninterrupted
+from areal_agent.cluster.adapters import engine_weights
 from areal_agent.cluster.local import start_trainer, weights_folder
 from areal_agent.cluster.models import obtain_model, require_same_tokenizer
 from areal_agent.commits import Beginning, begin
@@ -304,13 +305,15 @@ class Run:
         weights = checkpoint.path if checkpoint else model
         in_memory = config.trainer.transfer == "shared_memory"
         shared_memory = self._stack.enter_context(weights_folder(in_memory=in_memory))
+        begun_with = checkpoint.path if checkpoint else None
+        served = await asyncio.to_thread(engine_weights, config.trainer, model, begun_with, shared_memory)
         self._trainer_process, self._trainer = await self._stack.enter_async_context(
             start_trainer(config.trainer.threads, folder.logs)
         )
         self._source: Source = await self._stack.enter_async_context(
             open_online_rollouts(config, self._ledger, self.step)
             if config.is_online
-            else open_own_rollouts(self.preflight, self._ledger, weights=weights, tokenizer=model, beginning=beginning)
+            else open_own_rollouts(self.preflight, self._ledger, weights=served, tokenizer=model, beginning=beginning)
         )
         limit_s = config.trainer.startup_timeout_s
         try:

@@ -8,9 +8,11 @@ from pathlib import Path
 from areal_agent.cluster.kept_server import KeptServers
 from areal_agent.cluster.servers import Launch, start_servers
 from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.foreign.adapters import is_adapter, read_form
 from areal_agent.engine.gpus import visible_gpus
 from areal_agent.engine.vllm import LAUNCHER
 from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.engine.vllm.info import ADAPTER
 from areal_agent.errors import EngineError, EngineUnreachable
 from areal_agent.types import WeightVersion
 
@@ -19,6 +21,10 @@ MAX_LOGPROBS = 32
 
 BLOCK_TOKENS = 32
 """What keys and values are kept by, where `kv_tokens` says how many: a CPU wants multiples of it, a GPU takes them."""
+
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters, as vLLM makes room for them."""
 
 
 class StartedServer:
@@ -45,7 +51,10 @@ class StartedServer:
 def start_vllm(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
 ) -> AbstractAsyncContextManager[KeptServers]:
-    """`config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving."""
+    """`config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving.
+
+    `model` may be a folder of adapters: then they apply these to the model that they are for, and take adapters alone.
+    """
     launch = Launch(
         command=lambda port, _: _command(config, model, port),
         client=lambda url: StartedServer(VllmEngine(url), model, version),
@@ -56,8 +65,9 @@ def start_vllm(
 
 def _command(config: EngineConfig, model: Path, port: int) -> Sequence[str]:
     assert config.python is not None  # the config has seen to it
+    form = read_form(model) if is_adapter(model) else None
     options = {
-        "--model": os.path.abspath(model),
+        "--model": os.path.abspath(form.base if form else model),
         "--host": "127.0.0.1",
         "--port": str(port),
         "--max-model-len": str(config.max_context_tokens),
@@ -68,7 +78,10 @@ def _command(config: EngineConfig, model: Path, port: int) -> Sequence[str]:
     if config.kv_tokens is not None:
         num_blocks = -(-config.kv_tokens // BLOCK_TOKENS) + 1  # one stands for none
         options |= {"--block-size": str(BLOCK_TOKENS), "--num-gpu-blocks-override": str(num_blocks)}
-    flags = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
+    if form is not None:
+        options |= {"--max-lora-rank": str(next(rank for rank in RANKS if rank >= form.rank))}
+        options |= {"--lora-modules": f"{ADAPTER}={os.path.abspath(model)}"}
+    flags = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *(["--enable-lora"] if form else []))
     return [
         config.python,
         str(LAUNCHER),

@@ -67,6 +67,8 @@ class TrainerMemory:
 
     def publishing(self, rank: int) -> tuple[Part, ...]:
         """Rank 0 has all weights in one piece when they were spread, and those that adapters are merged with anyway."""
+        if self._pushes_adapter:
+            return self._always()
         merged = self.shape.num_matrix_parameters if self._lora else 0
         whole = FLOAT32_BYTES * (self.shape.num_parameters - merged) if self._num_ranks > 1 else 0
         whole += self._published_item_bytes * merged
@@ -119,6 +121,8 @@ class TrainerMemory:
     @property
     def published_bytes(self) -> int:
         """Of one set of weights as it is handed to engines."""
+        if self._pushes_adapter:
+            return FLOAT32_BYTES * self._trained_parameters()
         return self._published_item_bytes * self.shape.num_parameters
 
     @property
@@ -195,6 +199,10 @@ class TrainerMemory:
     def _published_item_bytes(self) -> int:
         """Of one number as this device multiplies it."""
         return BFLOAT16_BYTES if self.is_gpu else FLOAT32_BYTES
+
+    @property
+    def _pushes_adapter(self) -> bool:
+        return self._lora is not None and self._lora.push == "adapter"
 
     @property
     def _lora(self) -> LoraConfig | None:

@@ -5,11 +5,13 @@
 An engine that belongs to a gateway elsewhere is asked, and nothing else: agents are at work there.
 """
 
+import asyncio
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agent.cluster.adapters import engine_weights
 from areal_agent.cluster.engines import open_engine
 from areal_agent.cluster.local import start_trainer, weights_folder
 from areal_agent.config import Config
@@ -65,7 +67,8 @@ class Trial:
         in_memory = self.config.trainer.transfer == "shared_memory"
         shared_memory = stack.enter_context(weights_folder(in_memory=in_memory))
         _, trainer = await stack.enter_async_context(start_trainer(self.config.trainer.threads, self.logs))
-        opening = stack.enter_async_context(open_engine(self.config.engine, self.model, FIRST, self.logs))
+        weights = await asyncio.to_thread(engine_weights, self.config.trainer, self.model, None, shared_memory)
+        opening = stack.enter_async_context(open_engine(self.config.engine, weights, FIRST, self.logs))
         engine = await attempt(self.report, "engine", opening, limit_s=None)  # it has a limit of its own
         asked = None
         if engine is not None:

@@ -2,6 +2,7 @@
 
     checkpoints/step_000012/      a Hugging Face folder: config.json, model.safetensors, tokenizer ...
                 ├─ training/      what going on needs besides the weights: optimiser, updates, generator
+                ├─ adapter/       adapters, where these are trained, in the format of PEFT
                 ├─ run.json       what the rest of the run needs: its place in the data, what was leased
                 └─ manifest.json  step, incarnation, and size and SHA-256 of every file; written last
 
@@ -24,6 +25,7 @@ from areal_agent.types import JsonObject
 
 RUN_STATE = "run.json"
 TRAINING = "training"
+ADAPTER = "adapter"
 NAME = re.compile(r"step_\d{6,}")
 WRITING = ".writing-"
 ASIDE = ".aside-"

@@ -27,6 +27,9 @@ class LoraConfig(Section):
         "down_proj",
     )
     """The linear layers that get adapters, by the last part of their names; by default all of every layer."""
+    push: Literal["merged", "adapter"] = "merged"
+    """What engines get. `merged`: whole weights, which adapters are part of. `adapter`: adapters alone, which vLLM's
+    servers apply as they sample: little goes over, and each token takes longer."""
 
     @property
     def scale(self) -> float:

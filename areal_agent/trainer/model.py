@@ -130,6 +130,10 @@ class Policy:
             pass  # its part in gathering
         return {}
 
+    def whole_adapter(self) -> dict[str, Tensor]:
+        """Adapters by name, in one piece. Every rank has to ask, and is given them."""
+        return {name: whole(one.detach()) for name, one in self.trained_parameters().items()}
+
     def without_adapter(self) -> "WithoutAdapter":
         """The model that adapters were given to, in the same memory."""
         assert self.adapter is not None, "there is nothing to leave out"

@@ -35,20 +35,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from areal_agent.engine.foreign.adapters import AdapterForm
 from areal_agent.engine.stored_weights import weight_files
 from areal_agent.errors import ConfigError
 from areal_agent.manifest import MANIFEST
-from areal_agent.trainer.adapter_folder import write_adapter
-from areal_agent.trainer.checkpoint import RUN_STATE, TRAINING
+from areal_agent.trainer.checkpoint import ADAPTER, RUN_STATE, TRAINING
 from areal_agent.trainer.config import LoraConfig
 from areal_agent.trainer.critic import Critic
-from areal_agent.trainer.group import whole
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.weights.adapter_folder import write_adapter
 
 PROGRESS = "progress.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-ADAPTER = "adapter"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and template files; what save_pretrained writes itself is not copied over."""
 
@@ -85,9 +84,15 @@ def export_adapter(folder: Path, training: "Training", base: Path) -> None:
     """Write what was trained beside the model in `base`, if it is adapters, to a folder of its own in `folder`."""
     if training.lora is None:
         return
-    matrices = {name: whole(one.detach()) for name, one in training.policy.trained_parameters().items()}
+    matrices = training.policy.whole_adapter()
     if _is_first_rank():
-        write_adapter(folder / ADAPTER, matrices, training.lora, base)
+        (folder / ADAPTER).mkdir()
+        write_adapter(folder / ADAPTER, matrices, form_of(training.lora, base))
+
+
+def form_of(lora: LoraConfig, base: Path) -> AdapterForm:
+    """What the adapters are that are trained beside the model in `base`."""
+    return AdapterForm(base=base, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +205,8 @@ def _require(name: str, parts: list[str], folder: Path) -> None:
 
 
 def _lora(training: Training) -> dict[str, Any] | None:
-    return None if training.lora is None else training.lora.model_dump(mode="json")
+    """What adapters are, however they are pushed."""
+    return None if training.lora is None else training.lora.model_dump(mode="json", exclude={"push"})
 
 
 def _require_same_lora(saved: dict[str, Any] | None, training: Training, folder: Path) -> None:

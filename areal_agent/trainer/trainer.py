@@ -20,7 +20,7 @@ from areal_agent.trainer.model import Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.reports import StepReport, TrainerInfo
 from areal_agent.trainer.schedule import Schedule
-from areal_agent.trainer.state import Training, export_adapter, read_training, write_export, write_training
+from areal_agent.trainer.state import Training, export_adapter, form_of, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.step_input import StepInput
 from areal_agent.types import JsonObject, TensorEntry, Weights
@@ -80,7 +80,7 @@ class Trainer:
             critic=self._critic,
             group=group,
         )
-        self._channel = _open_channel(config, policy, shared_memory) if group.rank == 0 else None
+        self._channel = _open_channel(config, policy, shared_memory, source) if group.rank == 0 else None
 
     @classmethod
     def load(
@@ -147,7 +147,8 @@ class Trainer:
 
     def publish(self) -> Weights | None:
         """Copy the weights to where engines read them. All ranks take part; None on all but rank 0."""
-        parameters = self._policy.whole_parameters()
+        pushes_adapter = self._config.lora is not None and self._config.lora.push == "adapter"
+        parameters = self._policy.whole_adapter() if pushes_adapter else self._policy.whole_parameters()
         return None if self._channel is None else self._channel.write(parameters)
 
     def save(
@@ -196,8 +197,10 @@ class Trainer:
 
 
 def _open_channel(
-    config: TrainerConfig, policy: Policy, folder: Path
+    config: TrainerConfig, policy: Policy, folder: Path, base: Path
 ) -> SharedMemoryChannel | DiskChannel | CudaChannel | DistributedChannel:
+    if config.lora is not None and config.lora.push == "adapter":
+        return DiskChannel(folder / "adapters", torch.float32, form_of(config.lora, base))
     if config.transfer == "disk":
         return DiskChannel(folder / "weights", policy.publish_dtype)
     entries = layout(policy.named_parameters().items(), policy.publish_dtype)

@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from areal_agent.engine.foreign.adapters import AdapterForm
 from areal_agent.manifest import MANIFEST, bring_to_disk, encode_manifest
 from areal_agent.types import DiskWeights
+from areal_agent.weights.adapter_folder import write_adapter
 
 NUM_KEPT = 2
 
@@ -24,10 +26,11 @@ NUM_KEPT = 2
 class DiskChannel:
     """The writing side. Its folders are removed by `close`."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write into `directory`, which is this channel's own, in `dtype`."""
+    def __init__(self, directory: Path, dtype: torch.dtype, adapter: AdapterForm | None = None) -> None:
+        """Write into `directory`, which is this channel's own, in `dtype`; the matrices of adapters, if it says so."""
         self._directory = directory
         self._dtype = dtype
+        self._adapter = adapter
         self._written: list[Path] = []
         self._number = 0
 
@@ -57,6 +60,9 @@ class DiskChannel:
 
     def _fill(self, folder: Path, parameters: Mapping[str, Tensor]) -> None:
         tensors = {name: one.detach().to("cpu", self._dtype).contiguous() for name, one in parameters.items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if self._adapter is None:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        else:
+            write_adapter(folder, tensors, self._adapter)
         (folder / MANIFEST).write_bytes(encode_manifest(folder, {}))
         bring_to_disk(folder)

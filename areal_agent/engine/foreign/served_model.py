@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.engine.fields import WireError, as_integer, as_object, decode_json
+from areal_agent.engine.foreign.adapters import is_adapter, prove_adapter
 from areal_agent.engine.foreign.tensors import prove_fits, read_shapes
 from areal_agent.errors import EngineError, EngineRejected
 from areal_agent.types import TensorEntry
@@ -39,8 +40,11 @@ class ServedModel:
         return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes)
 
     def prove(self, weights: Path) -> None:
-        """Raises WeightUpdateError unless the weights in this folder fit, all of them."""
-        prove_fits(read_shapes(weights), self.shapes, is_tied=self.is_tied, where=f"in {str(weights)!r}")
+        """Raises WeightUpdateError unless the weights in this folder fit, all of them, or its adapters."""
+        if is_adapter(weights):
+            prove_adapter(weights, self.shapes)
+        else:
+            prove_fits(read_shapes(weights), self.shapes, is_tied=self.is_tied, where=f"in {str(weights)!r}")
 
     def prove_entries(self, entries: Sequence[TensorEntry]) -> None:
         """The same of weights that are not here."""

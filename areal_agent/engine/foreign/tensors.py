@@ -36,18 +36,20 @@ class StoredTensor:
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a Hugging Face folder. Raises WeightUpdateError for files that are not whole."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _files(folder):
-        try:
-            with file.open("rb") as opened:
-                tensors, header_bytes = _read_header(opened.read(_LENGTH_BYTES), opened.read)
-            _check_whole(tensors, file.stat().st_size - header_bytes)
-        except (OSError, WireError) as error:
-            raise WeightUpdateError(
-                f"cannot read weights from {str(file)!r}: {error}; it must be a whole safetensors file"
-            ) from error
-        shapes |= {name: tensor.shape for name, tensor in tensors.items()}
-    return shapes
+    return {name: shape for file in _files(folder) for name, shape in read_file_shapes(file).items()}
+
+
+def read_file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a file. Raises WeightUpdateError for one that is not whole."""
+    try:
+        with file.open("rb") as opened:
+            tensors, header_bytes = _read_header(opened.read(_LENGTH_BYTES), opened.read)
+        _check_whole(tensors, file.stat().st_size - header_bytes)
+    except (OSError, WireError) as error:
+        raise WeightUpdateError(
+            f"cannot read weights from {str(file)!r}: {error}; it must be a whole safetensors file"
+        ) from error
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _files(folder: Path) -> list[Path]:

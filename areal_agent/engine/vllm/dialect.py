@@ -8,6 +8,7 @@ import numpy as np
 
 from areal_agent.engine.transport import Transport
 from areal_agent.engine.vllm.answer import VllmAnswer
+from areal_agent.engine.vllm.info import ADAPTER
 from areal_agent.engine.vllm.sampling import encode_sampling
 from areal_agent.types import GenerateRequest
 
@@ -21,17 +22,20 @@ class VllmDialect:
     """`foreign.request.Dialect`. Each request names the weights that serve when it is sent: `label` tells them.
 
     The label salts the cache of prefixes: keys and values that other weights have left are never taken for new ones.
+    Where the server `applies_adapter`, every request names it.
     """
 
     path = GENERATE
 
     def __init__(self, label: Callable[[], str]) -> None:
+        self.applies_adapter = False
         self._label = label
 
     def encode(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
         """The body of a request."""
         ids = request.input_ids
         return {
+            **({"model": ADAPTER} if self.applies_adapter else {}),
             "request_id": rid,
             "token_ids": np.asarray(ids) if isinstance(ids, array) else ids,
             "sampling_params": encode_sampling(request),

@@ -4,6 +4,7 @@ The server is started by launcher.py. What vLLM does otherwise than this project
 
     log-probabilities are before temperature             launcher.py: those that were sampled from are asked for
     a reload leaves a tied head as it was, on a CPU      worker_extension.py: the head is packed again
+    loaded adapters are those of later requests          worker_extension.py: they take the place of those before
     a load does not move the label                       loader.py: it is given afterwards, and read back
     flushing may be refused, with a success              loader.py: the answer is read; requests are taken back first
     keys and values are found again by tokens alone      dialect.py: salted with the label of the weights
@@ -150,7 +151,7 @@ class VllmEngine:
     # -------------------------------------------------------------------------------------- what it serves
 
     async def load(self, model: Path, version: WeightVersion) -> None:
-        """Serve a Hugging Face folder as `version`, whatever was served before: the first call to a server."""
+        """Serve a folder of a model or of adapters as `version`, whatever was served before: the first call to one."""
         weights = await self._known_weights()
         await self.pause(PauseMode.RETRACT)
         try:
@@ -164,7 +165,9 @@ class VllmEngine:
         started = self._decode(decode_started, MODELS, await self._transport.get(MODELS))
         label = self._decode(decode_label, WEIGHT_INFO, await self._transport.get(WEIGHT_INFO))
         model = await self._model_in(started.model)
-        served = Served(source=started.model if label == UNLABELLED else None, label=label)
+        begun_with = started.adapter or started.model
+        served = Served(source=begun_with if label == UNLABELLED else None, label=label)
+        self._dialect.applies_adapter = started.adapter is not None
         if self._weights is None:
             loader = VllmLoader(self._transport)
             self._weights = ServerWeights(

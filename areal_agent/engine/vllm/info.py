@@ -13,6 +13,9 @@ WEIGHT_INFO = "/weight_info"
 IS_PAUSED = "/is_paused"
 METRICS = "/metrics"
 
+ADAPTER = "policy"
+"""The name of the adapters that requests are answered with."""
+
 UNLABELLED = "default"
 """vLLM's label of weights that nobody labelled: those of the start."""
 
@@ -23,17 +26,20 @@ class Started:
 
     model: Path
     max_context_tokens: int
+    adapter: Path | None = None  # that it was started with, where it applies adapters
 
 
 def decode_started(body: object) -> Started:
-    """Read `/v1/models`. Adapters are listed behind the model."""
+    """Read `/v1/models`. Adapters are listed behind the model: ours alone, if any."""
     cards: list[Any] = get(as_object(body, MODELS), "data", list)
     if not cards:
         raise WireError("data is empty; it must name the model that is served")
-    card = as_object(cards[0], "an entry of data")
+    card, *others = [as_object(one, "an entry of data") for one in cards]
+    adapters = [Path(get(one, "root", str)) for one in others if one.get("id") == ADAPTER]
     return Started(
         model=Path(get(card, "root", str)),
         max_context_tokens=as_integer(card.get("max_model_len"), "max_model_len"),
+        adapter=adapters[0] if adapters else None,
     )
 
 

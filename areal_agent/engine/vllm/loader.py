@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from areal_agent.engine.fields import WireError
+from areal_agent.engine.foreign.adapters import is_adapter
 from areal_agent.engine.transport import Transport
 from areal_agent.engine.vllm import LAUNCHER
 from areal_agent.engine.vllm.info import WEIGHT_INFO, decode_label
@@ -32,7 +33,8 @@ class VllmLoader:
     async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
         """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
         path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
-        await self.let_workers("load_folder", path, label, flush_cache=flush_cache)
+        method = "load_adapter" if is_adapter(Path(path)) else "load_folder"
+        await self.let_workers(method, path, label, flush_cache=flush_cache)
 
     async def let_workers(self, method: str, argument: str, label: str, *, flush_cache: bool) -> None:
         """Let all workers load by this method of theirs; the rest as in `load`.

@@ -3,8 +3,12 @@
 They have an environment of their own, without areal_agent. On a CPU vLLM packs its weights, and a reload does not pack
 a head again that is tied to the embedding: it would go on with the weights before. Nothing tells of that but the
 numbers.
+
+Adapters take the place of those before, also for answers under way: all name the same ones, by the number 1. vLLM's own
+call loads them for requests that come after it.
 """
 
+import importlib
 import importlib.util
 import json
 import threading
@@ -15,6 +19,7 @@ from typing import Any
 
 import torch
 
+ADAPTER = "policy"  # as info.py has it
 OURS = Path(__file__).parents[1] / "embedded"
 
 
@@ -108,3 +113,8 @@ class WeightLoading:
         for layer in self.model_runner.get_model().modules():
             if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
+
+    def load_adapter(self, path: str) -> None:
+        """Take the adapters of this folder."""
+        request = importlib.import_module("vllm.lora.request").LoRARequest
+        self.model_runner.lora_manager.add_adapter(request(ADAPTER, 1, path, load_inplace=True))

@@ -9,6 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_agent.observe.metrics import read_metrics
+from areal_agent.observe.rows import step_rows
+
 ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.slow
@@ -39,6 +42,28 @@ def test_a_run_with_a_server_of_its_own(vllm_python: str, tmp_path: Path) -> Non
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("completed", 6)
     assert summary["interrupted_completions"] > 0 and summary["max_staleness_seen"] <= 2
+    verified = run("areal_agent.ledger", "verify", str(folder))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert servers() == before
+
+
+def test_a_run_whose_server_applies_adapters(vllm_python: str, tmp_path: Path) -> None:
+    """They are pushed alone; what the server samples is what the trainer finds; a resume goes on with them."""
+    folder, before = tmp_path / "run", servers()
+    settings = (
+        *(f"engine.python={vllm_python}", f"run_dir={folder}", "eval.num_tasks=0", "trainer.checkpoint_every=2"),
+        *("trainer.lora.push=adapter", "trainer.learning_rate=1e-2", "trainer.warmup_fraction=0.0"),
+        *("batch_size=4", "group_size=4"),
+    )
+    for steps, more in ((2, ()), (4, ("--resume", str(folder)))):
+        done = run(
+            "areal_agent.train", *("--config", "configs/quickstart_vllm.yaml", *settings, f"steps={steps}", *more)
+        )
+        assert done.returncode == 0, done.stderr
+        assert "no answer to" not in done.stdout + done.stderr
+    rows = step_rows(read_metrics(folder / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["trainer/logp_diff_fresh_max"] < 1e-3 for row in rows)
     verified = run("areal_agent.ledger", "verify", str(folder))
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert servers() == before

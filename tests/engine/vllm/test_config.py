@@ -2,6 +2,7 @@
 
 - servers that are started need a Python, those that run a backend, and the device is that of vLLM's build
 - a run of several processes may push as it likes: the server itself lets requests end
+- adapters alone go to servers that the run starts
 """
 
 import pytest
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from areal_agent.config import Config
 from areal_agent.engine.config import EngineConfig
+from areal_agent.errors import ConfigError
 
 URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
 
@@ -44,3 +46,23 @@ def test_several_processes_may_wait_for_requests_to_end(on_push):
         "engine": {"backend": "vllm", "urls": URLS, "on_push": on_push},
     }
     assert Config.parse(values).engine.on_push == on_push
+
+
+def with_adapters(engine: object, **trainer: object) -> dict[str, object]:
+    return {
+        "workflow": "m:f",
+        "tasks": "m:f",
+        "engine": engine,
+        "trainer": {"lora": {"push": "adapter"}, **trainer},
+    }
+
+
+def test_servers_that_are_started_may_get_adapters_alone():
+    config = Config.parse(with_adapters({"backend": "vllm", "python": "p"}))
+    assert config.trainer.lora is not None and config.trainer.lora.push == "adapter"
+
+
+@pytest.mark.parametrize("engine", [{}, {"backend": "sglang", "python": "p"}, {"backend": "vllm", "urls": URLS}])
+def test_what_applies_no_adapters_gets_none(engine):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.push is 'adapter', which is for vLLM's servers"):
+        Config.parse(with_adapters(engine))

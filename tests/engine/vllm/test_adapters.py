@@ -1,0 +1,170 @@
+"""Adapters for a real vLLM server, which applies them to its model as it samples (slow):
+
+- it begins with some that change nothing
+- retract: what comes after the swap is the new adapters', and the spans say from which token on
+- in place: requests go on with their old keys and values; the spans say which adapters sampled
+- adapters that do not fit are refused here, those that the server refuses are undone; the next push works
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from areal_agent.cluster.vllm import start_vllm
+from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.foreign.adapters import AdapterForm, begin_adapter
+from areal_agent.engine.foreign.tensors import read_shapes
+from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.errors import WeightUpdateError
+from areal_agent.types import DiskWeights, PauseMode, VersionSpan, WeightVersion
+from areal_agent.weights.disk import DiskChannel
+
+from ..sglang.conftest import CONTEXT, DEADLINE_S, STARTUP_S, Stage, Watched
+
+pytestmark = pytest.mark.slow
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TOLERANCE = 1e-4
+LONG = 1500  # tokens: fewer than without adapters, for each takes longer
+
+
+def form_of(base: Path, rank: int = 4) -> AdapterForm:
+    return AdapterForm(base=base, rank=rank, alpha=8.0, target_modules=TARGETS)
+
+
+def random_matrices(form: AdapterForm) -> dict[str, torch.Tensor]:
+    """By their names in the model."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = form.shapes(read_shapes(form.base))
+    return {
+        name.removeprefix("base_model.model."): 0.2 * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def begun(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return begin_adapter(tmp_path_factory.mktemp("adapters") / "begun", form_of(vllm_model), None)
+
+
+@pytest.fixture(scope="module")
+def merged(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with the random adapters in its weights."""
+    folder = tmp_path_factory.mktemp("merged")
+    weights, matrices = load_file(vllm_model / "model.safetensors"), random_matrices(form_of(vllm_model))
+    for name in {one.rpartition(".lora_")[0] for one in matrices}:
+        weights[f"{name}.weight"] += 2.0 * matrices[f"{name}.lora_B.weight"] @ matrices[f"{name}.lora_A.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((vllm_model / "config.json").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(vllm_python: str, begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server that applies adapters."""
+    config = EngineConfig(
+        backend="vllm",
+        python=vllm_python,
+        max_context_tokens=CONTEXT,
+        kv_tokens=8 * CONTEXT,
+        max_running_requests=16,
+        startup_timeout_s=STARTUP_S,
+    )
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        started = start_vllm(config, begun, WeightVersion(step=7), tmp_path_factory.mktemp("vllm"))
+        (url,) = runner.run(stack.enter_async_context(started)).urls
+        try:
+            yield url
+        finally:
+            runner.run(stack.aclose())
+
+
+@pytest.fixture
+async def stage(server: str, begun: Path, vllm_model: Path, merged: Path) -> AsyncGenerator[Stage]:
+    """What serves is the model alone, and the other one is that with adapters."""
+    async with asyncio.timeout(DEADLINE_S):
+        engine = VllmEngine(server)
+        try:
+            version = WeightVersion(step=(await engine.info()).weight_version.step + 1)
+            await engine.load(begun, version)  # whatever the test before has left
+            yield Stage(engine=engine, model=vllm_model, other=merged, old=version, is_real=True, num_long=LONG)
+        finally:
+            await engine.resume()
+            await engine.aclose()
+
+
+@pytest.fixture
+def publish(vllm_model: Path, tmp_path: Path):
+    def write(rank: int = 4) -> DiskWeights:
+        form = form_of(vllm_model, rank)
+        return DiskChannel(tmp_path / f"rank_{rank}", torch.float32, form).write(random_matrices(form))
+
+    return write
+
+
+async def test_it_begins_with_adapters_that_change_nothing(stage, ask, truth):
+    answer = await stage.engine.generate(ask(1, max_tokens=20))
+    expected = truth(stage.model).logprobs(ask(1).input_ids, answer.token_ids)
+    assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert answer.versions == (VersionSpan(version=stage.old, start=0, end=20),)
+
+
+async def test_after_a_swap_the_new_adapters_go_on(stage, ask, truth, publish):
+    request = ask(2, max_tokens=stage.num_long)
+    await stage.send(publish())
+    watched = Watched(stage.engine, request)
+    await watched.until(5)
+    await stage.swap(PauseMode.RETRACT)
+    result = await watched.answer
+    (cut,) = {span.start for span in result.versions} - {0}
+    assert result.versions == (
+        VersionSpan(version=stage.old, start=0, end=cut),
+        VersionSpan(version=stage.new, start=cut, end=stage.num_long),
+    )
+    before = truth(stage.model).logprobs(request.input_ids, result.token_ids)
+    after = truth(stage.other).logprobs(request.input_ids, result.token_ids)
+    assert result.logprobs[:cut] == pytest.approx(before[:cut], abs=TOLERANCE)
+    assert result.logprobs[cut:] == pytest.approx(after[cut:], abs=TOLERANCE)
+    fresh = ask(3, max_tokens=10)
+    answer = await stage.engine.generate(fresh)
+    expected = truth(stage.other).logprobs(fresh.input_ids, answer.token_ids)
+    assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert answer.versions == (VersionSpan(version=stage.new, start=0, end=10),)
+
+
+async def test_a_request_that_was_frozen_goes_on_under_the_new_version(stage, ask, publish):
+    await stage.send(publish())
+    watched = Watched(stage.engine, ask(4, max_tokens=stage.num_long))
+    await watched.until(5)
+    await stage.swap(PauseMode.IN_PLACE)
+    result = await watched.answer
+    assert [span.version for span in result.versions] == [stage.old, stage.new]
+    assert result.versions[-1].end == stage.num_long
+
+
+async def test_adapters_that_do_not_fit_change_nothing(stage, ask, publish):
+    weights = publish()
+    matrices = random_matrices(form_of(stage.model, rank=3))
+    wrong = DiskChannel(Path(weights.path).parent / "wrong", torch.float32, form_of(stage.model)).write(matrices)
+    with pytest.raises(WeightUpdateError, match="are not those of rank 4"):
+        await stage.push(wrong)
+    assert (await stage.engine.generate(ask(5))).versions[-1].version == stage.old
+    await stage.push(weights)
+    assert (await stage.engine.generate(ask(6))).versions[-1].version == stage.new
+
+
+async def test_what_the_server_refuses_is_undone(stage, ask, truth, publish):
+    with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
+        await stage.push(publish(rank=16))  # it was started for a rank of 8 at most
+    answer = await stage.engine.generate(ask(7))
+    expected = truth(stage.model).logprobs(ask(7).input_ids, answer.token_ids)
+    assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert answer.versions[-1].version == stage.old
+    await stage.push(publish())
+    assert (await stage.engine.generate(ask(8))).versions[-1].version == stage.new
