@@ -28,7 +28,7 @@ async def test_a_running_server_serves_the_run(vllm_server, vllm_other, ask, tru
             async with contextlib.aclosing(engine.address.connect()) as another:
                 info = await another.info()
             assert (info.weight_version, info.max_context_tokens) == (version, 300)
-            assert engine.processes == ()
+            assert engine.servers is None
 
 
 async def test_a_server_with_another_model_is_refused(vllm_server, tiny, tmp_path: Path):
