@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 
 import torch
@@ -35,7 +36,8 @@ from areal_agent.weights.shared_memory import check_parameters
 TIMEOUT_S = 60.0
 """How long either side of a transfer waits for the next step of the other."""
 CLOSING_S = 5.0
-"""How long a transfer under way may take to end."""
+"""How long transfers under way may take to end."""
+JOIN_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +93,10 @@ class DistributedChannel:
         ask(self._client(), None)
         self._listening.join()
         self._store = None  # the end of the store is the end of all that wait for it
+        deadline_s = time.monotonic() + CLOSING_S
         for thread in self._sending:
-            thread.join(CLOSING_S)
+            while thread.is_alive() and time.monotonic() < deadline_s:
+                thread.join(JOIN_S)  # one long wait was seen to hold the thread up until its end
 
     def _listen(self) -> None:
         store = self._client()

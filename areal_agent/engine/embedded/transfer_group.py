@@ -35,7 +35,8 @@ FROZEN = 2
 POLL_S = 0.001
 """Between two looks at a transfer from GPU to GPU, for which torch would wait without a time limit."""
 
-LONG = timedelta(days=1)
+LOOK = timedelta(seconds=2)
+"""Between two looks whether somebody has died in the middle of a request."""
 
 c10d = cast(Any, torch.distributed)  # little of what is used of it has types
 Store = Any
@@ -71,16 +72,21 @@ def ask(store: Store, request: Request | None) -> None:
 
 
 def next_request(store: Store, number: int) -> Request | None:
-    """Wait for request `number`, which counts from 1, as long as it takes."""
+    """Wait for request `number`, which counts from 1, as long as it takes. Raises ValueError for one that is none."""
     key = f"request/{number}"
-    while True:
-        try:
-            store.wait([key], LONG)
-            break
-        except c10d.DistStoreError:  # none came in all that time
-            continue
+    while not _comes(store, key, LOOK):
+        if store.add("requests", 0) >= number and not _comes(store, key, LOOK):
+            raise ValueError("whoever took its number is gone")
     told = json.loads(store.get(key))
     return None if told is None else Request(**told)
+
+
+def _comes(store: Store, key: str, within: timedelta) -> bool:
+    try:
+        store.wait([key], within)
+    except c10d.DistStoreError:
+        return False
+    return True
 
 
 def refuse(store: Store, request: Request, why: str) -> None:
