@@ -18,7 +18,7 @@ from areal_agent.engine.foreign.tensors import StoredTensor, encode_header
 from areal_agent.engine.stored_weights import WEIGHTS
 from areal_agent.errors import WeightUpdateError
 from areal_agent.manifest import MANIFEST, encode_manifest, read_manifest
-from areal_agent.types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry, Weights
+from areal_agent.types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry
 
 _DTYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PIECE_BYTES = 2**24
@@ -31,7 +31,7 @@ class WeightFolders:
         self._lock = asyncio.Lock()
         self._num_users: dict[Path, int] = {}  # of the folders written here
 
-    async def take(self, push_id: str, weights: Weights) -> Path:
+    async def take(self, push_id: str, weights: SharedMemoryWeights | DiskWeights | CudaWeights) -> Path:
         """A proved folder with these weights, until its `release`. Raises WeightUpdateError."""
         if isinstance(weights, CudaWeights):
             raise WeightUpdateError(
