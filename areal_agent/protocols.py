@@ -7,17 +7,8 @@ gateway ── Journal ──▶ ledger          trainer ── (files) ──�
 from collections.abc import Callable
 from typing import Protocol
 
-from areal_agent.types import (
-    GenerateRequest,
-    GenerateResult,
-    PauseMode,
-    SessionRecord,
-    TokenChunk,
-    Trajectory,
-    Turn,
-    Weights,
-    WeightVersion,
-)
+from areal_agent.engine_types import GenerateRequest, GenerateResult, PauseMode, TokenChunk, Weights
+from areal_agent.types import SessionRecord, Trajectory, Turn, WeightVersion
 
 
 class Sampler(Protocol):

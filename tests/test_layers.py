@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = [
-    ["types", "errors", "protocols", "section"],
+    ["types", "engine_types", "errors", "protocols", "section"],
     ["observe", "cancellation", "command", "manifest", "process", "staleness"],
     ["ledger", "engine", "tokens", "algorithms", "models"],
     ["gateway", "weights"],

@@ -13,9 +13,10 @@ from areal_agent.doctor.finding import Finding, State
 from areal_agent.doctor.machine import gib
 from areal_agent.doctor.sampling import Asker, told_spans
 from areal_agent.doctor.stream import open_stream
+from areal_agent.engine_types import DiskWeights, GenerateResult, PauseMode, Weights
 from areal_agent.protocols import Engine
 from areal_agent.trainer.reports import StepReport
-from areal_agent.types import DiskWeights, GenerateResult, PauseMode, Weights, WeightVersion
+from areal_agent.types import WeightVersion
 from areal_agent.weights.push import PushReport, push
 
 CLOSE = 1e-3

@@ -2,18 +2,9 @@
 
 from collections.abc import Sequence
 
+from areal_agent.engine_types import GenerateRequest, GenerateResult
 from areal_agent.tokens.records import token_records
-from areal_agent.types import (
-    Completion,
-    GenerateRequest,
-    GenerateResult,
-    Rewards,
-    RolloutBatch,
-    Status,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
-)
+from areal_agent.types import Completion, Rewards, RolloutBatch, Status, Trajectory, TrajectoryGroup, Turn
 
 GROUP = "doctor"
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from areal_agent.doctor.finding import Finding, State
 from areal_agent.doctor.stream import open_stream
+from areal_agent.engine_types import EngineInfo, GenerateRequest, GenerateResult, PauseMode, TokenChunk
 from areal_agent.protocols import Engine, Sampler
-from areal_agent.types import EngineInfo, GenerateRequest, GenerateResult, PauseMode, SamplingParams, TokenChunk
+from areal_agent.types import SamplingParams
 
 NUM_SHORT_TOKENS = 32
 MAX_LONG_TOKENS = 4096

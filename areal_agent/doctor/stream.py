@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
 from areal_agent.protocols import Sampler
-from areal_agent.types import GenerateRequest, GenerateResult, TokenChunk
 
 
 class Stream:

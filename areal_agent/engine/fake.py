@@ -17,7 +17,8 @@ What goes wrong with real engines can be made to go wrong here, once each:
                                   refused, and the old version goes on
 
 >>> import asyncio
->>> from areal_agent.types import DiskWeights, SamplingParams
+>>> from areal_agent.engine_types import DiskWeights
+>>> from areal_agent.types import SamplingParams
 >>> async def interrupted() -> tuple[int, ...]:
 ...     engine = FakeEngine([[11, 12, 13, 14]], version=WeightVersion(step=7), is_stepped=True)
 ...     request = GenerateRequest(request_id="r1", input_ids=(1,), sampling=SamplingParams(max_tokens=8))
@@ -43,19 +44,18 @@ from areal_agent.engine.fake_weights import FakeWeights
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import Pushes
 from areal_agent.engine.virtual_clock import VirtualClock
-from areal_agent.errors import EngineError, EngineRejected
-from areal_agent.types import (
+from areal_agent.engine_types import (
     DiskWeights,
     EngineInfo,
-    FinishReason,
     GenerateRequest,
     GenerateResult,
     PauseMode,
     SharedMemoryWeights,
     TokenChunk,
     Weights,
-    WeightVersion,
 )
+from areal_agent.errors import EngineError, EngineRejected
+from areal_agent.types import FinishReason, WeightVersion
 
 __all__ = [
     "FakeEngine",

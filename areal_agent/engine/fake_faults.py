@@ -6,8 +6,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from areal_agent.engine.stored_weights import Spoil
+from areal_agent.engine_types import GenerateResult
 from areal_agent.errors import EngineUnreachable
-from areal_agent.types import GenerateResult
 
 
 class Operation(StrEnum):

@@ -4,15 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from areal_agent.types import (
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    TokenChunk,
-    TopLogprobs,
-    VersionSpan,
-    WeightVersion,
-)
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk, TopLogprobs
+from areal_agent.types import FinishReason, VersionSpan, WeightVersion
 
 
 def fake_logprob(token_id: int, position: int) -> float:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from areal_agent.engine.fake_faults import Faults
 from areal_agent.engine.stored_weights import Spoil, take_folder, take_shared_memory
+from areal_agent.engine_types import CudaWeights, DiskWeights, DistributedWeights, Weights
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import CudaWeights, DiskWeights, DistributedWeights, Weights, WeightVersion
+from areal_agent.types import WeightVersion
 
 
 @dataclass(kw_only=True, slots=True)

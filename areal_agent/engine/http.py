@@ -16,8 +16,7 @@ from areal_agent.engine.limits import check_request
 from areal_agent.engine.readiness import wait_until_healthy
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport
 from areal_agent.engine.wire import EngineStats, WeightUpdate
-from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import (
+from areal_agent.engine_types import (
     DiskWeights,
     EngineInfo,
     GenerateRequest,
@@ -26,8 +25,9 @@ from areal_agent.types import (
     SharedMemoryWeights,
     TokenChunk,
     Weights,
-    WeightVersion,
 )
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.types import WeightVersion
 
 HEALTH_TIMEOUT_S = 5.0
 QUIET_ABORT_TIMEOUT_S = 10.0  # of a cancelled call: its connection is closed as well

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_agent.engine_types import EngineInfo, GenerateRequest
 from areal_agent.errors import EngineRejected
-from areal_agent.types import EngineInfo, GenerateRequest
 
 
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:

@@ -20,8 +20,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from areal_agent.engine_types import Weights
 from areal_agent.errors import PushConflict, WeightUpdateError
-from areal_agent.types import Weights, WeightVersion
+from areal_agent.types import WeightVersion
 
 PUSH_TIMEOUT_S = 60.0
 

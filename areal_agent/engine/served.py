@@ -3,8 +3,8 @@
 from typing import Protocol
 
 from areal_agent.engine.wire import EngineStats
+from areal_agent.engine_types import EngineInfo
 from areal_agent.protocols import Engine
-from areal_agent.types import EngineInfo
 
 
 class ServedEngine(Engine, Protocol):

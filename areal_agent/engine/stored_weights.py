@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from areal_agent.engine_types import DiskWeights, SharedMemoryWeights, TensorEntry
 from areal_agent.errors import WeightUpdateError
 from areal_agent.manifest import read_manifest
-from areal_agent.types import DiskWeights, SharedMemoryWeights, TensorEntry
 
 Bytes = NDArray[np.uint8]
 

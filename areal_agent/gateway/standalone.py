@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agent.engine.http import HttpEngine
+from areal_agent.engine_types import EngineInfo
 from areal_agent.errors import ConfigError, EngineError, LedgerError
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.limits import Limits
@@ -24,7 +25,6 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.keep_thinking import HistoryThinking
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import EngineInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agent.engine_types import EngineInfo
 from areal_agent.errors import ArealAgentError
 from areal_agent.gateway.app import Gateway
 from areal_agent.protocols import Journal, Sampler
@@ -22,7 +23,6 @@ from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
 from areal_agent.rollout.watchdog import Watchdog
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import EngineInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.engine.embedded.cuda_memory import CudaSharing
+from areal_agent.engine_types import TensorEntry, Weights
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig
@@ -23,7 +24,7 @@ from areal_agent.trainer.schedule import Schedule
 from areal_agent.trainer.state import Training, export_adapter, form_of, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.step_input import StepInput
-from areal_agent.types import JsonObject, TensorEntry, Weights
+from areal_agent.types import JsonObject
 from areal_agent.weights.cuda_ipc import CudaChannel
 from areal_agent.weights.disk import DiskChannel
 from areal_agent.weights.distributed import DistributedChannel

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.weight_bytes import checksum
-from areal_agent.types import CudaWeights, TensorEntry
+from areal_agent.engine_types import CudaWeights, TensorEntry
 from areal_agent.weights.flat import flat_copy
 from areal_agent.weights.shared_memory import check_parameters
 

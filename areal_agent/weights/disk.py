@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_agent.engine.foreign.adapters import AdapterForm
+from areal_agent.engine_types import DiskWeights
 from areal_agent.manifest import MANIFEST, bring_to_disk, encode_manifest
-from areal_agent.types import DiskWeights
 from areal_agent.weights.adapter_folder import write_adapter
 
 NUM_KEPT = 2

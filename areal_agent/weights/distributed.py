@@ -29,7 +29,7 @@ from areal_agent.engine.embedded.transfer_group import (
     send,
 )
 from areal_agent.engine.embedded.weight_bytes import checksum
-from areal_agent.types import DistributedWeights, TensorEntry
+from areal_agent.engine_types import DistributedWeights, TensorEntry
 from areal_agent.weights.flat import flat_copy
 from areal_agent.weights.shared_memory import check_parameters
 

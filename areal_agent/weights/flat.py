@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from areal_agent.engine.embedded.weight_bytes import whole_blocks
-from areal_agent.types import TensorEntry
+from areal_agent.engine_types import TensorEntry
 
 
 def num_flat_bytes(entries: Sequence[TensorEntry]) -> int:

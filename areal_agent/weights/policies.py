@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal
 
+from areal_agent.engine_types import PauseMode, Weights
 from areal_agent.protocols import WeightReceiver
-from areal_agent.types import PauseMode, Weights, WeightVersion
+from areal_agent.types import WeightVersion
 from areal_agent.weights.push import PushReport, push
 
 OnPush = Literal["interrupt", "turn_boundary", "drain"]

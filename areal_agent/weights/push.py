@@ -16,9 +16,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal_agent.engine_types import PauseMode, Weights
 from areal_agent.errors import EngineError, WeightUpdateError
 from areal_agent.protocols import WeightReceiver
-from areal_agent.types import PauseMode, Weights, WeightVersion
+from areal_agent.types import WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from areal_agent.types import SharedMemoryWeights, TensorEntry
+from areal_agent.engine_types import SharedMemoryWeights, TensorEntry
 
 ALIGNMENT_BYTES = 64
 NUM_SLOTS = 2

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from areal_agent.cluster.local import weights_folder
 from areal_agent.engine.http import HttpEngine
-from areal_agent.types import GenerateRequest, SamplingParams, WeightVersion
+from areal_agent.engine_types import GenerateRequest
+from areal_agent.types import SamplingParams, WeightVersion
 from areal_agent.weights.push import PushReport, push
 from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 

@@ -19,16 +19,9 @@ from areal_agent.doctor.pushing import parity_finding, push_findings, push_once,
 from areal_agent.doctor.rollouts import batch_of
 from areal_agent.doctor.sampling import Asker, interruption_findings, sample, sampling_finding
 from areal_agent.engine.fake import FakeEngine, Garbage
+from areal_agent.engine_types import DiskWeights, GenerateRequest, GenerateResult, PauseMode
 from areal_agent.trainer.reports import StepReport
-from areal_agent.types import (
-    DiskWeights,
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    PauseMode,
-    VersionSpan,
-    WeightVersion,
-)
+from areal_agent.types import FinishReason, VersionSpan, WeightVersion
 from areal_agent.weights.disk import DiskChannel
 
 OLD, NEW = WeightVersion(), WeightVersion(step=1)

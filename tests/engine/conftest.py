@@ -16,7 +16,8 @@ from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.engine.http import HttpEngine
-from areal_agent.types import GenerateRequest, SamplingParams, SharedMemoryWeights, TensorEntry, WeightVersion
+from areal_agent.engine_types import GenerateRequest, SharedMemoryWeights, TensorEntry
+from areal_agent.types import SamplingParams, WeightVersion
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 512

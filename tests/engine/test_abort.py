@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 
 from areal_agent.engine import wire
-from areal_agent.types import FinishReason, PauseMode
+from areal_agent.engine_types import PauseMode
+from areal_agent.types import FinishReason
 
 
 async def test_of_a_running_request(tiny, serve, ask, truth):

@@ -24,10 +24,11 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.config import Config
 from areal_agent.engine.embedded.cuda_memory import CudaSharing, check_gpu
 from areal_agent.engine.embedded.weight_bytes import BLOCK_BYTES, checksum
+from areal_agent.engine_types import CudaMemory
 from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.trainer import Trainer
-from areal_agent.types import CudaMemory, VersionSpan, WeightVersion
+from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.cuda_ipc import CudaChannel
 from areal_agent.weights.shared_memory import layout
 
@@ -202,7 +203,7 @@ OPENS = """
 import json, sys, torch
 from areal_agent.engine.embedded.cuda_memory import CudaSharing
 from areal_agent.engine.embedded.weight_bytes import checksum
-from areal_agent.types import CudaMemory
+from areal_agent.engine_types import CudaMemory
 print(checksum(CudaSharing().open(CudaMemory(**json.load(sys.stdin)), torch.device("cuda", 0)).clone()))
 """
 

@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM
 from areal_agent.config import Config
 from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.http import HttpEngine
+from areal_agent.engine_types import DistributedWeights, TensorEntry
 from areal_agent.errors import ConfigError, WeightUpdateError
-from areal_agent.types import DistributedWeights, TensorEntry, VersionSpan, WeightVersion
+from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.push import push
 from areal_agent.weights.shared_memory import layout

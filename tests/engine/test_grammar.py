@@ -19,8 +19,9 @@ from areal_agent.engine.embedded.grammar import Grammars
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.row import Row
 from areal_agent.engine.embedded.workload import Workload
+from areal_agent.engine_types import PauseMode, TokenChunk
 from areal_agent.errors import EngineRejected
-from areal_agent.types import FinishReason, PauseMode, TokenChunk, WeightVersion
+from areal_agent.types import FinishReason, WeightVersion
 
 pytest.importorskip("llguidance")
 

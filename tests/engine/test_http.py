@@ -8,8 +8,9 @@ from aiohttp import web
 
 from areal_agent.engine import wire
 from areal_agent.engine.http import HttpEngine
+from areal_agent.engine_types import DiskWeights, PauseMode
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import DiskWeights, PauseMode, WeightVersion
+from areal_agent.types import WeightVersion
 
 INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_context_tokens": 512}
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from areal_agent.engine.embedded.row import Row
 from areal_agent.engine.embedded.sampler import SamplingRows, sample
 from areal_agent.engine.embedded.workload import Workload
+from areal_agent.engine_types import DiskWeights
 from areal_agent.errors import EngineUnreachable
-from areal_agent.types import DiskWeights, SamplingParams, WeightVersion
+from areal_agent.types import SamplingParams, WeightVersion
 from tests.engine.test_room import load, to_the_end
 
 TOLERANCE = 1e-4

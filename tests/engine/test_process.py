@@ -17,8 +17,9 @@ import pytest
 
 from areal_agent.engine.__main__ import main
 from areal_agent.engine.http import HttpEngine
+from areal_agent.engine_types import PauseMode
 from areal_agent.errors import ConfigError, EngineUnreachable
-from areal_agent.types import FinishReason, PauseMode, WeightVersion
+from areal_agent.types import FinishReason, WeightVersion
 
 
 @asynccontextmanager

@@ -14,8 +14,9 @@ import aiohttp
 import pytest
 
 from areal_agent.engine import wire
+from areal_agent.engine_types import GenerateRequest, GenerateResult, PauseMode, TokenChunk
 from areal_agent.errors import EngineRejected, EngineUnreachable
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, PauseMode, TokenChunk, WeightVersion
+from areal_agent.types import FinishReason, WeightVersion
 
 
 class Collected:

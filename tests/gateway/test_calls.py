@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
 from areal_agent.errors import EngineUnreachable
 from areal_agent.gateway.stats import Counters
 from areal_agent.gateway.turns.calls import NOTHING, EngineCalls
-from areal_agent.types import GenerateRequest, GenerateResult, SamplingParams, TokenChunk
+from areal_agent.types import SamplingParams
 
 
 class HangingEngine:

@@ -19,7 +19,8 @@ import openai
 import pytest
 
 from areal_agent.engine.fake import fake_logprob
-from areal_agent.types import DiskWeights, Distribution, FinishReason, ForkReason, PauseMode, WeightVersion
+from areal_agent.engine_types import DiskWeights, PauseMode
+from areal_agent.types import Distribution, FinishReason, ForkReason, WeightVersion
 
 from .conftest import OpenWorld
 

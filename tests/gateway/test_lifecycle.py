@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 
+from areal_agent.engine_types import PauseMode
 from areal_agent.errors import (
     ConfigError,
     EngineError,
@@ -32,7 +33,7 @@ from areal_agent.gateway.session import Session, SessionOptions
 from areal_agent.gateway.stats import Counters
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import FinishReason, PauseMode, SessionPurpose, SessionRecord
+from areal_agent.types import FinishReason, SessionPurpose, SessionRecord
 
 from .conftest import MemoryJournal, OpenWorld
 

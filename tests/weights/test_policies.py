@@ -18,13 +18,14 @@ import pytest
 
 from areal_agent.commits import begin
 from areal_agent.engine.fake import FakeEngine
+from areal_agent.engine_types import DiskWeights, PauseMode
 from areal_agent.errors import WeightUpdateError
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.own_rollouts import make_producer
 from areal_agent.preflight import Preflight
 from areal_agent.rollout.local import LocalSettings, open_local
 from areal_agent.rollout.producer import Producer
-from areal_agent.types import DiskWeights, PauseMode, Trajectory, WeightVersion
+from areal_agent.types import Trajectory, WeightVersion
 from areal_agent.weights.policies import OnPush, push_under
 from areal_agent.weights.push import PushReport
 from tests.resume.scripted_run import answer, make_config, run_group_by

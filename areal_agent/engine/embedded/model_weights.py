@@ -13,7 +13,8 @@ from areal_agent.cancellation import uninterrupted
 from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.weights import WeightLayout, take_cuda_weights, take_distributed_weights, take_weights
-from areal_agent.types import CudaWeights, DistributedWeights, Weights, WeightVersion
+from areal_agent.engine_types import CudaWeights, DistributedWeights, Weights
+from areal_agent.types import WeightVersion
 
 Taken = Mapping[str, Tensor]
 

@@ -10,14 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_agent.engine.embedded.grammar import Matcher
-from areal_agent.types import (
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    TopLogprobs,
-    VersionSpan,
-    WeightVersion,
-)
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TopLogprobs
+from areal_agent.types import FinishReason, VersionSpan, WeightVersion
 
 TokenSink = Callable[[int, float, TopLogprobs, WeightVersion], None]
 """Gets every token of a streamed request, its log-probability, the likeliest tokens there and the version that sampled

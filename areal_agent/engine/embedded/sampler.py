@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_agent.types import SamplingParams, TopLogprobs
+from areal_agent.engine_types import TopLogprobs
+from areal_agent.types import SamplingParams
 
 _BLOCK_TOKENS = 64
 _UNIFORM_BITS = 24  # what float32 represents exactly: a uniform is never rounded up to 1

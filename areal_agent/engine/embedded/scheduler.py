@@ -36,8 +36,9 @@ from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.row import Row, TokenSink
 from areal_agent.engine.embedded.workload import Workload
 from areal_agent.engine.wire import EngineStats
+from areal_agent.engine_types import GenerateRequest, GenerateResult, PauseMode
 from areal_agent.errors import EngineRejected, EngineUnreachable
-from areal_agent.types import GenerateRequest, GenerateResult, PauseMode, WeightVersion
+from areal_agent.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,9 @@ from areal_agent.engine.fields import WireError, decode_json
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
 from areal_agent.engine.wire import WeightUpdate
+from areal_agent.engine_types import EngineInfo, GenerateRequest
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import EngineInfo, GenerateRequest, WeightVersion
+from areal_agent.types import WeightVersion
 
 MAX_BODY_BYTES = 64 * 2**20
 SHUTDOWN_GRACE_S = 2.0

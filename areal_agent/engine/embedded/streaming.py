@@ -10,8 +10,8 @@ from aiohttp import web
 
 from areal_agent.engine import wire
 from areal_agent.engine.embedded.token_stream import TokenStream
+from areal_agent.engine_types import GenerateRequest, GenerateResult
 from areal_agent.errors import EngineError, EngineRejected
-from areal_agent.types import GenerateRequest, GenerateResult
 
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 

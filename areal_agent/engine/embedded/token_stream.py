@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 
-from areal_agent.types import TokenChunk, TopLogprobs, VersionSpan, WeightVersion
+from areal_agent.engine_types import TokenChunk, TopLogprobs
+from areal_agent.types import VersionSpan, WeightVersion
 
 
 class TokenStream:

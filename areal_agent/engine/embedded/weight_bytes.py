@@ -30,7 +30,7 @@ def checksum(data: Tensor) -> int:
 
 
 def tensors_over(data: Tensor, entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """By name; an entry has the fields of `types.TensorEntry`."""
+    """By name; an entry has the fields of `engine_types.TensorEntry`."""
     for entry in entries:
         part = data[entry["offset"] : entry["offset"] + entry["num_bytes"]]
         yield entry["name"], part.view(getattr(torch, entry["dtype"])).view(entry["shape"])

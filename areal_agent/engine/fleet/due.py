@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agent.engine.fleet.member import MemberEngine
+from areal_agent.engine_types import PauseMode, Weights
 from areal_agent.errors import EngineError, EngineUnreachable, WeightUpdateError
-from areal_agent.types import PauseMode, Weights, WeightVersion
+from areal_agent.types import WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,16 +26,9 @@ from areal_agent.engine.fleet.same_model import check_model
 from areal_agent.engine.fleet.versions import Versions
 from areal_agent.engine.fleet.view import FleetView
 from areal_agent.engine.wire import EngineStats
+from areal_agent.engine_types import EngineInfo, GenerateRequest, GenerateResult, PauseMode, TokenChunk, Weights
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
-from areal_agent.types import (
-    EngineInfo,
-    GenerateRequest,
-    GenerateResult,
-    PauseMode,
-    TokenChunk,
-    Weights,
-    WeightVersion,
-)
+from areal_agent.types import WeightVersion
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from areal_agent.engine.fleet.due import Due, bring_to
 from areal_agent.engine.fleet.member import Member, MemberState
 from areal_agent.engine.fleet.patience import Patience
 from areal_agent.engine.fleet.roster import Roster
+from areal_agent.engine_types import EngineInfo
 from areal_agent.errors import EngineError, EngineUnreachable
-from areal_agent.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from areal_agent.types import (
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    SamplingParams,
-    TokenChunk,
-    TopLogprobs,
-    VersionSpan,
-)
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk, TopLogprobs
+from areal_agent.types import FinishReason, SamplingParams, VersionSpan
 
 
 class Partial:

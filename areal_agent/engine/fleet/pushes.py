@@ -19,8 +19,9 @@ from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState
 from areal_agent.engine.fleet.patience import Patience
 from areal_agent.engine.fleet.roster import Roster
 from areal_agent.engine.fleet.versions import Versions
+from areal_agent.engine_types import PauseMode, Weights
 from areal_agent.errors import EngineError, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import PauseMode, Weights, WeightVersion
+from areal_agent.types import WeightVersion
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,8 +17,9 @@ from areal_agent.engine.fleet.partial import Partial
 from areal_agent.engine.fleet.patience import Patience
 from areal_agent.engine.fleet.roster import Roster
 from areal_agent.engine.fleet.versions import Versions
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
 from areal_agent.errors import EngineError, EngineUnreachable
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
+from areal_agent.types import FinishReason
 
 
 class Relay:

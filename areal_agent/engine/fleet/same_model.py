@@ -1,7 +1,7 @@
 """Whether a server serves the model of the others. Knows what servers say of themselves, and no server."""
 
+from areal_agent.engine_types import EngineInfo
 from areal_agent.errors import ServerRefused
-from areal_agent.types import EngineInfo
 
 
 def check_model(url: str, info: EngineInfo, known: EngineInfo) -> None:

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from areal_agent.engine import wire
 from areal_agent.engine.fields import WireError
 from areal_agent.engine.transport import Transport
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
 from areal_agent.errors import EngineRejected, EngineUnreachable
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, JsonObject, TokenChunk
+from areal_agent.types import FinishReason, JsonObject
 
 NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 """What a request gave that was ended before it gave anything."""

@@ -11,8 +11,8 @@ from typing import Self
 from areal_agent.engine.fields import WireError, as_integer, as_object, decode_json
 from areal_agent.engine.foreign.adapters import is_adapter, prove_adapter
 from areal_agent.engine.foreign.tensors import prove_fits, read_shapes
+from areal_agent.engine_types import TensorEntry
 from areal_agent.errors import EngineError, EngineRejected
-from areal_agent.types import TensorEntry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

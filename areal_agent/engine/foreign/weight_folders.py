@@ -16,9 +16,9 @@ from pathlib import Path
 
 from areal_agent.engine.foreign.tensors import StoredTensor, encode_header
 from areal_agent.engine.stored_weights import WEIGHTS
+from areal_agent.engine_types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry
 from areal_agent.errors import WeightUpdateError
 from areal_agent.manifest import MANIFEST, encode_manifest, read_manifest
-from areal_agent.types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry
 
 _DTYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PIECE_BYTES = 2**24

@@ -16,8 +16,9 @@ from typing import Protocol
 
 from areal_agent.engine.foreign.served_model import ServedModel
 from areal_agent.engine.foreign.weight_folders import WeightFolders
+from areal_agent.engine_types import DistributedWeights, Weights
 from areal_agent.errors import EngineError, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import DistributedWeights, Weights, WeightVersion
+from areal_agent.types import WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

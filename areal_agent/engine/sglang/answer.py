@@ -11,8 +11,9 @@ from areal_agent.engine import wire
 from areal_agent.engine.fields import WireError, as_integer, as_object, get
 from areal_agent.engine.wire.generate import finished
 from areal_agent.engine.wire.tokens import decode_tokens, top_entries
+from areal_agent.engine_types import GenerateResult, TokenChunk, TopLogprobs
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
-from areal_agent.types import FinishReason, GenerateResult, JsonObject, TokenChunk, TopLogprobs
+from areal_agent.types import FinishReason, JsonObject
 
 
 class SglangAnswer:

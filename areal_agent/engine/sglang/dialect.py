@@ -5,7 +5,7 @@ from typing import Any
 from areal_agent.engine import wire
 from areal_agent.engine.sglang.answer import SglangAnswer
 from areal_agent.engine.transport import Transport
-from areal_agent.types import GenerateRequest
+from areal_agent.engine_types import GenerateRequest
 
 
 class SglangDialect:

@@ -31,16 +31,9 @@ from areal_agent.engine.sglang.info import LOADS, decode_loads, decode_served, d
 from areal_agent.engine.sglang.loader import SglangLoader
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport
 from areal_agent.engine.wire import EngineStats
+from areal_agent.engine_types import EngineInfo, GenerateRequest, GenerateResult, PauseMode, TokenChunk, Weights
 from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
-from areal_agent.types import (
-    EngineInfo,
-    GenerateRequest,
-    GenerateResult,
-    PauseMode,
-    TokenChunk,
-    Weights,
-    WeightVersion,
-)
+from areal_agent.types import WeightVersion
 
 HEALTH_TIMEOUT_S = 5.0
 

@@ -7,7 +7,8 @@ from areal_agent.engine import wire
 from areal_agent.engine.fields import as_integer, as_object, get
 from areal_agent.engine.foreign.weights import Served
 from areal_agent.engine.wire import EngineStats
-from areal_agent.types import EngineInfo, WeightVersion
+from areal_agent.engine_types import EngineInfo
+from areal_agent.types import WeightVersion
 
 LOADS = "/v1/loads"
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from areal_agent.engine.fields import WireError, as_ids, as_integer, as_member, as_numbers, as_object, get
 from areal_agent.engine.wire.versions import decode_spans
-from areal_agent.types import FinishReason, GenerateResult, JsonObject, TokenChunk, TopLogprobs
+from areal_agent.engine_types import GenerateResult, TokenChunk, TopLogprobs
+from areal_agent.types import FinishReason, JsonObject
 
 NEVER = -9999.0
 

@@ -10,7 +10,7 @@ from areal_agent.engine.transport import Transport
 from areal_agent.engine.vllm.answer import VllmAnswer
 from areal_agent.engine.vllm.info import ADAPTER
 from areal_agent.engine.vllm.sampling import encode_sampling
-from areal_agent.types import GenerateRequest
+from areal_agent.engine_types import GenerateRequest
 
 GENERATE = "/inference/v1/generate"
 ABORT_REQUESTS = "/abort_requests"

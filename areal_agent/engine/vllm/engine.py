@@ -45,16 +45,9 @@ from areal_agent.engine.vllm.info import (
 from areal_agent.engine.vllm.loader import VllmLoader
 from areal_agent.engine.vllm.receiver import VllmReceiver
 from areal_agent.engine.wire import EngineStats
+from areal_agent.engine_types import EngineInfo, GenerateRequest, GenerateResult, PauseMode, TokenChunk, Weights
 from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
-from areal_agent.types import (
-    EngineInfo,
-    GenerateRequest,
-    GenerateResult,
-    PauseMode,
-    TokenChunk,
-    Weights,
-    WeightVersion,
-)
+from areal_agent.types import WeightVersion
 
 HEALTH_TIMEOUT_S = 5.0
 

@@ -14,8 +14,8 @@ from areal_agent.engine.transport import Transport
 from areal_agent.engine.vllm import LAUNCHER
 from areal_agent.engine.vllm.loader import COLLECTIVE_RPC, VllmLoader
 from areal_agent.engine.wire.distributed_weights import encode_distributed
+from areal_agent.engine_types import DistributedWeights
 from areal_agent.errors import EngineError, WeightUpdateError
-from areal_agent.types import DistributedWeights
 
 FIRST_LOOK_S = 0.02
 LAST_LOOK_S = 0.5

@@ -6,7 +6,8 @@ not sent, here as anywhere: texts are cut by the gateway.
 
 from typing import Any
 
-from areal_agent.types import GenerateRequest, SamplingParams
+from areal_agent.engine_types import GenerateRequest
+from areal_agent.types import SamplingParams
 
 _OFF = SamplingParams()
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # ours, and vLLM's

@@ -3,7 +3,7 @@
 from typing import Any
 
 from areal_agent.engine.fields import as_member, as_object, get, refuse_unknown
-from areal_agent.types import PauseMode
+from areal_agent.engine_types import PauseMode
 
 ABORT_REQUEST = "/abort_request"
 PAUSE_GENERATION = "/pause_generation"

@@ -4,7 +4,7 @@ from typing import Any
 
 from areal_agent.engine.fields import as_integer, as_object, get, refuse_unknown
 from areal_agent.engine.wire.weights import decode_entries, encode_entries
-from areal_agent.types import CudaMemory, CudaWeights
+from areal_agent.engine_types import CudaMemory, CudaWeights
 
 _MEMORY = {"gpu", "handle", "offset", "num_bytes", "counter", "counter_offset", "event", "waits_for_event"}
 

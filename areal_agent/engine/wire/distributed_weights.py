@@ -4,7 +4,7 @@ from typing import Any
 
 from areal_agent.engine.fields import WireError, as_integer, as_number, as_object, get, refuse_unknown
 from areal_agent.engine.wire.weights import decode_entries, encode_entries
-from areal_agent.types import DistributedWeights
+from areal_agent.engine_types import DistributedWeights
 
 _FIELDS = {"host", "port", "name", "entries", "num_bytes", "bucket_bytes", "checksum", "timeout_s"}
 

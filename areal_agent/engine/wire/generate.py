@@ -10,7 +10,8 @@ from areal_agent.engine.fields import WireError, as_ids, as_integer, as_member, 
 from areal_agent.engine.wire.sampling import decode_sampling, encode_sampling
 from areal_agent.engine.wire.tokens import decode_tokens, encode_logprobs, top_entries
 from areal_agent.engine.wire.versions import decode_spans, encode_spans
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, JsonObject, TokenChunk
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
+from areal_agent.types import FinishReason, JsonObject
 
 GENERATE = "/generate"
 

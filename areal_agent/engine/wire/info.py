@@ -5,7 +5,8 @@ from typing import Any
 
 from areal_agent.engine.fields import WireError, as_integer, as_number, as_object, get
 from areal_agent.engine.wire.versions import decode_version
-from areal_agent.types import EngineInfo, JsonObject, WeightVersion
+from areal_agent.engine_types import EngineInfo
+from areal_agent.types import JsonObject, WeightVersion
 
 HEALTH = "/health"
 SERVER_INFO = "/server_info"

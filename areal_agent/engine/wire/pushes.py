@@ -19,15 +19,8 @@ from areal_agent.engine.wire.cuda_weights import decode_cuda, encode_cuda
 from areal_agent.engine.wire.distributed_weights import decode_distributed, encode_distributed
 from areal_agent.engine.wire.versions import decode_version
 from areal_agent.engine.wire.weights import decode_disk, decode_shared_memory, encode_disk, encode_shared_memory
-from areal_agent.types import (
-    CudaWeights,
-    DiskWeights,
-    DistributedWeights,
-    JsonObject,
-    SharedMemoryWeights,
-    Weights,
-    WeightVersion,
-)
+from areal_agent.engine_types import CudaWeights, DiskWeights, DistributedWeights, SharedMemoryWeights, Weights
+from areal_agent.types import JsonObject, WeightVersion
 
 BEGIN_PUSH = "/begin_weight_push"
 SEND_PUSH = "/send_weight_push"

@@ -15,7 +15,8 @@ from areal_agent.engine.fields import WireError, as_integer, as_object, decode_j
 from areal_agent.engine.wire.generate import finished
 from areal_agent.engine.wire.tokens import decode_tokens, encode_logprobs, top_entries
 from areal_agent.engine.wire.versions import decode_new_spans, encode_spans
-from areal_agent.types import GenerateResult, JsonObject, TokenChunk, TopLogprobs
+from areal_agent.engine_types import GenerateResult, TokenChunk, TopLogprobs
+from areal_agent.types import JsonObject
 
 STREAM_END = b"data: [DONE]\n\n"
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from areal_agent.engine.fields import WireError, as_ids, as_numbers, get
-from areal_agent.types import JsonObject, TokenChunk, TopLogprobs
+from areal_agent.engine_types import TokenChunk, TopLogprobs
+from areal_agent.types import JsonObject
 
 
 def encode_logprobs(chunk: TokenChunk) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from areal_agent.engine.fields import as_ids, as_integer, as_object, get, refuse_unknown
 from areal_agent.engine.wire.versions import decode_version
-from areal_agent.types import DiskWeights, JsonObject, SharedMemoryWeights, TensorEntry, WeightVersion
+from areal_agent.engine_types import DiskWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import JsonObject, WeightVersion
 
 UPDATE_FROM_DISK = "/update_weights_from_disk"
 UPDATE_FROM_SHARED_MEMORY = "/update_weights_from_shared_memory"

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
 from areal_agent.errors import EngineError
 from areal_agent.gateway.sampling import MAX_SEED
 from areal_agent.gateway.stats import Counters
 from areal_agent.protocols import Sampler
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, SamplingParams, TokenChunk
+from areal_agent.types import FinishReason, SamplingParams
 
 NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 """What a request gave that was ended before it gave anything."""

@@ -7,11 +7,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from areal_agent.engine_types import GenerateResult, TokenChunk, TopLogprobs
 from areal_agent.gateway.turns.reading import Reader
 from areal_agent.gateway.turns.stop import StopFinder
 from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer
 from areal_agent.tokens.detokenizer import Detokenizer
-from areal_agent.types import FinishReason, GenerateResult, TokenChunk, TopLogprobs
+from areal_agent.types import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

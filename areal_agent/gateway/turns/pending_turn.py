@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from areal_agent.engine_types import GenerateResult, TokenChunk
 from areal_agent.errors import EngineUnreachable
 from areal_agent.gateway.services import Services
 from areal_agent.gateway.turns.answer import TurnAnswer
@@ -22,7 +23,7 @@ from areal_agent.gateway.turns.turn_log import TurnLog
 from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer
 from areal_agent.tokens.answers.reader import THINK_END
 from areal_agent.tokens.tree import Prompt
-from areal_agent.types import Completion, FinishReason, GenerateResult, SamplingParams, TokenChunk
+from areal_agent.types import Completion, FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
 from areal_agent.observe.spans import SpanLog
 from areal_agent.protocols import Sampler
-from areal_agent.types import GenerateRequest, GenerateResult, TokenChunk
 
 
 class MeteredSampler:

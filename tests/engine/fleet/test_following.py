@@ -17,8 +17,9 @@ import pytest
 
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.engine.fleet.view import FleetView
+from areal_agent.engine_types import DiskWeights, TokenChunk
 from areal_agent.errors import EngineUnreachable
-from areal_agent.types import DiskWeights, TokenChunk, VersionSpan, WeightVersion
+from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.push import push
 
 from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.engine.fleet.partial import Partial
-from areal_agent.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, VersionSpan, WeightVersion
+from areal_agent.engine_types import GenerateRequest, TokenChunk
+from areal_agent.types import FinishReason, SamplingParams, VersionSpan, WeightVersion
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3)))  # version and length
 

@@ -15,8 +15,9 @@ import pytest
 
 from areal_agent.engine.fake import Operation
 from areal_agent.engine.fleet.member import MemberState
+from areal_agent.engine_types import DiskWeights, PauseMode
 from areal_agent.errors import EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import DiskWeights, FinishReason, PauseMode, WeightVersion
+from areal_agent.types import FinishReason, WeightVersion
 from areal_agent.weights.push import push
 
 from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens

@@ -17,7 +17,8 @@ import pytest
 from areal_agent.cluster.sglang import CONTEXT_MARGIN, start_sglang
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.sglang.engine import SglangEngine
-from areal_agent.types import DiskWeights, GenerateRequest, PauseMode, SharedMemoryWeights, TokenChunk, WeightVersion
+from areal_agent.engine_types import DiskWeights, GenerateRequest, PauseMode, SharedMemoryWeights, TokenChunk
+from areal_agent.types import WeightVersion
 from areal_agent.weights.push import push
 
 DEADLINE_S = 300.0  # only a hang is longer

@@ -12,8 +12,9 @@ import asyncio
 
 import pytest
 
+from areal_agent.engine_types import PauseMode
 from areal_agent.errors import EngineRejected
-from areal_agent.types import FinishReason, PauseMode, VersionSpan
+from areal_agent.types import FinishReason, VersionSpan
 
 from .conftest import Watched, until_one_waits
 

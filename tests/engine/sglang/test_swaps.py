@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from areal_agent.engine_types import PauseMode
 from areal_agent.errors import PushConflict, WeightUpdateError
 from areal_agent.manifest import MANIFEST, encode_manifest
-from areal_agent.types import PauseMode, VersionSpan
+from areal_agent.types import VersionSpan
 from areal_agent.weights.disk import DiskChannel
 
 from .conftest import Watched, until_one_waits

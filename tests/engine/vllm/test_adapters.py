@@ -20,8 +20,9 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.foreign.adapters import AdapterForm, begin_adapter
 from areal_agent.engine.foreign.tensors import read_shapes
 from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.engine_types import DiskWeights, PauseMode
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import DiskWeights, PauseMode, VersionSpan, WeightVersion
+from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.disk import DiskChannel
 
 from ..sglang.conftest import CONTEXT, DEADLINE_S, STARTUP_S, Stage, Watched

@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_agent.engine_types import PauseMode
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import PauseMode, VersionSpan, WeightVersion
+from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.push import push
 from areal_agent.weights.shared_memory import layout

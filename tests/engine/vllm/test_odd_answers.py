@@ -19,8 +19,9 @@ from aiohttp import web
 
 from areal_agent.cluster.vllm import StartedServer
 from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.engine_types import PauseMode
 from areal_agent.errors import EngineUnreachable, WeightUpdateError
-from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
+from areal_agent.types import FinishReason, VersionSpan, WeightVersion
 from areal_agent.weights.push import push
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (3, 4, 5))

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_agent.engine.vllm.engine import VllmEngine
 from areal_agent.engine.vllm.worker_extension import WeightLoading
+from areal_agent.engine_types import PauseMode
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import PauseMode, WeightVersion
+from areal_agent.types import WeightVersion
 from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.push import push
 from areal_agent.weights.shared_memory import layout
