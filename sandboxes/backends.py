@@ -30,20 +30,31 @@ _CONTAINERS: tuple[Isolation, _Start] = (Isolation.CONTAINER, DockerProvider.sta
 _JAILS: tuple[Isolation, _Start] = (Isolation.NAMESPACES, BubblewrapProvider.start)
 
 
-async def start_provider(backend: Backend, min_isolation: Isolation) -> Provider:
+async def start_provider(backend: Backend, min_isolation: Isolation | None) -> Provider:
     """The provider of a backend; nothing is left of one that isolates too little."""
     if backend not in BACKENDS:
         raise ValueError(f"sandbox backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
-    if backend == "auto":
-        return await start_strongest((_CONTAINERS, _JAILS), min_isolation)
-    if backend == "embedded":
-        return await start_strongest((_JAILS,), min_isolation)
-    refuse_less(backend, ISOLATION_OF[backend], min_isolation)
+    if backend in ("auto", "embedded"):
+        isolating = (_CONTAINERS, _JAILS) if backend == "auto" else (_JAILS,)
+        return await start_strongest(isolating, least_isolation(backend, min_isolation))
+    refuse_less(backend, ISOLATION_OF[backend], least_isolation(backend, min_isolation))
     if backend == "docker":
         return await DockerProvider.start()
     if backend == "subprocess":
         return await SubprocessProvider.start()
     return await BubblewrapProvider.start((Walls.NAMESPACES,) if backend == "namespaces" else tuple(Walls))
+
+
+def least_isolation(backend: Backend, min_isolation: Isolation | None) -> Isolation:
+    """What there must be. Plain processes have to be asked for: by their name, or by a `min_isolation` that lets `auto`
+    and `embedded` fall back on them.
+
+    >>> least_isolation("auto", None), least_isolation("auto", Isolation.NONE), least_isolation("subprocess", None)
+    (<Isolation.NAMESPACES: 'namespaces'>, <Isolation.NONE: 'none'>, <Isolation.NONE: 'none'>)
+    """
+    if min_isolation is not None:
+        return min_isolation
+    return Isolation.NAMESPACES if backend in ("auto", "embedded") else Isolation.NONE
 
 
 async def start_strongest(isolating: Sequence[tuple[Isolation, _Start]], min_isolation: Isolation) -> Provider:
@@ -67,5 +78,5 @@ def refuse_less(backend: str, isolation: Isolation, min_isolation: Isolation) ->
     if not isolation.covers(min_isolation):
         raise SandboxError(
             f"min_isolation is {min_isolation.value!r}, the {backend} backend gives only {isolation.value!r}; "
-            "use a stronger backend, or ask for less"
+            f"use a stronger backend, or ask for less (min_isolation={isolation.value!r})"
         )

@@ -25,7 +25,7 @@ DESCRIPTORS_OF_HOST = 128
 async def open_pool(
     *,
     backend: Backend,
-    min_isolation: Isolation | str = Isolation.NONE,
+    min_isolation: Isolation | str | None = None,
     wall_s: float = DEFAULTS.wall_s,
     memory_bytes: int = DEFAULTS.memory_bytes,
     output_bytes: int = DEFAULTS.output_bytes,
@@ -35,12 +35,13 @@ async def open_pool(
     """Open a pool; leaving it kills every program and removes every file.
 
     `auto` takes the strongest backend that works here and logs which. SandboxError when it isolates less than
-    `min_isolation`, or when the backend that is named does not work here. `max_concurrent`: programs at once;
-    `max_idle`: sandboxes that stand ready, at most.
+    `min_isolation`, or when the backend that is named does not work here. None: `auto` and `embedded` do not fall back
+    on plain processes. `max_concurrent`: programs at once; `max_idle`: sandboxes that stand ready, at most.
     """
     check_max_concurrent(max_concurrent)
     limits = Limits(wall_s=wall_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    pool = Pool(await start_provider(backend, Isolation(min_isolation)), limits, max_concurrent, max_idle)
+    least = None if min_isolation is None else Isolation(min_isolation)
+    pool = Pool(await start_provider(backend, least), limits, max_concurrent, max_idle)
     try:
         yield pool
     finally:

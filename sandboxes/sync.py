@@ -48,7 +48,7 @@ class LoopThread:
 def open_pool(
     *,
     backend: Backend,
-    min_isolation: Isolation | str = Isolation.NONE,
+    min_isolation: Isolation | str | None = None,
     wall_s: float = pool.DEFAULTS.wall_s,
     memory_bytes: int = pool.DEFAULTS.memory_bytes,
     output_bytes: int = pool.DEFAULTS.output_bytes,

@@ -76,6 +76,12 @@ def judge(config: SandboxConfig, found: Mapping[str, str | None]) -> Finding:
             f"sandbox.backend {backend}: no isolation works here, so programs would only be limited ({causes})",
             "see python -m sandboxes doctor; nothing to do where the workflow opens no sandbox",
         )
+    if backend in FALLING_BACK and config.min_isolation is None:
+        return _finding(
+            State.WARN,
+            f"sandbox.backend {backend}: no isolation works here, so a workflow that opens a sandbox fails ({causes})",
+            "see python -m sandboxes doctor; sandbox.min_isolation=none limits programs without isolating them",
+        )
     return _finding(
         State.FAIL, f"sandbox.backend {backend}: {causes}", "see python -m sandboxes doctor, or another backend"
     )

@@ -86,9 +86,10 @@ class SandboxConfig(Section):
     backend: Literal["auto", "embedded", "docker", "bubblewrap", "namespaces", "subprocess"] = "embedded"
     """`docker` runs containers, `bubblewrap` and `namespaces` are jails, `subprocess` limits time, memory and output
     and does not isolate (see sandboxes/README.md). `auto` takes the strongest that works on this machine, `embedded`
-    a jail, or a warning and `subprocess` where none works."""
-    min_isolation: Literal["none", "process", "namespaces", "container", "vm"] = "none"
-    """A run whose sandboxes would isolate less is an error."""
+    a jail."""
+    min_isolation: Literal["none", "process", "namespaces", "container", "vm"] | None = None
+    """Sandboxes that would isolate less are an error. `none` and `process` let `auto` and `embedded` fall back on
+    `subprocess`, with a warning, where no isolation works; null does not."""
     wall_s: Annotated[float, Field(gt=0)] = 5.0
     """Seconds that one program may run."""
     memory_bytes: Annotated[int, Field(ge=16 * 2**20)] = 256 * 2**20

@@ -74,6 +74,7 @@ NOTHING: Mapping[str, str | None] = {
         (SandboxConfig(backend="bubblewrap"), "walls by namespaces", State.OK),
         (SandboxConfig(backend="namespaces"), "walls by bubblewrap", State.FAIL),
         (SandboxConfig(backend="embedded"), "containers", State.WARN),
+        (SandboxConfig(backend="embedded", min_isolation="none"), "containers", State.WARN),
         (SandboxConfig(backend="embedded", min_isolation="namespaces"), "containers", State.FAIL),
         (SandboxConfig(backend="auto"), "containers", State.OK),
         (SandboxConfig(backend="subprocess"), "containers", State.WARN),
