@@ -10,6 +10,7 @@
     │   ├── EngineRejected     it answered that the request is wrong
     │   │   └── ServerRefused  a server may not join the others of an engine, or not leave them
     │   └── WeightUpdateError  it did not take new weights; the old version is still serving
+    │       ├── EnginesGone    no server was left in the middle of a push
     │       └── PushConflict   another push of weights is open, or this one is not
     ├── TrainerError           the trainer process answered with a failure
     ├── WorkerError            a rollout worker answered with a failure
@@ -78,6 +79,10 @@ class ServerRefused(EngineRejected):
 
 class WeightUpdateError(EngineError):
     """The engine did not take new weights. Its old version is still serving."""
+
+
+class EnginesGone(WeightUpdateError):
+    """No server was left in the middle of a push. It may be made again once one serves."""
 
 
 class PushConflict(WeightUpdateError):

@@ -13,9 +13,13 @@ from contextlib import AbstractAsyncContextManager
 from typing import Literal
 
 from areal_agent.engine_types import PauseMode, Weights
+from areal_agent.errors import EnginesGone
 from areal_agent.protocols import WeightReceiver
 from areal_agent.types import WeightVersion
-from areal_agent.weights.push import PushReport, push
+from areal_agent.weights.push import PushReport, new_push_id, push
+
+MAX_ATTEMPTS = 3
+"""How often a push is made whose engines are gone in the middle of it: it may be what kills them."""
 
 OnPush = Literal["interrupt", "turn_boundary", "drain"]
 
@@ -28,7 +32,14 @@ async def push_under(
     *,
     drained: Callable[[], AbstractAsyncContextManager[None]],
 ) -> PushReport:
-    """As `push`. Inside `drained()` no rollout is under way, and none begins."""
+    """As `push`, made again where the engines are gone in the middle of it: they may be started again.
+
+    Inside `drained()` no rollout is under way, and none begins.
+    """
     async with drained() if policy == "drain" else contextlib.nullcontext():
         mode = PauseMode.RETRACT if policy == "interrupt" else PauseMode.WAIT
-        return await push(receivers, weights, version, mode)
+        push_id = new_push_id()
+        for _ in range(MAX_ATTEMPTS - 1):
+            with contextlib.suppress(EnginesGone):
+                return await push(receivers, weights, version, mode, push_id=push_id)
+        return await push(receivers, weights, version, mode, push_id=push_id)

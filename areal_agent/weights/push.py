@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_agent.engine_types import PauseMode, Weights
-from areal_agent.errors import EngineError, WeightUpdateError
+from areal_agent.errors import EngineError, EnginesGone, WeightUpdateError
 from areal_agent.protocols import WeightReceiver
 from areal_agent.types import WeightVersion
 
@@ -34,18 +34,35 @@ class PushReport:
     stall_s: float
 
 
+def new_push_id() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Failure:
+    """Of one receiver at one step."""
+
+    text: str
+    is_gone: bool
+
+
 async def push(
     receivers: Sequence[WeightReceiver],
     weights: Weights,
     version: WeightVersion,
     mode: PauseMode = PauseMode.RETRACT,
+    *,
+    push_id: str | None = None,
 ) -> PushReport:
     """Swap the weights of all receivers at once, each at a token boundary.
 
+    One that is made again has the id of before: it takes the place of what a receiver has left of that.
+
     Raises WeightUpdateError naming each receiver that failed, at which step and how; the others serve `version` if the
-    commit was reached. Every receiver has been told to resume by then, also when this call is cancelled.
+    commit was reached. EnginesGone when each that failed was gone: then it may be made again. Every receiver has been
+    told to resume by then, also when this call is cancelled.
     """
-    push_id = secrets.token_hex(8)
+    push_id = push_id or new_push_id()
     started_s = time.perf_counter()
     try:
         failures = await _failures("begin", [receiver.begin_push(push_id) for receiver in receivers])
@@ -70,7 +87,7 @@ async def _swap(
     sent_s: float,
 ) -> PushReport:
     paused_s = committed_s = sent_s
-    failures: list[str] = []
+    failures: list[_Failure] = []
     try:
         failures += await _failures("pause", [receiver.pause(mode) for receiver in receivers])
         paused_s = committed_s = time.perf_counter()
@@ -92,20 +109,28 @@ async def _swap(
     )
 
 
-def _failed(version: WeightVersion, receivers: Sequence[WeightReceiver], failures: Sequence[str]) -> WeightUpdateError:
-    return WeightUpdateError(f"the push of version {version} to {len(receivers)} engine(s): {'; '.join(failures)}")
+def _failed(
+    version: WeightVersion, receivers: Sequence[WeightReceiver], failures: Sequence[_Failure]
+) -> WeightUpdateError:
+    kind = EnginesGone if all(failure.is_gone for failure in failures) else WeightUpdateError
+    causes = "; ".join(failure.text for failure in failures)
+    return kind(f"the push of version {version} to {len(receivers)} engine(s): {causes}")
 
 
-async def _failures(what: str, calls: Sequence[Coroutine[Any, Any, None]]) -> list[str]:
+async def _failures(what: str, calls: Sequence[Coroutine[Any, Any, None]]) -> list[_Failure]:
     """Await all calls, one a receiver, and tell which failed; an error that is no engine's is raised."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, EngineError):
             raise result
-    return [f"engine {index}: {what} failed: {result}" for index, result in enumerate(results) if result is not None]
+    return [
+        _Failure(text=f"engine {index}: {what} failed: {result}", is_gone=isinstance(result, EnginesGone))
+        for index, result in enumerate(results)
+        if result is not None
+    ]
 
 
-async def _to_the_end(work: Coroutine[Any, Any, list[str]]) -> list[str]:
+async def _to_the_end(work: Coroutine[Any, Any, list[_Failure]]) -> list[_Failure]:
     """Await `work`; a cancellation waits for it before it goes on."""
     task = asyncio.ensure_future(work)
     try:

@@ -93,6 +93,7 @@ class Keeper:
                 await bring_to(self._member.engine, due, is_label_believed=not is_new)
             if not self._standard.is_changing and self._standard.due is due:
                 break
+        self._standard.check(self._member.url, info)  # another process may have spoken meanwhile
         self._member.version = info.weight_version if due is None else due.version
         self._member.heard_s = self._now()
         self._roster.serve(self._member)

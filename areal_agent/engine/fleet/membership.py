@@ -58,7 +58,8 @@ class Membership:
             raise ServerRefused(f"{member.url} {how}", code="known_server")
         self._roster.enter(member)
         try:
-            await Keeper(member, self._roster, self._standard, self._patience).bring_back(is_new=True)
+            keeper = Keeper(member, self._roster, self._standard, self._patience)
+            await member.ask(lambda _: keeper.bring_back(is_new=True))  # a removal takes it away
         except BaseException as error:
             self._roster.forget(member)
             await member.engine.aclose()

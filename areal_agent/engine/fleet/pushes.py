@@ -20,7 +20,7 @@ from areal_agent.engine.fleet.patience import Patience
 from areal_agent.engine.fleet.roster import Roster
 from areal_agent.engine.fleet.versions import Versions
 from areal_agent.engine_types import PauseMode, Weights
-from areal_agent.errors import EngineError, EngineUnreachable, PushConflict, WeightUpdateError
+from areal_agent.errors import EngineError, EnginesGone, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.types import WeightVersion
 
 
@@ -125,8 +125,9 @@ class FleetPushes:
         self._roster.ring()
 
     async def abort(self, push_id: str) -> None:
-        """Forget a push. One that is not open is no error, nor is a server that does not hear of it."""
-        await self._ask(self._present(), lambda engine: _abort(engine, push_id, self._patience.abort_s))
+        """Forget a push, also where it has failed. One that is not open is no error, nor is a server that is gone."""
+        members = self._taking_part if self.is_changing else self._roster.serving
+        await self._ask(members, lambda engine: _abort(engine, push_id, self._patience.abort_s))
         if self._push is not None and self._push.id == push_id:
             self._push = None
             self._settle()
@@ -183,7 +184,10 @@ class FleetPushes:
         return [member for member in members if member.state is MemberState.SERVING]
 
     async def _tell_all(self, what: str, call: Callable[[MemberEngine], Coroutine[Any, Any, None]]) -> None:
-        """Quarantine who fails. Raises WeightUpdateError when all do: then the old version serves, where any does."""
+        """Quarantine who fails. Raises WeightUpdateError when all do: then the old version serves, where any does.
+
+        EnginesGone when none of them answers any more.
+        """
         members = self._present()
         failures = await self._ask(members, call)
         has_failed = len(failures) == len(members)
@@ -215,6 +219,10 @@ async def _abort(engine: MemberEngine, push_id: str, timeout_s: float) -> None:
 
 
 def _failure_of_all(what: str, failures: Mapping[Member, EngineError]) -> WeightUpdateError:
-    kind = PushConflict if any(isinstance(error, PushConflict) for error in failures.values()) else WeightUpdateError
+    kind = WeightUpdateError
+    if all(isinstance(error, EngineUnreachable) for error in failures.values()):
+        kind = EnginesGone
+    elif any(isinstance(error, PushConflict) for error in failures.values()):
+        kind = PushConflict
     causes = "; ".join(f"{member.url}: {error}" for member, error in failures.items())
     return kind(f"{what} failed at every server: {causes or 'none is left that takes part'}")

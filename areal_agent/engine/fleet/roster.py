@@ -55,8 +55,9 @@ class Roster:
         self.ring()
 
     def forget(self, member: Member) -> None:
-        """It is gone."""
-        self._members.pop(member.url, None)
+        """It is gone; another one may be at its URL by now."""
+        if self._members.get(member.url) is member:
+            del self._members[member.url]
         self.ring()
 
     # ------------------------------------------------------------------------------------------------ states

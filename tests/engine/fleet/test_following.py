@@ -1,6 +1,7 @@
 """A fleet in another process than the one that pushes, as a rollout worker has it; and tokens of weights of nobody's:
 
 - who is out there is out here at once, and its requests move; it serves again at the first word of it
+- one that is out there while it is being taken back here is not taken back
 - who has joined or left there joins or leaves here; what a leaving one has in hand ends there
 - a view is told of: it changes with states, with members, and before the first token of a new version
 - tokens of a version that was never given are not recorded: another server samples them, or a watched answer fails
@@ -48,6 +49,26 @@ async def test_who_is_out_there_is_out_here_and_back_at_once(stage: Stage):
     assert stage.report(stage.one).reason == "http://one is out: it missed a push"
     stage.fleet.follow(view(*URLS))
     await stage.until_serving(stage.one)
+
+
+async def test_who_is_out_there_while_it_is_taken_back_stays_out(stage: Stage):
+    stage.fleet.follow(view(*URLS))
+    stage.one.kill()
+    await stage.until(lambda: stage.state(stage.one) is not MemberState.SERVING)
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def health() -> bool:
+        is_asked.set()
+        await may_answer.wait()
+        return True
+
+    stage.one.health = health  # type: ignore[method-assign]
+    stage.one.restart(OLD)
+    await is_asked.wait()
+    stage.fleet.follow(view(URLS[1], out={URLS[0]: "it missed a push"}))
+    may_answer.set()
+    await stage.until(lambda: stage.state(stage.one) is not MemberState.CATCHING_UP)
+    assert stage.report(stage.one).reason == "http://one is out: it missed a push"
 
 
 async def test_who_joins_and_leaves_there_does_so_here(open_stage):

@@ -7,7 +7,8 @@
 - where others push, nobody is touched: whoever stays behind comes last
 - a server is added, once, and not within a push: verified, brought to the weights whatever it served before, and only
   then asked; what is wrong with it is an error
-- a server is removed, and not within a push: what it has ends there, or moves; the last one that serves stays
+- a server is removed, and not within a push: what it has ends there, or moves; the last one that serves stays; one that
+  is being added is not added
 """
 
 import asyncio
@@ -279,6 +280,21 @@ async def test_who_is_found_ahead_is_brought_back_to_what_is_due(stage):
     await stage.until(lambda: stage.one.fake.version == NEW)
     await stage.until_serving(stage.one)
     assert stage.one.loaded == [(MODEL, ZERO)]
+
+
+async def test_one_that_is_removed_while_it_is_added_is_not_added(open_stage):
+    spare = Server(URLS[1])
+    spare.answers.clear()
+    async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
+        stage.fleet.begin_with(MODEL, OLD)
+        adding = asyncio.ensure_future(stage.fleet.add(spare.base_url))
+        await stage.until(lambda: spare.num_infos > 0)
+        await stage.fleet.remove(spare.base_url)
+        spare.answers.set()
+        with pytest.raises(EngineUnreachable, match="http://two is being removed"):
+            await adding
+        assert spare.loaded == []
+        assert [one.url for one in stage.fleet.report()] == [URLS[0]]
 
 
 async def test_the_same_server_is_added_once(open_stage):

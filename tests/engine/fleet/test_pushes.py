@@ -3,26 +3,30 @@
 - all take them; one that fails at any step is quarantined with the reason, the others serve them, and it follows
 - where all fail nobody is quarantined, and the old version serves everywhere
 - a label that does not move is a failure; nobody who missed a version samples in the meantime
+- where nobody is left at any step it is made again once one serves, up to three times
 - with nobody serving a push waits; nobody joins while one is open; one that hangs in it does not hold up the others
 - the next push begins after one whose sender vanished; a push that is not open is a conflict
 - a pause that aborts gives what there is; requests of a server that falls in a push move, and go on after it
 """
 
 import asyncio
+import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from areal_agent.engine.fake import Operation
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.engine_types import DiskWeights, PauseMode
-from areal_agent.errors import EngineUnreachable, PushConflict, WeightUpdateError
+from areal_agent.errors import EnginesGone, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.types import FinishReason, WeightVersion
+from areal_agent.weights.policies import MAX_ATTEMPTS, push_under
 from areal_agent.weights.push import push
 
 from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
-WEIGHTS = DiskWeights(path="weights-8")
+MODEL, WEIGHTS = Path("model"), DiskWeights(path="weights-8")
 STEPS = [Operation.BEGIN_PUSH, Operation.SEND_PUSH, Operation.PAUSE, Operation.COMMIT_PUSH, Operation.RESUME]
 FAILURES = [EngineUnreachable("no answer"), WeightUpdateError("will not")]
 
@@ -78,6 +82,34 @@ async def test_where_all_fail_the_old_version_serves(stage, step):
     answer = stage.start(ask())
     await stage.until(lambda: bool(stage.one.fake.step(100) + stage.two.fake.step(100)))
     assert (await answer).token_ids == tokens(ask(), 8)
+
+
+async def push_again(stage: Stage) -> None:
+    """As a run does."""
+    await push_under("interrupt", [stage.fleet], WEIGHTS, NEW, drained=contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_where_nobody_is_left_it_is_made_again(open_stage, step):
+    async with open_stage(Server(URLS[0])) as stage:
+        stage.fleet.begin_with(MODEL, OLD)
+        stage.one.fake.fail_next(step, EngineUnreachable("no answer"))
+        await push_again(stage)
+        await stage.until_serving(stage.one)
+        assert (stage.one.fake.version, stage.one.fake.paused) == (NEW, None)
+
+
+async def test_where_nobody_is_left_three_times_it_fails(open_stage):
+    async with open_stage(Server(URLS[0])) as stage:
+        stage.fleet.begin_with(MODEL, OLD)
+        for _ in range(MAX_ATTEMPTS):
+            stage.one.fake.fail_next(Operation.SEND_PUSH, EngineUnreachable("no answer"))
+        with pytest.raises(EnginesGone, match="send failed at every server: http://one: no answer"):
+            await push_again(stage)
+        await stage.until_serving(stage.one)
+        assert (stage.one.fake.version, stage.one.fake.paused) == (OLD, None)
+        await push_again(stage)
+        assert stage.one.fake.version == NEW
 
 
 async def test_who_missed_a_version_does_not_sample(stage):
