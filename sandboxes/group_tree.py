@@ -26,6 +26,8 @@ RETRIES_A_GROUP = 3
 """How many of those that were still dying are tried again when one is removed: all would hold up the next."""
 MAX_IDLE = 32
 """Groups that wait for a program."""
+MAX_OPEN = 8
+"""Groups that stay open from one program to the next: each has some seven descriptors."""
 KEEPER = """
 read -r _
 for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
@@ -53,7 +55,7 @@ class GroupTree:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="control-groups")
         self._num_made = 0
         self._is_closed = False
-        self._num_out = 0  # of programs that run
+        self._open: set[ControlGroup] = set()  # those that stay so
         self._idle: deque[ControlGroup] = deque()
         self._dying: deque[ControlGroup] = deque()  # of the thread
 
@@ -97,15 +99,16 @@ class GroupTree:
         except OSError as error:
             self._drop(group)
             raise SandboxError(f"a control group could not be opened: {error}") from error
-        self._num_out += 1
-        group.stays_open = self._num_out <= MAX_IDLE  # a thousand at once would need too many descriptors
+        if len(self._open) < MAX_OPEN:
+            self._open.add(group)
+        group.stays_open = group in self._open
         return group
 
     def give_back(self, group: ControlGroup) -> None:
         """To the next program, or to be removed when its last process is gone."""
-        self._num_out -= 1
-        group.close_descriptors()
         if group.is_as_new():
+            if not group.stays_open:
+                group.close()
             self._idle.append(group)
             if len(self._idle) <= MAX_IDLE:
                 return
@@ -122,11 +125,13 @@ class GroupTree:
         await self._keeper.wait()
 
     def _pop_idle(self, bounds: Bounds) -> ControlGroup | None:
-        for group in reversed(self._idle):
-            if group.bounds == bounds:
-                self._idle.remove(group)
-                return group
-        return None
+        """The last that was used, of those that are open if there are any."""
+        fitting = [group for group in reversed(self._idle) if group.bounds == bounds]
+        if not fitting:
+            return None
+        group = next((one for one in fitting if one.stays_open), fitting[0])
+        self._idle.remove(group)
+        return group
 
     async def _made(self, bounds: Bounds) -> ControlGroup:
         making = self._loop.run_in_executor(self._thread, self._make, bounds)
@@ -142,9 +147,9 @@ class GroupTree:
             self._drop(making.result())
 
     def _drop(self, group: ControlGroup) -> None:
-        if self._is_closed:  # the keeper removes all
-            group.close()
-        else:
+        self._open.discard(group)
+        group.close()
+        if not self._is_closed:  # else the keeper removes all
             self._thread.submit(self._remove, group)
 
     def _make(self, bounds: Bounds) -> ControlGroup:

@@ -87,6 +87,8 @@ class LaunchedCell:
             self._executions.add(execution)
             try:
                 result = await self._run(execution, turn, request, stdin, limits.output_bytes)
+            except OSError as error:  # of this process, which may have too many files open; the program did nothing
+                raise SandboxError(f"a program could not be run: {error}") from error
             finally:
                 if not execution.is_running:
                     self._executions.discard(execution)  # a cancelled one is still dying: `close` waits for it

@@ -25,13 +25,12 @@ class BoundedOutput:
         self._write_ends: list[int] = []
 
     def __enter__(self) -> Self:
-        for _ in ("stdout", "stderr"):
-            read_end, write_end = os.pipe()
-            self._write_ends.append(write_end)
-            self._chunks[read_end] = []
-            os.set_blocking(read_end, False)
-            self._open.add(read_end)
-            self._loop.add_reader(read_end, self._read, read_end)
+        try:
+            for _ in ("stdout", "stderr"):
+                self._open_pipe()
+        except OSError:  # no descriptor is left: the first pipe must not stay
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -62,6 +61,14 @@ class BoundedOutput:
                 pass
         stdout, stderr = (b"".join(chunks) for chunks in self._chunks.values())
         return stdout, stderr
+
+    def _open_pipe(self) -> None:
+        read_end, write_end = os.pipe()
+        self._write_ends.append(write_end)
+        self._chunks[read_end] = []
+        os.set_blocking(read_end, False)
+        self._open.add(read_end)
+        self._loop.add_reader(read_end, self._read, read_end)
 
     def _read(self, read_end: int) -> bool:
         """Read once; whether there may be more."""

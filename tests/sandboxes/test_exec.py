@@ -8,13 +8,17 @@ that cannot be run with 126; 11. the environment has PATH, HOME, TMPDIR and what
 written; 13. a megabyte of honest output within the bound is whole; 14. time and memory are measured; 15. text that the
 system cannot take is the program's failure; 16. a string for argv, bytes for source, a `cwd` outside and an empty argv
 are refused; 17. the standard streams and the handler of Ctrl-C are those of a Python that has just started, be stdin a
-file or a pipe.
+file or a pipe; 18. where this process has too few descriptors left, that is the sandbox's failure, and none is lost.
 """
 
-from collections.abc import AsyncIterator
+import os
+import resource
+from collections.abc import AsyncIterator, Generator
+from contextlib import contextmanager
 
 import pytest
 
+from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
 from sandboxes.jail import interpreter
 
@@ -179,3 +183,39 @@ async def test_streams_are_those_of_a_python_that_has_just_started(box: Sandbox)
     said = [chunk async for chunk in talking.stdout]
     assert b"".join(said) == b"".join([chunk async for chunk in expected.stdout])
     assert (await talking.wait()).is_ok
+
+
+@contextmanager
+def descriptors_left(number: int) -> Generator[None, None, None]:
+    """So many more may this process open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(number)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        for descriptor in taken[len(taken) - number :]:
+            os.close(descriptor)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken[: len(taken) - number]:
+            os.close(descriptor)
+
+
+async def test_too_few_descriptors(box: Sandbox) -> None:
+    assert (await box.exec(["true"])).is_ok
+    before = len(os.listdir("/proc/self/fd"))
+    num_refused = 0
+    for number in range(12):
+        with descriptors_left(number):
+            try:
+                assert (await box.exec(["true"])).is_ok
+            except SandboxError as error:
+                assert "Too many open files" in str(error)
+                num_refused += 1
+    assert (await box.exec(["true"])).is_ok
+    assert num_refused
+    assert len(os.listdir("/proc/self/fd")) <= before
