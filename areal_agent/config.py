@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from areal_agent.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, before_preset
 from areal_agent.command import nearest
 from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.vllm import ADAPTER_RANKS
 from areal_agent.errors import ConfigError
 from areal_agent.observe.config import ObserveConfig
 from areal_agent.rollout.config import EvalConfig, RolloutConfig, SandboxConfig
@@ -240,6 +241,11 @@ def require_adapters_applied(config: Config) -> None:
         raise ValueError(
             "trainer.lora.push is 'adapter', which is for vLLM's servers that the run starts (engine.backend vllm "
             "without engine.urls); use 'merged'"
+        )
+    if lora.rank > ADAPTER_RANKS[-1]:
+        raise ValueError(
+            f"trainer.lora.push is 'adapter' and trainer.lora.rank {lora.rank}, where vLLM has room for "
+            f"{ADAPTER_RANKS[-1]}; lower it, or use 'merged'"
         )
     if config.trainer.transfer not in ("shared_memory", "disk"):
         raise ValueError(

@@ -10,7 +10,7 @@ from areal_agent.cluster.servers import Launch, start_servers
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.foreign.adapters import is_adapter, read_form
 from areal_agent.engine.gpus import visible_gpus
-from areal_agent.engine.vllm import LAUNCHER
+from areal_agent.engine.vllm import ADAPTER_RANKS, LAUNCHER
 from areal_agent.engine.vllm.engine import VllmEngine
 from areal_agent.engine.vllm.info import ADAPTER
 from areal_agent.errors import EngineError, EngineUnreachable
@@ -21,10 +21,6 @@ MAX_LOGPROBS = 32
 
 BLOCK_TOKENS = 32
 """What keys and values are kept by, where `kv_tokens` says how many: a CPU wants multiples of it, a GPU takes them."""
-
-
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters, as vLLM makes room for them."""
 
 
 class StartedServer:
@@ -79,7 +75,7 @@ def _command(config: EngineConfig, model: Path, port: int) -> Sequence[str]:
         num_blocks = -(-config.kv_tokens // BLOCK_TOKENS) + 1  # one stands for none
         options |= {"--block-size": str(BLOCK_TOKENS), "--num-gpu-blocks-override": str(num_blocks)}
     if form is not None:
-        options |= {"--max-lora-rank": str(next(rank for rank in RANKS if rank >= form.rank))}
+        options |= {"--max-lora-rank": str(next(rank for rank in ADAPTER_RANKS if rank >= form.rank))}
         options |= {"--lora-modules": f"{ADAPTER}={os.path.abspath(model)}"}
     flags = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *(["--enable-lora"] if form else []))
     return [

@@ -108,13 +108,14 @@ class DistributedChannel:
                 continue
             if request is None:
                 return
-            thread = threading.Thread(target=self._send, args=(self._client(), request), name="a transfer", daemon=True)
+            thread = threading.Thread(target=self._send, args=(request,), name="a transfer", daemon=True)
             self._sending = [*(one for one in self._sending if one.is_alive()), thread]
             thread.start()
 
-    def _send(self, store: Store, request: Request) -> None:
+    def _send(self, request: Request) -> None:
         held = self._held
         try:
+            store = self._client()
             if held is None or held[0] != request.what:
                 refuse(store, request, "the trainer has newer weights by now, and offers these no more")
                 return

@@ -12,12 +12,13 @@
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -280,6 +281,14 @@ def test_other_weights_than_those_that_the_run_began_with_are_refused(trained, l
     _, saved = trained
     with pytest.raises(ConfigError, match="were trained beside other weights than those that were loaded now"):
         load_trainer(saved, saved, algorithm=REFERRED)  # merged already
+
+
+def test_weights_that_are_a_little_other_are_refused(trained, load_trainer, model_folder, tmp_path):
+    other = shutil.copytree(model_folder, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 1.0005 * one for name, one in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="were trained beside other weights than those that were loaded now"):
+        load_trainer(trained[1], other, algorithm=REFERRED)
 
 
 # ----------------------------------------------------------------------------------------------- the layers

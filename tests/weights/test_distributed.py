@@ -4,7 +4,8 @@
 - Who asks late, or with others at once, is sent the same; who asks for what was written before is refused.
 - What is damaged on its way is refused; so is a record of weights that do not lie where it says.
 - A server that fails costs nobody else: others are sent the weights meanwhile.
-- What a stranger writes into the store ends nothing. Nobody listens but at the address that was asked for.
+- Requests that come at once are all heard, and what a stranger writes into the store ends nothing.
+- Nobody listens but at the address that was asked for.
 - Parameters of another model are refused. After `close` nothing is sent, and nothing is left running.
 """
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_agent.engine.embedded.transfer_group import Request, ask, connect
+from areal_agent.engine.embedded.transfer_group import Request, ask, connect, next_request, open_store
 from areal_agent.engine.embedded.weight_bytes import BLOCK_BYTES
 from areal_agent.engine.embedded.weights import WeightLayout, take_distributed_weights
 from areal_agent.engine_types import DistributedWeights
@@ -148,14 +149,20 @@ def test_a_trainer_that_is_gone_is_told(channel):
 def test_what_a_stranger_writes_ends_nothing(channel, text):
     weights = channel.write(parameters(1))
     store = connect(weights.host, weights.port, DEADLINE_S)
-    store.set(f"request/{store.add('requests', 1)}", text)
+    number = int(store.get("next"))
+    while store.compare_set(f"request/{number}", "", text) != text.encode():
+        number += 1
     assert is_of(as_taken(weights), 1)
 
 
-def test_one_that_dies_in_the_middle_of_its_request_holds_up_nobody(channel):
-    weights = channel.write(parameters(1))
-    connect(weights.host, weights.port, DEADLINE_S).add("requests", 1)
-    assert is_of(as_taken(weights), 1)
+def test_requests_that_come_at_once_take_numbers_without_a_gap():
+    store = open_store(HOST, DEADLINE_S)
+    sent = [Request(what="w", group=str(number), num_members=1) for number in range(20)]
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(lambda one: ask(connect(HOST, store.port, DEADLINE_S), one), one) for one in sent]
+        found = [next_request(store, number) for number in range(1, 21)]
+        assert [one.result() for one in asking] == [None] * 20
+    assert sorted(found, key=sent.index) == sent
 
 
 def test_it_listens_at_its_address_alone(channel):

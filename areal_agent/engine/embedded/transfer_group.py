@@ -2,7 +2,7 @@
 
     a server's processes, 1, 2, ...             the trainer's store (TCP)             the trainer, 0
     take a number each                      ─▶  GROUP/members
-    the first one of them asks              ─▶  request/N                        ─▶   waits for the next request
+    the first one of them asks              ─▶  request/N, the next one free     ─▶   waits for it, NEXT
     say on which GPU they are               ─▶  GROUP/gpu/NUMBER                 ─▶   NCCL where each has its own; else
                                                                                       gloo, over the hosts' memory
     wait for the answer                     ◀─  GROUP/answer                     ◀─   which of them, or why neither
@@ -35,8 +35,10 @@ FROZEN = 2
 POLL_S = 0.001
 """Between two looks at a transfer from GPU to GPU, for which torch would wait without a time limit."""
 
-LOOK = timedelta(seconds=2)
-"""Between two looks whether somebody has died in the middle of a request."""
+NEXT = "next"
+"""Of the store: the number of the request that the trainer waits for. All before have been written."""
+LONG = timedelta(days=1)
+"""A wait without an end: torch writes two warnings about each that ends without anything."""
 
 c10d = cast(Any, torch.distributed)  # little of what is used of it has types
 Store = Any
@@ -67,16 +69,22 @@ def connect(host: str, port: int, timeout_s: float) -> Store:
 
 
 def ask(store: Store, request: Request | None) -> None:
-    """Put a request behind those that are there; None: nobody has to wait for another one."""
-    store.set(f"request/{store.add('requests', 1)}", json.dumps(asdict(request) if request else None))
+    """Put a request behind those that are there; None: nobody has to wait for another one.
+
+    A number is taken by writing the request: nobody dies in between, and leaves one that never comes.
+    """
+    told = json.dumps(asdict(request) if request else None).encode()
+    number = int(store.get(NEXT))
+    while store.compare_set(f"request/{number}", "", told) != told:
+        number += 1
 
 
 def next_request(store: Store, number: int) -> Request | None:
     """Wait for request `number`, which counts from 1, as long as it takes. Raises ValueError for one that is none."""
     key = f"request/{number}"
-    while not _comes(store, key, LOOK):
-        if store.add("requests", 0) >= number and not _comes(store, key, LOOK):
-            raise ValueError("whoever took its number is gone")
+    store.set(NEXT, str(number))
+    while not _comes(store, key, LONG):
+        pass
     told = json.loads(store.get(key))
     return None if told is None else Request(**told)
 

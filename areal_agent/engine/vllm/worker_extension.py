@@ -39,14 +39,21 @@ weight_bytes = ours("weight_bytes")
 class Reception:
     """One set of weights on its way into this process's memory, in a thread; `state` says how far it is."""
 
-    def __init__(self, told: dict[str, Any], num_workers: int, device: torch.device) -> None:
+    def __init__(self, told: dict[str, Any], *, replica: int, num_workers: int, device: torch.device) -> None:
         self.state = "receiving"
         self.entries = told["entries"]
         self.data = torch.empty(0)
         self._told = told
-        self._request = transfer_group.Request(what=told["name"], group=told["group"], num_members=num_workers)
+        self._request = transfer_group.Request(
+            what=told["name"], group=f"{told['group']}-{replica}", num_members=num_workers
+        )
         self._device = device
-        threading.Thread(target=self._run, name="weights", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when it has come to an end."""
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -90,11 +97,19 @@ class WeightLoading:
         self.receptions = {}
 
     def receive_weights(self, push_id: str, told: str, beside: str) -> None:
-        """Begin to receive a set of weights. Of those before only `beside` is kept."""
+        """Begin to receive a set of weights. Of those before only `beside` is kept.
+
+        Replicas (`--data-parallel-size`) are groups of their own: they know nothing of each other.
+        """
         kept = {name: one for name, one in self.receptions.items() if name == beside}
         parallel = self.parallel_config
-        num_workers = parallel.world_size * parallel.data_parallel_size
-        self.receptions = {**kept, push_id: Reception(json.loads(told), num_workers, torch.device(self.device))}
+        reception = Reception(
+            json.loads(told),
+            replica=parallel.data_parallel_index,
+            num_workers=parallel.world_size,
+            device=torch.device(self.device),
+        )
+        self.receptions = {**kept, push_id: reception}
 
     def received(self, push_id: str) -> str:
         """`receiving`, `proved`, or `failed` and why."""
@@ -102,7 +117,12 @@ class WeightLoading:
         return reception.state if reception is not None else f"failed: nothing came in push {push_id}"
 
     def load_received(self, push_id: str) -> None:
-        """Take the weights that came in this push."""
+        """Take the weights that came in this push.
+
+        Of several replicas vLLM lets the first one alone answer: the others may be behind, or have failed.
+        """
+        if push_id in self.receptions:
+            self.receptions[push_id].wait()
         if (state := self.received(push_id)) != "proved":
             raise RuntimeError(state)
         reception = self.receptions[push_id]

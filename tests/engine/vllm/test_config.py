@@ -62,6 +62,13 @@ def test_servers_that_are_started_may_get_adapters_alone():
     assert config.trainer.lora is not None and config.trainer.lora.push == "adapter"
 
 
+def test_adapters_for_which_vllm_has_no_room_are_merged():
+    engine = {"backend": "vllm", "python": "p"}
+    assert Config.parse(with_adapters(engine, lora={"push": "adapter", "rank": 512}))
+    with pytest.raises(ConfigError, match=r"rank 513, where vLLM has room for 512; lower it, or use 'merged'"):
+        Config.parse(with_adapters(engine, lora={"push": "adapter", "rank": 513}))
+
+
 @pytest.mark.parametrize("engine", [{}, {"backend": "sglang", "python": "p"}, {"backend": "vllm", "urls": URLS}])
 def test_what_applies_no_adapters_gets_none(engine):
     with pytest.raises(ConfigError, match=r"trainer\.lora\.push is 'adapter', which is for vLLM's servers"):

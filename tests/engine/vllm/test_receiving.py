@@ -4,6 +4,7 @@
 - what is damaged, of another model or from nobody is loaded by none; the next push works
 - a load that fails: what the workers hold of the weights before is loaded again, or the folder before
 - a server that was started again between send and commit holds nothing: the commit fails
+- replicas of one server, of which the first alone answers, are sent them each; one that fails undoes the load
 - no more than two sets are held, and none once a folder serves; a server started otherwise is told from ours
 """
 
@@ -36,9 +37,11 @@ NUM_WORKERS = 2
 class Worker(WeightLoading):
     """What vLLM's worker class is to its extension."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: int = 0) -> None:
         self.device = torch.device("cpu")
-        self.parallel_config = SimpleNamespace(world_size=NUM_WORKERS, data_parallel_size=1)
+        self.parallel_config = SimpleNamespace(
+            world_size=NUM_WORKERS, data_parallel_size=1, data_parallel_index=replica
+        )
         self.model_runner = SimpleNamespace(get_model=nn.Module)
         self.serves: str | dict[str, Tensor] = ""
         self.num_failures = 0  # of the next loads
@@ -65,7 +68,7 @@ class WorkingServer(ScriptedServer):
             results = [getattr(worker, body["method"])(*body["args"]) for worker in self.workers]
         except (AttributeError, KeyError, RuntimeError) as error:
             return web.json_response({"error": {"message": repr(error)}}, status=500)
-        return web.json_response({"results": results})
+        return web.json_response({"results": results[:NUM_WORKERS]})  # of the first replica
 
 
 def parameters_of(folder: Path) -> dict[str, Tensor]:
@@ -178,6 +181,17 @@ async def test_a_server_that_was_started_again_holds_nothing(server, channel, ti
     with pytest.raises(WeightUpdateError):
         await engine.commit_push("p", NEW)
     assert [worker.serves for worker in scripted.workers] == [str(tiny)] * NUM_WORKERS
+
+
+async def test_replicas_are_sent_them_each(server, channel, tiny, other):
+    scripted, engine = server
+    scripted.workers += [Worker(replica=1) for _ in range(NUM_WORKERS)]
+    await push([engine], channel.write(parameters_of(other)), NEW)
+    assert serve(scripted.workers, other)
+    scripted.workers[-1].num_failures = 1
+    with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
+        await push([engine], channel.write(parameters_of(tiny)), NEXT)
+    assert serve(scripted.workers, other)
 
 
 async def test_two_sets_are_held_and_none_beside_a_folder(server, channel, tiny, other):
