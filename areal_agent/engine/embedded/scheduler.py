@@ -71,7 +71,8 @@ class Scheduler:
         self._on_failure = on_failure  # called from the model thread when it dies of an error
         self._unneeded = runner.unneeded  # of the step under way
         self._paused: PauseMode | None = None
-        self._at_rest: list[Future[None]] = []  # who waits for rows to end
+        self._at_rest: list[Future[None]] = []  # pauses that wait for rows to end
+        self._at_end: list[Future[None]] = []  # who waits for that whoever pauses meanwhile
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # between the last command and the end of the thread
         self._is_closed = False
@@ -112,10 +113,10 @@ class Scheduler:
         return self._command(self._resume)
 
     def finish(self) -> Future[None]:
-        """Go on sampling, paused or not. The future is done once nothing is left to sample."""
-        at_rest = _future()
-        self._command(lambda: self._go_on_to_rest(at_rest))
-        return at_rest
+        """Go on sampling, paused or not. The future is done once nothing is left to sample, or with the thread."""
+        at_end = _future()
+        self._command(lambda: self._go_on_to_the_end(at_end))
+        return at_end
 
     def swap(self, weights: Mapping[str, Tensor], version: WeightVersion, *, flush_cache: bool) -> Future[None]:
         """Copy proved weights into the model; every token sampled afterwards bears `version`."""
@@ -205,14 +206,13 @@ class Scheduler:
         self._paused = PauseMode.WAIT
         self._work.admits_new = False
 
-    def _go_on_to_rest(self, at_rest: Future[None]) -> None:
+    def _go_on_to_the_end(self, at_end: Future[None]) -> None:
         self._resume()
-        self._at_rest.append(at_rest)
+        self._at_end.append(at_end)
 
     def _tell_that_it_rests(self) -> None:
-        for at_rest in self._at_rest:
-            at_rest.set_result(None)
-        self._at_rest.clear()
+        _tell(self._at_rest)
+        _tell(self._at_end)
 
     def _pause(self, mode: PauseMode) -> None:
         self._resume()
@@ -225,7 +225,7 @@ class Scheduler:
     def _resume(self) -> None:
         self._paused = None
         self._work.admits_new = True
-        self._tell_that_it_rests()  # whoever waits for that waits in vain from now on
+        _tell(self._at_rest)  # whoever waits for that waits in vain from now on
 
     def _close(self) -> None:
         self._work.abort(None)
@@ -244,6 +244,12 @@ def _future() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def _tell(waiting: list[Future[None]]) -> None:
+    for one in waiting:
+        one.set_result(None)
+    waiting.clear()
 
 
 def _pass_on_failure(done: Future[None], answer: Future[GenerateResult]) -> None:

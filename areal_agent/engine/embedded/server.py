@@ -208,6 +208,7 @@ class EngineServer:
 
     async def _update(self, update: WeightUpdate) -> web.Response:
         """All at once. Read and prove beside the model thread; only the copy happens in it."""
+        self._check_serves()
         async with self._pushes.exclusive():
             weights = await asyncio.to_thread(read_weights, update.weights, self._runner.layout)
             await self._weights.swap(weights, update.version, flush_cache=update.flush_cache)
@@ -215,6 +216,7 @@ class EngineServer:
 
     async def _begin_push(self, http: web.Request) -> web.Response:
         push_id = wire.decode_push(await _json(http), wire.BEGIN_PUSH)
+        self._check_serves()
         self._pushes.begin(push_id)
         return _success(f"push {push_id} has begun")
 
