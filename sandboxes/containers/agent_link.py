@@ -37,6 +37,7 @@ class AgentEnd:
     def __init__(self, body: bytes) -> None:
         numbers = ENDED.unpack(body)
         self.wait_status: int = numbers[0]
+        os.waitstatus_to_exitcode(self.wait_status)  # ValueError for what is none
         self.wall_s: float = numbers[1] / 1e6  # as the agent felt it: its host hears of a start late
         self.cpu_s: float = numbers[2] / 1e6
         self.peak_memory_bytes: int = numbers[3]
@@ -66,6 +67,7 @@ class AgentLink:
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
         self.has = 0
+        self.is_given_up = False  # its stream was closed from here, and it may still live
         self._loop = asyncio.get_running_loop()
         self.ended = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -163,7 +165,7 @@ class AgentLink:
             self._expect(run)
 
     async def aclose(self) -> None:
-        """Returns when the agent is dead, and with it every process of the container."""
+        """Returns when the agent is dead, and with it every process of the container, or `is_given_up`."""
         self._fail("it was closed")
         if self._stream is None:
             return
@@ -171,12 +173,16 @@ class AgentLink:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_PATIENCE_S):
                 await self._is_over.wait()
-        self._stream.close()
+        self._give_up()
 
     def fail(self, reason: str) -> None:
         """The container is of no more use."""
         self._fail(reason)
-        if self._stream is not None:
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self._stream is not None and not self._is_over.is_set():
+            self.is_given_up = True
             self._stream.close()
 
     async def _drain(self, run: AgentRun) -> None:

@@ -170,7 +170,10 @@ class DockerProvider:
         async def remove() -> None:
             if tunnel is not None:
                 await tunnel.aclose()
-            self._discard_soon(container)
+            if link.is_given_up:  # the engine kills what its agent does not
+                await self._discard(container)
+            else:
+                self._discard_soon(container)
 
         env = self._env_of(spec, image) | (proxy_environment() if tunnel else {})
         return AgentCell(link, self._bounds_of(spec, container), spec.limits, user_of(spec), env, remove)

@@ -4,7 +4,8 @@
 too long, of no kind, or too short for its kind is the end of the container; 4. its stderr is told at its end; 5. more
 output than was asked for is the end; 6. what is packed is unpacked, and nothing else is; 7. an agent that never starts
 a program, or never ends one after its deadline, is given up, also when it goes on to talk of others; 8. so many are on
-their way at once and no more; 9. closing returns when the stream has ended.
+their way at once and no more; 9. closing returns when the stream has ended; 10. an agent that was given up may live on,
+and is said to.
 """
 
 import asyncio
@@ -113,6 +114,7 @@ async def test_frames_come_whole_however_they_are_cut(tmp_path: Path) -> None:
         said(99, 1, b""),
         said(Tell.ENDED, 1, b"short"),
         said(Tell.ENDED, 1, ENDED.pack(0, 0, 0, 0, 0, 0, 77, False)),
+        said(Tell.ENDED, 1, ENDED.pack(0x7F, 0, 0, 0, 0, 0, 0, False)),
         said(Tell.CLOSED, 1, b""),
         said(Tell.CLOSED, 1, bytes([Tell.READY])),
         said(Tell.FAILED, 1, b""),
@@ -206,7 +208,20 @@ async def test_closing_waits_for_the_end_of_the_stream(tmp_path: Path) -> None:
         await link.boot(b"")
         await link.aclose()
         assert has_ended
+        assert not link.is_given_up
         await link.aclose()  # harmless
+
+
+async def test_agent_that_was_given_up(tmp_path: Path) -> None:
+    async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GRANTED)
+        await reader.read()
+
+    async with engine_that(tmp_path, act) as path:
+        link = await AgentLink.open(path, "container")
+        link.fail("it says what it should not")
+        await link.aclose()
+        assert link.is_given_up
 
 
 @given(st.lists(st.binary()))
