@@ -90,19 +90,24 @@ class Stock:
 
     async def warm(self, spec: CellSpec, num_cells: int) -> None:
         """Keep so many ready from now on, and wait until they are; a failure to start one is raised."""
+        others = await self._start_missing(spec, num_cells)
+        if others:
+            await asyncio.wait(others)
+            await self._start_missing(spec, num_cells)  # in the place of those that failed, or were handed out
+
+    async def _start_missing(self, spec: CellSpec, num_cells: int) -> set[asyncio.Task[None]]:
+        """Returns the starts that were under way before."""
         self.check_open()
         shelf = self._shelves.setdefault(spec, Shelf(spec))
         shelf.target = max(shelf.target, min(num_cells, self._max_idle))
         num_missing = max(0, shelf.target - shelf.num_spare)
         shelf.num_starting += num_missing
-        others = tuple(shelf.starts)
+        others = set(shelf.starts)
         starts = [self._start_one(shelf) for _ in range(num_missing)]
-        outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        if others:
-            await asyncio.wait(others)
-        for outcome in outcomes:
+        for outcome in await asyncio.gather(*starts, return_exceptions=True):
             if outcome is not None:
                 raise outcome
+        return others
 
     def check_open(self) -> None:
         if self._is_closed:

@@ -24,6 +24,9 @@ NEEDS: Mapping[str, Sequence[str]] = {
     "subprocess": (),
 }
 """What of a machine each backend can be built on; one of them is enough."""
+STRENGTHS = ("none", "process", "namespaces", "container", "vm")
+GIVES = {**dict.fromkeys(CONTAINERS, "container"), **dict.fromkeys(JAILS, "namespaces")}
+"""How far each isolates, one of these strengths."""
 FALLING_BACK = ("embedded", "auto")
 WITHOUT_WALLS = ("none", "process")
 """Those that take plain processes where nothing better works."""
@@ -59,7 +62,14 @@ def judge(config: SandboxConfig, found: Mapping[str, str | None]) -> Finding:
     >>> judge(SandboxConfig(backend="docker"), {"containers": "no daemon answers"}).state
     <State.FAIL: 'fail'>
     """
-    backend, needs = config.backend, NEEDS[config.backend]
+    backend = config.backend
+    needs = [name for name in NEEDS[backend] if is_enough(GIVES[name], config)]
+    if not needs and (NEEDS[backend] or not is_enough("process", config)):
+        return _finding(
+            State.FAIL,
+            f"sandbox.min_isolation {config.min_isolation}: sandbox.backend {backend} never isolates so far",
+            "a stronger sandbox.backend, or a lower sandbox.min_isolation",
+        )
     working = [name for name in needs if name in found and found[name] is None]
     if working:
         return _finding(State.OK, f"sandbox.backend {backend}: {working[0]} work here")
@@ -85,6 +95,10 @@ def judge(config: SandboxConfig, found: Mapping[str, str | None]) -> Finding:
     return _finding(
         State.FAIL, f"sandbox.backend {backend}: {causes}", "see python -m sandboxes doctor, or another backend"
     )
+
+
+def is_enough(strength: str, config: SandboxConfig) -> bool:
+    return STRENGTHS.index(strength) >= STRENGTHS.index(config.min_isolation or "none")
 
 
 def _finding(state: State, found: str, change: str = "") -> Finding:

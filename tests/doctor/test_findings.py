@@ -76,7 +76,13 @@ NOTHING: Mapping[str, str | None] = {
         (SandboxConfig(backend="embedded"), "containers", State.WARN),
         (SandboxConfig(backend="embedded", min_isolation="none"), "containers", State.WARN),
         (SandboxConfig(backend="embedded", min_isolation="namespaces"), "containers", State.FAIL),
+        (SandboxConfig(backend="embedded", min_isolation="container"), "walls by bubblewrap", State.FAIL),
         (SandboxConfig(backend="auto"), "containers", State.OK),
+        (SandboxConfig(backend="auto", min_isolation="namespaces"), "walls by namespaces", State.OK),
+        (SandboxConfig(backend="auto", min_isolation="container"), "containers", State.OK),
+        (SandboxConfig(backend="auto", min_isolation="container"), "walls by bubblewrap", State.FAIL),
+        (SandboxConfig(backend="subprocess", min_isolation="process"), "containers", State.WARN),
+        (SandboxConfig(backend="subprocess", min_isolation="namespaces"), "containers", State.FAIL),
         (SandboxConfig(backend="subprocess"), "containers", State.WARN),
     ],
 )

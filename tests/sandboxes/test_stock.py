@@ -6,7 +6,8 @@ cell is handed out once; 3. who waits is served in the order of asking; 4. one t
 7. a failure to start is told to who waits longest, the next may succeed; 8. a cell that comes for somebody who has gone
 is kept; 9. closing closes what stands ready and fails who waits; 10. `warm` has as many ready as asked; 11. a
 cell that comes for a sandbox whose closing was cancelled meanwhile is closed; 12. `warm` waits for those that others
-have begun to start; 13. the next is not started in the moment in which one is handed out.
+have begun to start, and starts others for those that fail; 13. the next is not started in the moment in which one is
+handed out.
 """
 
 import asyncio
@@ -192,6 +193,23 @@ async def test_warm_waits_for_those_that_are_being_started(stock: Stock, provide
     provider.asked[1].set_result(StubCell())
     await warm
     assert stock.num_ready == 1
+
+
+async def test_warm_starts_in_the_place_of_those_that_failed(stock: Stock, provider: StubProvider) -> None:
+    taking = [asyncio.create_task(stock.take(ONE)) for _ in range(2)]
+    await turns()
+    for future in provider.asked[:2]:
+        future.set_result(StubCell())
+    await asyncio.gather(*taking)
+    await turns()
+    warm = asyncio.create_task(stock.warm(ONE, 1))
+    await turns()
+    provider.asked[2].set_exception(SandboxError("no room"))
+    await turns()
+    assert (len(provider.asked), warm.done()) == (4, False)
+    provider.asked[3].set_exception(SandboxError("still no room"))
+    with pytest.raises(SandboxError, match="still no room"):
+        await warm
 
 
 async def test_the_next_is_not_started_while_one_is_handed_out(provider: StubProvider) -> None:
