@@ -2,10 +2,13 @@
 
 - those to begin with change nothing, or are those that were saved; PEFT's names and fields
 - they are proved against the model: of another rank, of other layers, lacking one, cut short, or unreadable, none fits
+- a folder that has a model, too, is a model; who applies adapters takes them alone, and nobody else does
 - a run starts its servers with them only where it pushes them
 """
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_agent.cluster.adapters import engine_weights
 from areal_agent.engine.foreign.adapters import AdapterForm, begin_adapter, is_adapter, prove_adapter, read_form
+from areal_agent.engine.foreign.served_model import ServedModel
 from areal_agent.engine.foreign.tensors import read_shapes
 from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
@@ -91,6 +95,26 @@ def test_what_does_not_fit_is_refused(form: AdapterForm, tmp_path: Path, fault, 
     fault(folder)
     with pytest.raises(WeightUpdateError, match=message):
         prove_adapter(folder, read_shapes(form.base))
+
+
+def test_a_model_beside_a_config_of_adapters_is_a_model(form: AdapterForm, tmp_path: Path) -> None:
+    folder = shutil.copytree(form.base, tmp_path / "model")
+    (folder / "adapter_config.json").write_bytes(form.encode())
+    assert not is_adapter(folder)
+
+
+def test_who_applies_adapters_takes_them_alone(form: AdapterForm, tmp_path: Path) -> None:
+    folder = begin_adapter(tmp_path / "adapter", form, None)
+    plain = ServedModel.read(form.base)
+    plain.prove(form.base)
+    with pytest.raises(WeightUpdateError, match=r"was started without any; set trainer\.lora\.push to 'merged'"):
+        plain.prove(folder)
+    applying = replace(plain, has_adapters=True)
+    applying.prove(folder)
+    with pytest.raises(WeightUpdateError, match="the server applies adapters to its model"):
+        applying.prove(form.base)
+    with pytest.raises(WeightUpdateError, match="the server applies adapters to its model"):
+        applying.prove_entries(())
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig()])

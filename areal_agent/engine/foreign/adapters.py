@@ -62,7 +62,7 @@ class AdapterForm:
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds adapters, and no model."""
-    return (folder / CONFIG).is_file()
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def read_form(folder: Path) -> AdapterForm:

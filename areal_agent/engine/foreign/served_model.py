@@ -12,7 +12,7 @@ from areal_agent.engine.fields import WireError, as_integer, as_object, decode_j
 from areal_agent.engine.foreign.adapters import is_adapter, prove_adapter
 from areal_agent.engine.foreign.tensors import prove_fits, read_shapes
 from areal_agent.engine_types import TensorEntry
-from areal_agent.errors import EngineError, EngineRejected
+from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +23,7 @@ class ServedModel:
     vocab_size: int
     is_tied: bool  # its head is its embedding
     shapes: Mapping[str, tuple[int, ...]]
+    has_adapters: bool = False  # the server applies some as it samples: merged weights would be so twice
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -40,13 +41,26 @@ class ServedModel:
         return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes)
 
     def prove(self, weights: Path) -> None:
-        """Raises WeightUpdateError unless the weights in this folder fit, all of them, or its adapters."""
+        """Raises WeightUpdateError unless the weights in this folder fit, all; where it applies adapters, these."""
         if is_adapter(weights):
+            if not self.has_adapters:
+                raise WeightUpdateError(
+                    f"{str(weights)!r} has adapters, and the server was started without any; set trainer.lora.push to "
+                    "'merged'"
+                )
             prove_adapter(weights, self.shapes)
         else:
+            self._require_plain()
             prove_fits(read_shapes(weights), self.shapes, is_tied=self.is_tied, where=f"in {str(weights)!r}")
 
     def prove_entries(self, entries: Sequence[TensorEntry]) -> None:
-        """The same of weights that are not here."""
+        """The same of weights that are not here, and of a whole model."""
+        self._require_plain()
         shapes = {entry.name: entry.shape for entry in entries}
         prove_fits(shapes, self.shapes, is_tied=self.is_tied, where="that were published")
+
+    def _require_plain(self) -> None:
+        if self.has_adapters:
+            raise WeightUpdateError(
+                "the server applies adapters to its model, and would to a whole one that has them in it; push adapters"
+            )

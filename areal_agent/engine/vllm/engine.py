@@ -20,6 +20,7 @@ Seeds hold. On a CPU it wants a head dimension of 32 or more.
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -163,9 +164,9 @@ class VllmEngine:
         self._dialect.applies_adapter = started.adapter is not None
         if self._weights is None:
             loader = VllmLoader(self._transport)
-            self._weights = ServerWeights(
-                loader, self._folders, model, served, receiver=VllmReceiver(self._transport, loader)
-            )
+            known = replace(model, has_adapters=started.adapter is not None)
+            receiver = VllmReceiver(self._transport, loader)
+            self._weights = ServerWeights(loader, self._folders, known, served, receiver=receiver)
         else:
             await self._weights.found(served, epoch)
         limit = self._max_context_tokens or started.max_context_tokens
