@@ -1,7 +1,8 @@
 """The engine of a run, whichever kind it is: servers that are started, or found running and given the run's weights."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet, MemberReport
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.engine.http import HttpEngine
-from areal_agent.errors import ArealAgentError, ConfigError, EngineError
+from areal_agent.errors import ArealAgentError, ConfigError, EngineError, EngineUnreachable
 from areal_agent.protocols import MemoryHolder
 from areal_agent.types import WeightVersion
 
@@ -82,7 +83,7 @@ async def open_engine(
             await fleet.load(model, version)  # so that it knows from where they have them, and can put them back
         else:
             fleet.begin_with(model, version)
-        memory = await stack.enter_async_context(_memory_of(fleet, servers.urls)) if config.release_kv else None
+        memory = await stack.enter_async_context(memory_of(fleet, servers.urls)) if config.release_kv else None
         yield RunningEngine(client=fleet, address=address, servers=servers, memory=memory)
 
 
@@ -132,9 +133,9 @@ class _Memory:
         self._engines = engines
 
     async def release_memory(self) -> None:
-        """One that does not serve holds none, or will not when it does."""
+        """One that does not serve, or has just died, holds none, or will not when it does."""
         serving = self._urls(MemberState.SERVING)
-        await asyncio.gather(*(one.release_memory() for one in self._engines if one.base_url in serving))
+        await asyncio.gather(*(_unless_gone(one.release_memory()) for one in self._engines if one.base_url in serving))
 
     async def resume_memory(self) -> None:
         """One that has fallen meanwhile may hang, and come back."""
@@ -143,7 +144,7 @@ class _Memory:
 
     async def _resume(self, engine: HttpEngine) -> None:
         try:
-            await engine.resume_memory()
+            await _unless_gone(engine.resume_memory())
         except EngineError:
             if engine.base_url in self._urls(MemberState.SERVING):
                 raise
@@ -152,8 +153,15 @@ class _Memory:
         return {report.url for report in self._fleet.report() if report.state in states}
 
 
+async def _unless_gone(call: Awaitable[None]) -> None:
+    """The fleet finds out by itself that a server is gone, and goes on with the others, or once it is back."""
+    with contextlib.suppress(EngineUnreachable):
+        await call
+
+
 @asynccontextmanager
-async def _memory_of(fleet: Fleet, urls: tuple[str, ...]) -> AsyncGenerator[MemoryHolder]:
+async def memory_of(fleet: Fleet, urls: tuple[str, ...]) -> AsyncGenerator[MemoryHolder]:
+    """Of those that were started here."""
     engines = [HttpEngine(url) for url in urls]
     try:
         yield _Memory(fleet, engines)
