@@ -55,10 +55,12 @@ def publish_checkpoint(
     run_state: JsonObject,
     write: Callable[[Path], None],
     keep_last: int,
+    begun_with: Path | None = None,
     passing: Passing = pass_by,
 ) -> Checkpoint:
     """Write `directory/step_NNNNNN` with `write(folder)`, publish it in one rename, then remove all but `keep_last`.
 
+    `begun_with` stays, too: engines that die are started again with it, and tokenizers are copied from there.
     A checkpoint of the same step that stands there already is replaced.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -82,7 +84,7 @@ def publish_checkpoint(
         raise
     passing(CommitPoint.PUBLISHED)
     recover(directory)
-    _prune(directory, step, keep_last)
+    _prune(directory, step, keep_last, begun_with)
     passing(CommitPoint.PRUNED)
     return Checkpoint(path=target, step=step, incarnation=incarnation)
 
@@ -168,9 +170,10 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def _prune(directory: Path, newest_step: int, keep_last: int) -> None:
+def _prune(directory: Path, newest_step: int, keep_last: int, begun_with: Path | None) -> None:
     """Keep the last ones up to `newest_step`. Later steps stand there only when a resume had to pass them over."""
     published = _published(directory)
     lineage = [path for path in published if _step_of(path) <= newest_step]
     for path in set(published) - set(lineage[-keep_last:]):
-        _remove(path)
+        if begun_with is None or path.resolve() != begun_with.resolve():
+            _remove(path)

@@ -97,7 +97,7 @@ class TrainerConfig(Section):
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Train steps between checkpoints."""
     keep_last: Annotated[int, Field(ge=1)] = 2
-    """Checkpoints that are kept."""
+    """Checkpoints that are kept, besides the one that the run was resumed from."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the process may take to load the model."""
 

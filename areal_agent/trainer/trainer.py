@@ -54,6 +54,7 @@ class Trainer:
         self._group = group
         self._policy = policy
         self._source = source
+        self._begun_with = source
         self._chat_template = chat_template
         self._config = config
         self._shares_gpu = shares_gpu
@@ -124,6 +125,7 @@ class Trainer:
         )
         if checkpoint is not None:
             read_training(folder, trainer._training)
+            trainer._begun_with = folder
             trainer._step = checkpoint.step
         return trainer
 
@@ -173,6 +175,7 @@ class Trainer:
             run_state=run_state,
             write=self._write,
             keep_last=self._config.keep_last,
+            begun_with=self._begun_with,
         )
 
     def close(self) -> None:

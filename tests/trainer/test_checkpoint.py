@@ -120,6 +120,23 @@ def test_a_checkpoint_of_a_checkpoint_keeps_the_tokenizer(load_trainer, model_fo
     assert read_checkpoint(saved.path).incarnation == 1
 
 
+def test_the_checkpoint_that_was_resumed_from_stays(load_trainer, model_folder, make_batch, as_input, tmp_path):
+    folder = tmp_path / "checkpoints"
+    first = load_trainer(model_folder)
+    first.train_step(as_input(make_batch(1)))
+    begun_with = first.save(folder, step=1, incarnation=0).path
+    second = load_trainer(begun_with)
+    for step in (2, 3, 4, 5):
+        second.train_step(as_input(make_batch(step)))
+        saved = second.save(folder, step=step, incarnation=1)
+    assert len(AutoTokenizer.from_pretrained(saved.path)) == 61  # which come from there
+    assert names(folder) == ["step_000001", "step_000004", "step_000005"]
+    third = load_trainer(saved.path)
+    third.train_step(as_input(make_batch(6)))
+    third.save(folder, step=6, incarnation=2)
+    assert names(folder) == ["step_000005", "step_000006"]
+
+
 def test_steps_come_in_order(load_trainer, model_folder, make_batch, as_input):
     with pytest.raises(ValueError, match="step 2 was asked for, but the weights are those of step 0"):
         load_trainer(model_folder).train_step(as_input(make_batch(2)))
