@@ -101,8 +101,11 @@ class LaunchedCell:
             turn = await stack.enter_async_context(link.turn())
             group = await stack.enter_async_context(self._ground.group(limits))
             request = self._request(program, limits, has_group=group is not None, is_timed=is_timed)
-            process = SpawnedProcess(Execution(link, limits, group, is_timed=is_timed))
-            end = process.start(request, turn, stack)
+            try:
+                process = SpawnedProcess(Execution(link, limits, group, is_timed=is_timed))
+                end = process.start(request, turn, stack)
+            except OSError as error:
+                raise SandboxError(f"a program could not be run: {error}") from error
             self._spawned.add(process)
             end.add_done_callback(lambda _: self._spawned.discard(process))
             return process

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 
 from sandboxes.execution import Execution
 from sandboxes.link import Turn
@@ -15,7 +15,13 @@ class SpawnedProcess:
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        self._stdin, self._stdout, self._stderr = PipeWriter(), PipeReader(), PipeReader()
+        with ExitStack() as ends:  # where no descriptor is left for one, none of those before may stay
+            self._stdin = PipeWriter()
+            ends.callback(self._stdin.close_read_end)
+            self._stdout = PipeReader()
+            ends.callback(self._stdout.close_write_end)
+            self._stderr = PipeReader()
+            ends.pop_all()
         self._end: asyncio.Task[ExecResult] | None = None
 
     def start(self, request: bytes, turn: Turn, resources: AsyncExitStack) -> asyncio.Task[ExecResult]:

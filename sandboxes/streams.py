@@ -10,6 +10,8 @@ CHUNK_BYTES = 65_536
 class _HostEnd:
     """The host's end of a pipe, for one reader or writer, who waits until it is ready."""
 
+    _is_closed = True  # until there is a pipe
+
     def __init__(self, end: int, *, is_read: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._end = end

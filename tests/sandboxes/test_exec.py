@@ -11,9 +11,10 @@ are refused; 17. the standard streams and the handler of Ctrl-C are those of a P
 file or a pipe; 18. where this process has too few descriptors left, that is the sandbox's failure, and none is lost.
 """
 
+import gc
 import os
 import resource
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import contextmanager
 
 import pytest
@@ -205,17 +206,28 @@ def descriptors_left(number: int) -> Generator[None, None, None]:
             os.close(descriptor)
 
 
-async def test_too_few_descriptors(box: Sandbox) -> None:
+async def run(box: Sandbox) -> None:
     assert (await box.exec(["true"])).is_ok
+
+
+async def talk(box: Sandbox) -> None:
+    assert (await (await box.spawn(["true"])).wait()).is_ok
+
+
+@pytest.mark.parametrize("use", [run, talk])
+async def test_too_few_descriptors(box: Sandbox, use: Callable[[Sandbox], Awaitable[None]]) -> None:
+    await use(box)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     num_refused = 0
-    for number in range(12):
+    for number in range(14):
         with descriptors_left(number):
             try:
-                assert (await box.exec(["true"])).is_ok
+                await use(box)
             except SandboxError as error:
                 assert "Too many open files" in str(error)
                 num_refused += 1
-    assert (await box.exec(["true"])).is_ok
+    await use(box)
     assert num_refused
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
