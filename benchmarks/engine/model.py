@@ -1,4 +1,4 @@
-"""The two models that are measured, with random weights, and a tokenizer that knows their ids by number."""
+"""The models that are measured, with random weights, and a tokenizer that knows their ids by number."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,27 +12,36 @@ MAX_CONTEXT_TOKENS = 32_768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A Qwen3 with tied embeddings; attention is as wide as the hidden state, with two query heads a key head."""
+    """A Qwen3 with tied embeddings and two query heads a key head."""
 
     hidden: int
     layers: int
     vocabulary: int
     intermediate: int
     heads: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    head_dim: int
 
 
 SHAPES = {
-    "tiny": Shape(hidden=128, layers=4, vocabulary=2048, intermediate=384, heads=4),  # 1.05M parameters
-    "mid": Shape(hidden=512, layers=8, vocabulary=4096, intermediate=1536, heads=8),  # 27.3M
+    "tiny": Shape(hidden=128, layers=4, vocabulary=2048, intermediate=384, heads=4, head_dim=32),  # 1.05M parameters
+    "mid": Shape(hidden=512, layers=8, vocabulary=4096, intermediate=1536, heads=8, head_dim=64),  # 27.3M
+}
+GPU_SHAPES = {
+    "0.6B": Shape(hidden=1024, layers=28, vocabulary=151_936, intermediate=3072, heads=16, head_dim=128),
+    "1.7B": Shape(hidden=2048, layers=28, vocabulary=151_936, intermediate=6144, heads=16, head_dim=128),
 }
 
 
 def build_model(shape: Shape, folder: Path) -> None:
-    """Save it as a Hugging Face folder."""
+    """Save it as a Hugging Face folder, in float32, with a tokenizer."""
+    build_weights(shape, folder, device=torch.device("cpu"), dtype=torch.float32)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(shape.vocabulary)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def build_weights(shape: Shape, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Save it without a tokenizer; random numbers are drawn on `device`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=shape.vocabulary,
@@ -48,9 +57,7 @@ def build_model(shape: Shape, folder: Path) -> None:
         eos_token_id=None,
         pad_token_id=None,
     )
-    model = Qwen3ForCausalLM(config)
+    with device:
+        model = Qwen3ForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType]
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(shape.vocabulary)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What a push costs: 16 requests are under way, weights come through shared memory, as in a run.
+"""What a push costs: 16 requests are under way, weights come as in a run.
 
 `write` is the trainer's part and `send` the engine's checksum, both beside sampling; `stall` is from the first pause to
 the last resume: `pause`, until no step is under way, `copy`, and `resume`. After it the keys and values of all requests
@@ -9,27 +9,56 @@ import asyncio
 import random
 import statistics
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import torch
-from servers import OURS, random_ids, start_ours, wait_ready
+from servers import OURS, Server, random_ids, start_ours, wait_ready
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from areal_agent.cluster.local import weights_folder
+from areal_agent.cluster.weights_folder import weights_folder
 from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import GenerateRequest
+from areal_agent.engine_types import GenerateRequest, Weights
 from areal_agent.types import SamplingParams, WeightVersion
 from areal_agent.weights.push import PushReport, push
 from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 
 NUM_REQUESTS = 16
 NUM_PUSHES = 9
+NUM_NEW_TOKENS = 1900
+"""What a request may take at most: it is under way still when the last push is done."""
+
+
+class Channel(Protocol):
+    """The trainer's side of a way for weights."""
+
+    def write(self, parameters: Mapping[str, Tensor]) -> Weights: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Of some pushes, one entry a push; and how many versions an answer was sampled by, on average."""
+
+    writes_s: Sequence[float]
+    reports: Sequence[PushReport]
+    versions: float
+
+    def median_ms(self, step: str) -> float:
+        """Of `write` or of a field of the report, without its unit."""
+        values = self.writes_s if step == "write" else [getattr(report, f"{step}_s") for report in self.reports]
+        return 1000 * statistics.median(values)
+
+    @property
+    def worst_stall_ms(self) -> float:
+        return 1000 * max(report.stall_s for report in self.reports)
 
 
 async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
-    """Print the medians."""
+    """Over shared memory, on a CPU: print the medians."""
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parameters = dict(model.named_parameters())
@@ -37,44 +66,62 @@ async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
         channel = SharedMemoryChannel(place, layout(parameters.items(), torch.float32))
         log = place / "engine.log"
         server = start_ours(folder, OURS, log, max_context=2048)
-        engine = HttpEngine(server.url.removesuffix("/generate"))
         try:
             async with aiohttp.ClientSession() as client:
                 await wait_ready(client, server, log)
-            sampling = SamplingParams(max_tokens=1900)
-            requests = [
-                GenerateRequest(
-                    request_id=f"{random.getrandbits(60):020}", input_ids=random_ids(vocabulary), sampling=sampling
-                )
-                for _ in range(NUM_REQUESTS)
-            ]
-            answers = [asyncio.create_task(engine.generate(request)) for request in requests]
-            writes: list[float] = []
-            reports: list[PushReport] = []
-            for step in range(1, 2 if is_quick else NUM_PUSHES + 1):
-                await asyncio.sleep(0.3)
-                started_s = time.perf_counter()
-                weights = channel.write(parameters)
-                writes.append(time.perf_counter() - started_s)
-                reports.append(await push([engine], weights, WeightVersion(step=step)))
-            for request in requests:
-                await engine.abort(request.request_id)
-            results = await asyncio.gather(*answers)
+            costs = await push_costs(server, channel, parameters, vocabulary, num_pushes=1 if is_quick else NUM_PUSHES)
         finally:
-            await engine.aclose()
             server.stop()
             channel.close()
     num_bytes = sum(parameter.numel() * 4 for parameter in parameters.values())
-    steps = ("send_s", "stall_s", "pause_s", "transfer_s", "resume_s")
-    send, stall, pause, copy, resume = (
-        1000 * statistics.median(getattr(report, step) for report in reports) for step in steps
+    write, send, stall, pause, copy, resume = map(
+        costs.median_ms, ("write", "send", "stall", "pause", "transfer", "resume")
     )
-    worst = 1000 * max(report.stall_s for report in reports)
     print(
         f"\n{folder.name}: a push of {num_bytes / 1e6:.0f} MB with {NUM_REQUESTS} requests under way: "
-        f"write {1000 * statistics.median(writes):.1f} ms, send {send:.1f} ms while it samples, "
-        f"stall {stall:.1f} ms (at most {worst:.1f}): pause {pause:.1f}, copy {copy:.1f}, resume {resume:.1f}; "
-        f"versions in an answer: "
-        f"{statistics.fmean(len(result.versions) for result in results):.1f}",
+        f"write {write:.1f} ms, send {send:.1f} ms while it samples, "
+        f"stall {stall:.1f} ms (at most {costs.worst_stall_ms:.1f}): pause {pause:.1f}, copy {copy:.1f}, "
+        f"resume {resume:.1f}; versions in an answer: {costs.versions:.1f}",
         flush=True,
     )
+
+
+async def push_costs(
+    server: Server,
+    channel: Channel,
+    parameters: Mapping[str, Tensor],
+    vocabulary: int,
+    *,
+    num_pushes: int,
+    first_step: int = 1,
+    num_new_tokens: int = NUM_NEW_TOKENS,
+) -> Costs:
+    """Push versions `first_step`, ... into a server that serves, while requests are under way."""
+    engine = HttpEngine(server.url.removesuffix("/generate"))
+    requests = [
+        GenerateRequest(
+            request_id=f"{random.getrandbits(60):020}",
+            input_ids=random_ids(vocabulary),
+            sampling=SamplingParams(max_tokens=num_new_tokens),
+        )
+        for _ in range(NUM_REQUESTS)
+    ]
+    answers = [asyncio.create_task(engine.generate(request)) for request in requests]
+    writes: list[float] = []
+    reports: list[PushReport] = []
+    try:
+        for step in range(first_step, first_step + num_pushes):
+            await asyncio.sleep(0.3)
+            started_s = time.perf_counter()
+            weights = channel.write(parameters)
+            writes.append(time.perf_counter() - started_s)
+            reports.append(await push([engine], weights, WeightVersion(step=step)))
+        for request in requests:
+            await engine.abort(request.request_id)
+        results = await asyncio.gather(*answers)
+    finally:
+        for answer in answers:
+            answer.cancel()  # harmless when it is done
+        await engine.aclose()
+    versions = statistics.fmean(len(result.versions) for result in results)
+    return Costs(writes_s=writes, reports=reports, versions=versions)

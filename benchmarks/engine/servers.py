@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,12 @@ class Server:
             self.process.wait()
 
 
-def start_ours(folder: Path, python: str, log: Path, max_context: int = 512) -> Server:
+def start_ours(
+    folder: Path, python: str, log: Path, max_context: int = 512, options: Sequence[str] = ("--device", "cpu")
+) -> Server:
     port = _free_port()
-    argv = [python, "-m", "areal_agent.engine", "--model", str(folder), "--port", str(port), "--device", "cpu"]
-    argv += ["--max-running", "64", "--max-context", str(max_context)]
+    argv = [python, "-m", "areal_agent.engine", "--model", str(folder), "--port", str(port)]
+    argv += ["--max-running", "64", "--max-context", str(max_context), *options]  # the last one of a name holds
     return _start(argv, log, port, "/generate", _native_body)
 
 

@@ -2,6 +2,7 @@
 
 - the engine serves what was written from the commit on, in float32 and bfloat16; the memory may be gone by then
 - memory that was overwritten, of another GPU or too small is refused; the old version serves, the next push works
+- so are weights for which the GPU has no memory: the engine is as well as before
 - an engine that runs on a CPU refuses, and says what to do; so does a trainer, and a config that names one
 - the channel keeps what it wrote last alone, and takes no parameters but its own
 - where there is a GPU, another process opens its memory
@@ -135,6 +136,24 @@ async def test_what_is_damaged_or_elsewhere_is_refused(spoil, message, tiny, oth
         await served.engine.commit_push("q", NEW)
 
 
+class Full(OneProcess):
+    """Of a GPU that has no memory left."""
+
+    def open(self, memory: CudaMemory, device: torch.device) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 15.26 GiB")
+
+
+async def test_weights_for_which_there_is_no_memory_are_refused(tiny, other, serve, ask):
+    sharing = Full()
+    channel = channel_for(other, sharing)
+    async with serve(tiny, sharing=sharing) as served:
+        await served.engine.begin_push("p")
+        with pytest.raises(WeightUpdateError, match=r"no memory to take .* 15\.26 GiB; leave more of it free"):
+            await served.engine.send_push("p", channel.write(parameters_of(other)))
+        result = await served.engine.generate(ask(1))
+    assert result.versions == (VersionSpan(version=OLD, start=0, end=12),)
+
+
 async def test_an_engine_on_a_cpu_refuses(tiny, other, serve):
     weights = channel_for(other, OneProcess()).write(parameters_of(other))
     async with serve(tiny) as served:
@@ -208,6 +227,7 @@ print(checksum(CudaSharing().open(CudaMemory(**json.load(sys.stdin)), torch.devi
 """
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_another_process_opens_the_memory_of_a_gpu():
     data = torch.randint(256, (64 * BLOCK_BYTES,), device="cuda").to(torch.uint8)

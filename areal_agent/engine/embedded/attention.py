@@ -1,4 +1,4 @@
-"""Attention over the slots. Knows nothing of requests, nor of the model around it.
+"""Attention over the slots, on a CPU. Knows nothing of requests, nor of the model around it.
 
 Grouped-query attention puts the group on the query axis: repeating keys and values is 3 to 13 times slower on a CPU.
 
@@ -49,14 +49,8 @@ class PrefillStep:
     def _attend_segment(self, layer: int, segment: Segment, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if not segment.begin:
             return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        slot, end = segment.slot, segment.begin + segment.stop - segment.start
-        if queries.device.type == "cpu":
-            past = self.cache.read(layer, slot, slot + 1, segment.begin)
-            return attend_in_parts(queries, keys, values, *past)
-        all_keys, all_values = self.cache.read(layer, slot, slot + 1, end)
-        mask = torch.full((end - segment.begin, end), float("-inf"), device=queries.device, dtype=queries.dtype)
-        mask.triu_(segment.begin + 1)
-        return scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask, enable_gqa=True)
+        past = self.cache.read(layer, segment.slot, segment.slot + 1, segment.begin)
+        return attend_in_parts(queries, keys, values, *past)
 
 
 def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, past_keys: Tensor, past_values: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 from transformers import PreTrainedModel
 
+from areal_agent.engine.embedded.kv_cache import KVShape
+
 
 class StepGivenUp(Exception):
     """A forward pass ended early, as it was told to: keys and values of its tokens are not whole."""
@@ -125,6 +127,11 @@ class Decoder:
         self._norm = _Norm.of(inner.norm)
         self._head: Tensor = cast(Any, model).lm_head.weight
         self._cos, self._sin = _rotations(inner.rotary_emb, max_positions, like=self._embedding)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What it needs of a cache."""
+        return KVShape(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def hidden(self, ids: Tensor, positions: Tensor, step: Step, *, unneeded: threading.Event) -> Tensor:
         """The last hidden states `[N, E]` of tokens `[N]` at `positions` `[N]` of their sequences.

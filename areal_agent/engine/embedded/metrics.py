@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from areal_agent.engine.embedded.latency import Latency
+from areal_agent.engine.embedded.throughput import Throughput
 from areal_agent.engine.embedded.workload import Workload
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -18,6 +19,7 @@ class Metrics:
     def __init__(self, work: Workload, *, model_name: str) -> None:
         self._work = work
         self._model_name = model_name
+        self._throughput = Throughput()
         self._registry = CollectorRegistry()
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
 
@@ -38,6 +40,11 @@ class Metrics:
             "sglang:cache_hit_rate",
             "Share of prompt tokens that the prefix cache had",
             counts.cached_tokens / max(1, counts.prompt_tokens),
+        )
+        yield self._gauge(
+            "sglang:gen_throughput",
+            "Sampled tokens a second, since this was last asked, or over 10 s if that is longer",
+            self._throughput.rate(counts.generated_tokens),
         )
         yield self._gauge(
             "areal_agent:prefix_cache_tokens", "Tokens that the prefix cache holds", work.num_cached_tokens

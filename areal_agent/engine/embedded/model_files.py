@@ -69,6 +69,11 @@ def _check_there(model_path: str) -> None:
         return
     if model_path.startswith(("/", ".", "~")):
         raise ConfigError(f"cannot load the model {model_path!r}: there is no such folder; name one, or one of the hub")
+    if model_path == "tiny":
+        raise ConfigError(
+            "cannot load the model 'tiny': that name is for the key `model` of a config; build the model by "
+            "python -m areal_agent.models.tiny --out FOLDER, and name the folder"
+        )
     logger.info("there is no folder %r here: asking the hub for it", model_path)  # offline, that takes a minute
 
 
@@ -108,7 +113,7 @@ def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
     if max_context_tokens > longest:
         raise ConfigError(
             f"max_context_tokens is {max_context_tokens} and the model was made for {longest}; "
-            f"set it to at most {longest}"
+            f"set it (engine.max_context_tokens, --max-context) to at most {longest}"
         )
     window = getattr(config, "sliding_window", None)
     if window is not None and window < max_context_tokens:

@@ -14,6 +14,7 @@ from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.weights import WeightLayout, take_cuda_weights, take_distributed_weights, take_weights
 from areal_agent.engine_types import CudaWeights, DistributedWeights, Weights
+from areal_agent.errors import WeightUpdateError
 from areal_agent.types import WeightVersion
 
 Taken = Mapping[str, Tensor]
@@ -35,11 +36,20 @@ class ModelWeights:
         return self._scheduler.stats().weight_version
 
     async def take(self, weights: Weights) -> Taken:
+        try:
+            return await asyncio.to_thread(self._take, weights)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise WeightUpdateError(
+                f"there is no memory to take the new weights beside those that serve: {str(error)[:200]}; leave more "
+                "of it free (engine.leave_gib, --leave-gib, or fewer kv_tokens)"
+            ) from error
+
+    def _take(self, weights: Weights) -> Taken:
         if isinstance(weights, CudaWeights):
-            return await asyncio.to_thread(take_cuda_weights, weights, self._layout, self._device, self._sharing)
+            return take_cuda_weights(weights, self._layout, self._device, self._sharing)
         if isinstance(weights, DistributedWeights):
-            return await asyncio.to_thread(take_distributed_weights, weights, self._layout, self._device)
-        return await asyncio.to_thread(take_weights, weights, self._layout)
+            return take_distributed_weights(weights, self._layout, self._device)
+        return take_weights(weights, self._layout, self._device)
 
     async def holds(self, taken: Taken) -> bool:
         return await asyncio.to_thread(self._layout.holds, taken)

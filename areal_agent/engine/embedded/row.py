@@ -33,7 +33,7 @@ class Row:
     top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])  # empty when none are asked for
     begun: list[tuple[WeightVersion, int]] = field(default_factory=list[tuple[WeightVersion, int]])  # with which token
     num_computed: int = 0  # tokens whose keys and values are in its slot, while it is prefilled
-    num_cached: int = 0  # of the prompt, when it was prefilled first
+    num_cached: int | None = None  # of the prompt, when it was prefilled first
     arrived_s: float = 0.0  # by the clock of whoever runs it
     is_mixed: bool = False  # its keys and values are of more than one set of weights
     has_waited_for_sibling: bool = False
@@ -90,7 +90,7 @@ class Row:
                 logprobs=tuple(self.logprobs),
                 versions=self._spans(),
                 finish_reason=reason,
-                cached_tokens=self.num_cached,
+                cached_tokens=self.num_cached or 0,
                 top_logprobs=tuple(self.top_logprobs),
             )
         )

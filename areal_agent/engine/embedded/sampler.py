@@ -143,15 +143,17 @@ def _likeliest(scaled: Tensor, num_top: Sequence[int]) -> list[TopLogprobs]:
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The first token whose cumulative weight exceeds `uniform * total`: never one of weight 0. `[n]`
 
-    First the block of tokens that it falls into, then the token: sums cost a tenth of a running sum over all.
+    First the block of tokens that it falls into, then the token: sums cost a tenth of a running sum over all. Running
+    sums are float64: a GPU adds in trees, by which they differ over a token of weight 0 in their last digit, and no
+    uniform number falls into a gap of that size.
     """
     blocks = _in_blocks(weights)  # [n, V / K, K]
-    running = blocks.sum(dim=-1).cumsum(dim=-1)
+    running = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = uniforms[:, None] * running[:, -1:]
     block = _first_beyond(running, targets)
     before = torch.where(block > 0, running.gather(1, (block - 1).clamp_(min=0)), 0.0)
     rows = torch.arange(len(weights), device=weights.device)
-    token = _first_beyond(blocks[rows, block[:, 0]].cumsum(dim=-1), targets - before)
+    token = _first_beyond(blocks[rows, block[:, 0]].cumsum(dim=-1, dtype=torch.float64), targets - before)
     return (block * _BLOCK_TOKENS + token)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 

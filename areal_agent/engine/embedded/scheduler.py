@@ -97,26 +97,24 @@ class Scheduler:
         """Answer one request, or all of them, with what it has. An unknown id is no error."""
         return self._command(lambda: self._work.abort(request_id))
 
+    def abandon(self, request_id: str, answer: Future[GenerateResult]) -> Future[None]:
+        """Abort the request of this answer, for which nobody waits any more. Once it is answered or refused, one of
+        its id is somebody else's."""
+        return self._command(lambda: None if answer.done() else self._work.abort(request_id))
+
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop sampling. Once the future is done, no token is sampled until `resume`."""
         if mode is PauseMode.WAIT:
-            return self._pause_when_done()
+            return self._wait_for(self._come_to_rest)
         return self._command(lambda: self._pause(mode), is_urgent=mode is not PauseMode.IN_PLACE)
-
-    def _pause_when_done(self) -> Future[None]:
-        at_rest = _future()
-        self._command(lambda: self._come_to_rest(at_rest))
-        return at_rest
 
     def resume(self) -> Future[None]:
         """Go on sampling."""
         return self._command(self._resume)
 
     def finish(self) -> Future[None]:
-        """Go on sampling, paused or not. The future is done once nothing is left to sample, or with the thread."""
-        at_end = _future()
-        self._command(lambda: self._go_on_to_the_end(at_end))
-        return at_end
+        """Go on sampling, paused or not. The future is done once nothing is left to sample."""
+        return self._wait_for(self._go_on_to_the_end)
 
     def swap(self, weights: Mapping[str, Tensor], version: WeightVersion, *, flush_cache: bool) -> Future[None]:
         """Copy proved weights into the model; every token sampled afterwards bears `version`."""
@@ -163,6 +161,12 @@ class Scheduler:
             self._put(_Command(action=action, done=done, is_urgent=is_urgent))
         return done
 
+    def _wait_for(self, action: Callable[[Future[None]], None]) -> Future[None]:
+        """A command that is done later than it is obeyed; with the thread it fails as others do."""
+        later = _future()
+        self._command(lambda: action(later)).add_done_callback(lambda obeyed: _pass_on_failure(obeyed, later))
+        return later
+
     def _put(self, command: _Command) -> None:
         if command.is_urgent:
             self._unneeded.set()
@@ -196,6 +200,7 @@ class Scheduler:
             if command.is_urgent:
                 self._unneeded.clear()
             command.obey()
+            del command  # a swap's weights, say, which would stay for as long as nothing else is asked
 
     def _can_step(self) -> bool:
         is_free = self._paused in (None, PauseMode.WAIT) and self._work.has_memory and not self._is_closed
@@ -252,7 +257,7 @@ def _tell(waiting: list[Future[None]]) -> None:
     waiting.clear()
 
 
-def _pass_on_failure(done: Future[None], answer: Future[GenerateResult]) -> None:
+def _pass_on_failure(done: Future[None], answer: Future[Any]) -> None:
     error = done.exception()
     if error is not None:
         answer.set_exception(error)

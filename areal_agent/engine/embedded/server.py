@@ -22,6 +22,7 @@ from areal_agent.engine.embedded.grammar import Grammars, Matcher
 from areal_agent.engine.embedded.metrics import CONTENT_TYPE
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.model_weights import ModelWeights
+from areal_agent.engine.embedded.preparations import Preparations
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.streaming import stream_answer
 from areal_agent.engine.embedded.token_stream import TokenStream
@@ -30,7 +31,7 @@ from areal_agent.engine.fields import WireError, decode_json
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
 from areal_agent.engine.wire import WeightUpdate
-from areal_agent.engine_types import EngineInfo, GenerateRequest
+from areal_agent.engine_types import EngineInfo, GenerateRequest, GenerateResult
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.types import WeightVersion
 
@@ -46,12 +47,16 @@ class EngineServer:
     """One model, served on one port. Make it with `start`, end it with `aclose`."""
 
     def __init__(
-        self, runner: ModelRunner, *, version: WeightVersion, push_timeout_s: float, sharing: DeviceSharing
+        self,
+        runner: ModelRunner,
+        *,
+        version: WeightVersion,
+        push_timeout_s: float,
+        sharing: DeviceSharing,
+        grammars: Grammars | None,
     ) -> None:
         self._runner = runner
-        self._grammars = Grammars.of(
-            Path(runner.model_path), vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
-        )
+        self._grammars = grammars
         self._failed = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(
@@ -59,6 +64,7 @@ class EngineServer:
         )
         self._weights = ModelWeights(self._scheduler, runner.layout, runner.device, sharing)
         self._pushes = Pushes(self._weights, timeout_s=push_timeout_s)
+        self._preparations = Preparations()
         self._is_draining = False
         self._web: web.AppRunner | None = None
         self.base_url = ""
@@ -73,8 +79,11 @@ class EngineServer:
         version: WeightVersion | None = None,
         push_timeout_s: float = PUSH_TIMEOUT_S,
         sharing: DeviceSharing | None = None,
+        grammars: Grammars | None = None,
     ) -> Self:
         """Serve; port 0 picks a free one. Weights in a GPU's memory come by `sharing`, CUDA IPC by default.
+
+        Without `grammars`, those of the model's tokenizer.
 
         Raises ConfigError when the address cannot be bound.
         """
@@ -83,6 +92,7 @@ class EngineServer:
             version=version or WeightVersion(),
             push_timeout_s=push_timeout_s,
             sharing=sharing or CudaSharing(),
+            grammars=grammars or _grammars_of(runner),
         )
         try:
             await server._listen(host, port)
@@ -149,13 +159,19 @@ class EngineServer:
         check_request(call.request, self._info())
         # Thousands may wait: a packed prompt is a ninth of one that is Python's integers.
         request = replace(call.request, input_ids=array("i", call.request.input_ids))
-        matcher = await self._matcher(request.sampling.grammar)
+        tokens = TokenStream() if call.is_streamed else None
+        with self._preparations.begin(request.request_id) as preparation:
+            matcher = await self._matcher(request.sampling.grammar)
+        answer = self._scheduler.submit(request, tokens and tokens.put, matcher)
+        if preparation.is_aborted:
+            self._scheduler.abort(request.request_id)
         try:
-            if call.is_streamed:
-                return await self._generate_in_events(http, request, matcher)
-            result = await asyncio.wrap_future(self._scheduler.submit(request, matcher=matcher))
+            if tokens is not None:
+                return await _answer_in_events(http, request, tokens, asyncio.wrap_future(answer))
+            result = await asyncio.wrap_future(answer)
         except (asyncio.CancelledError, ConnectionError):
-            self._abort_disconnected(request.request_id)
+            with contextlib.suppress(EngineUnreachable):  # closed: nothing is sampled any more
+                self._scheduler.abandon(request.request_id, answer)
             raise
         return _answer(wire.encode_result(request, result))
 
@@ -165,28 +181,20 @@ class EngineServer:
             return None
         return await asyncio.to_thread(self._grammars.matcher, *grammar)
 
-    async def _generate_in_events(
-        self, http: web.Request, request: GenerateRequest, matcher: Matcher | None
-    ) -> web.StreamResponse:
-        tokens = TokenStream()
-        answer = asyncio.wrap_future(self._scheduler.submit(request, tokens.put, matcher))
-        answer.add_done_callback(lambda _: tokens.end())
-        return await stream_answer(http, request, tokens, answer)
-
-    def _abort_disconnected(self, request_id: str) -> None:
-        with contextlib.suppress(EngineUnreachable):  # closed: nothing is sampled any more
-            self._scheduler.abort(request_id)
-
     async def _abort(self, http: web.Request) -> web.Response:
-        await asyncio.wrap_future(self._scheduler.abort(wire.decode_abort(await _json(http))))
+        request_id = wire.decode_abort(await _json(http))
+        self._preparations.abort(request_id)
+        await asyncio.wrap_future(self._scheduler.abort(request_id))
         return _success("aborted, if it was in flight")
 
     async def _pause(self, http: web.Request) -> web.Response:
-        mode = wire.decode_pause(await _json(http))
-        await asyncio.wrap_future(self._scheduler.pause(mode))
-        return _success(f"paused: {mode}")
+        pause = wire.decode_pause(await _json(http))
+        with self._pushes.hold(pause.push_id):
+            await asyncio.wrap_future(self._scheduler.pause(pause.mode))
+        return _success(f"paused: {pause.mode}")
 
     async def _continue(self, http: web.Request) -> web.Response:
+        self._pushes.let_go(wire.decode_continue(await _json(http)))
         await asyncio.wrap_future(self._scheduler.resume())
         return _success("generation goes on")
 
@@ -261,6 +269,10 @@ class EngineServer:
         )
 
 
+def _grammars_of(runner: ModelRunner) -> Grammars | None:
+    return Grammars.of(Path(runner.model_path), vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids)
+
+
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     """What to say of an address that cannot be bound."""
     return ConfigError(
@@ -281,16 +293,31 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except EngineUnreachable as error:
         return _failure(str(error), 503)
     except web.HTTPException as error:
-        return _failure(f"{request.method} {request.path}: {error.reason}", error.status)
-    except ConnectionError:  # the client is gone, and aiohttp closes what is left
-        raise
+        return _failure(_not_served(request, error), error.status)
+    except ConnectionError:
+        return _failure("the client is gone", 499)  # nobody reads it; raised, aiohttp would log it as a failure
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return _failure(f"the engine failed: {error!r}; see its log", 500)
 
 
+def _not_served(request: web.Request, error: web.HTTPException) -> str:
+    message = f"{request.method} {request.path}: {error.reason}"
+    if request.path.startswith("/v1"):
+        return f"{message}; an engine takes token ids (/generate): put python -m areal_agent.gateway before it for /v1"
+    return message
+
+
+async def _answer_in_events(
+    http: web.Request, request: GenerateRequest, tokens: TokenStream, answer: asyncio.Future[GenerateResult]
+) -> web.StreamResponse:
+    answer.add_done_callback(lambda _: tokens.end())
+    return await stream_answer(http, request, tokens, answer)
+
+
 async def _json(http: web.Request) -> object:
-    return decode_json(await http.read())
+    """Of a body; a request without one has no fields, as `curl -X POST` sends it."""
+    return decode_json(await http.read()) if http.can_read_body else {}
 
 
 def _answer(body: dict[str, Any], status: int = 200) -> web.Response:

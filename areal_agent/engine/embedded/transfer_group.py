@@ -243,11 +243,15 @@ def _joined(
 
 @contextmanager
 def _own_stream(device: torch.device) -> Generator[None]:
-    """On a GPU: beside what is computed there. What was begun is done at the end."""
+    """On a GPU: beside what is computed there. What was begun is done at the end.
+
+    What is computed there comes first: it may still use memory that it has freed, and that was taken for this.
+    """
     if device.type != "cuda":
         yield
         return
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
     stream.synchronize()

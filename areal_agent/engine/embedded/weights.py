@@ -108,10 +108,20 @@ def read_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout
     return layout.prove(weights)
 
 
-def take_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout) -> Mapping[str, Tensor]:
+def take_weights(
+    source: SharedMemoryWeights | DiskWeights, layout: WeightLayout, device: torch.device
+) -> Mapping[str, Tensor]:
     """As `read_weights`, in memory of our own: it stays as it was proved. A folder must have its manifest."""
     weights = _take_folder(source) if isinstance(source, DiskWeights) else _read_shared_memory(source)
-    return layout.prove(weights)
+    return layout.prove(_beside_the_model(weights, device))
+
+
+def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """On its device already, so that the swap copies within that: where they leave a GPU as much again for a step."""
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < 2 * num_bytes:
+        return weights
+    return {name: tensor.to(device) for name, tensor in weights.items()}
 
 
 def take_cuda_weights(

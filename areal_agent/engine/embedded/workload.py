@@ -8,8 +8,8 @@ Row i holds slot i. The first rows decode; of those after them, which are still 
 most between two steps. A step is a chunk of prefill or one token for every decoding row, in turns, so that neither a
 long prompt nor a long answer holds the other up.
 
-Room for keys and values is counted in tokens: what rows have comes first, what they do not need is prefix cache. When
-the decoding rows outgrow it, the youngest goes back to wait. A step that is given up leaves its rows as they were
+What rows have of the room for keys and values comes first, the rest is kept for rows that begin alike. When the
+decoding rows outgrow it, the last one goes back to wait. A step that is given up leaves its rows as they were
 before. It knows no thread, no queue and no pause.
 """
 
@@ -18,15 +18,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
 
+import torch
 from torch import Tensor
 
 from areal_agent.engine.embedded.batch import SamplingBatch
 from areal_agent.engine.embedded.counts import Counts
 from areal_agent.engine.embedded.decoder import StepGivenUp
-from areal_agent.engine.embedded.model_runner import ModelRunner, Piece
-from areal_agent.engine.embedded.prefix_cache import PrefixCache
+from areal_agent.engine.embedded.kv_store import Piece
+from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.row import Row
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, WeightVersion
@@ -34,11 +34,11 @@ from areal_agent.types import FinishReason, WeightVersion
 CHUNK_TOKENS = 512
 """Tokens of one prefill step: enough for matrix products at full speed, few enough to stay in the CPU's caches."""
 
+GPU_CHUNK_TOKENS = 2048
+"""The same on a GPU, which is done with fewer tokens of a small model before it has been told the next kernels."""
+
 TURN_TOKENS = 2048
 """Tokens that are prefilled before the decoding rows have their turn again."""
-
-HEADROOM_TOKENS = 32
-"""Room that every running row keeps to grow when another one is admitted; without it they would soon be retracted."""
 
 SIBLING_TOKENS = 16
 """Rows that go on with the same so many tokens wait for the first of them, and take what it has computed."""
@@ -49,19 +49,19 @@ class Workload:
 
     def __init__(self, runner: ModelRunner, version: WeightVersion) -> None:
         self.version = version
-        self.kv_tokens = runner.kv_tokens
+        self.kv_tokens = runner.kv.num_tokens
         self.counts = Counts()
         self.admits_new = True  # False: rows that have sampled nothing go on waiting
         self.has_memory = True  # for keys and values: without it no row gets a slot
         self._runner = runner
+        self._kv = runner.kv
+        self._chunk_tokens = chunk_tokens(runner.device)
         self._rows: dict[str, Row] = {}  # every row in flight
         self._waiting: deque[Row] = deque()
         self._slots: list[Row] = []  # row i holds slot i
         self._num_decoding = 0  # of `_slots`, from the front
         self._sampling: SamplingBatch | None = None  # of the decoding rows; None: they have changed
-        self._prefixes = PrefixCache()
         self._prefilled_tokens = 0  # since the last decode step
-        self._is_tight = runner.kv_tokens < runner.num_slots * runner.max_context_tokens
 
     # ------------------------------------------------------------------------------------------------ rows
 
@@ -78,12 +78,12 @@ class Workload:
     @property
     def num_used_tokens(self) -> int:
         """Tokens whose keys and values rows hold, or will when they are prefilled."""
-        return sum(row.num_tokens for row in self._slots)
+        return self._kv.num_used(self._lengths())
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens that the prefix cache holds."""
-        return self._prefixes.num_tokens
+        return self._kv.num_kept
 
     def has_work(self) -> bool:
         return bool(self._slots) or self._has_candidate()
@@ -125,14 +125,14 @@ class Workload:
             self.retract()
         for row in self._slots:
             row.is_mixed = True
-        self._prefixes.clear()
+        self._kv.forget()
         self._runner.load_weights(weights)
         self.version = version
 
     def release_memory(self) -> None:
         """Give the memory of keys and values back: rows wait with the tokens that they have."""
         self.retract()
-        self._prefixes.clear()
+        self._kv.forget()
         self._runner.release_memory()
         self.has_memory = False
 
@@ -156,8 +156,8 @@ class Workload:
 
     def _next_pieces(self) -> list[Piece]:
         """The next chunk: the row that is being filled, then rows that are admitted now, first come first served."""
-        pieces = [self._piece(slot, CHUNK_TOKENS) for slot in range(self._num_decoding, len(self._slots))]
-        num_left = CHUNK_TOKENS - sum(len(piece.ids) for piece in pieces)
+        pieces = [self._piece(slot, self._chunk_tokens) for slot in range(self._num_decoding, len(self._slots))]
+        num_left = self._chunk_tokens - sum(len(piece.ids) for piece in pieces)
         openings: set[bytes] = set()
         passed_over: list[Row] = []
         while num_left > 0 and self._may_admit():
@@ -174,8 +174,7 @@ class Workload:
     def _may_admit(self) -> bool:
         if not self._has_candidate() or len(self._slots) >= self._runner.num_slots:
             return False
-        num_tokens = self.num_used_tokens + self._waiting[0].num_tokens
-        return not self._slots or num_tokens + HEADROOM_TOKENS * (len(self._slots) + 1) <= self.kv_tokens
+        return not self._slots or self._kv.can_begin(self._waiting[0].all_ids(), self._lengths())
 
     def _has_candidate(self) -> bool:
         """Rows that have begun stand before those that have not."""
@@ -183,10 +182,10 @@ class Workload:
 
     def _should_wait_for_sibling(self, row: Row, openings: set[bytes]) -> bool:
         """Whether a row admitted into this chunk goes on as this one does; it waits once."""
-        if row.has_waited_for_sibling or self._is_tight or not (openings or self._waiting):
+        if row.has_waited_for_sibling or not self._kv.always_keeps or not (openings or self._waiting):
             return False
         ids = row.all_ids()
-        start = self._prefixes.match(ids).num_tokens
+        start = self._kv.num_known(ids)
         opening = ids[start : start + SIBLING_TOKENS]
         if len(opening) < SIBLING_TOKENS:
             return False
@@ -195,17 +194,15 @@ class Workload:
         return row.has_waited_for_sibling
 
     def _admit(self, row: Row) -> None:
-        """Give a row the next slot, begun with what the prefix cache has of it. Its last token is always computed."""
-        self._make_room(row.num_tokens)
-        prefix = self._prefixes.match(row.all_ids()[:-1])
-        self._runner.copy_in(len(self._slots), prefix.parts)
+        """Give a row the next slot. Its last token is always computed."""
+        num_known = self._kv.begin(row.all_ids(), self._lengths())
         self._slots.append(row)
-        row.num_computed = prefix.num_tokens
+        row.num_computed = num_known
         row.is_mixed = False
-        if not row.token_ids:
-            row.num_cached = prefix.num_tokens
+        if row.num_cached is None:
+            row.num_cached = num_known
             self.counts.prompt_tokens += row.num_tokens
-            self.counts.cached_tokens += prefix.num_tokens
+            self.counts.cached_tokens += num_known
 
     def _piece(self, slot: int, max_tokens: int) -> Piece:
         row = self._slots[slot]
@@ -220,18 +217,25 @@ class Workload:
             self._prefilled_tokens += len(piece.ids)
         complete = [row for row in self._slots[self._num_decoding :] if row.num_computed == row.num_tokens]
         for slot, row in enumerate(complete, start=self._num_decoding):
-            self._hold(row, slot, row.num_tokens)
+            self._keep(row, slot, row.num_tokens)
         self._num_decoding += len(complete)
         self._sampling = None
         if complete:
             self._sample(complete, logits[: len(complete)], self._gather(complete))
+        if len(self._slots) > self._num_decoding:
+            self._check_filling(self._slots[-1], logits[-1])
+
+    def _check_filling(self, row: Row, logits: Tensor) -> None:
+        """Of a long prompt the first chunk tells: aborted before the last one, it would leave its memory to others."""
+        if not math.isfinite(logits.max().item()):
+            self._refuse(row, self._not_finite(row, row.num_computed))
+            self._start_over()
 
     def _decode(self) -> None:
         self._prefilled_tokens = 0
-        while self.num_used_tokens > self.kv_tokens:
+        while not self._kv.fit(self._lengths()):
             self._retract_last()
             self.counts.retracted_requests += 1
-        self._make_room(0)
         rows = self._slots[: self._num_decoding]
         logits = self._runner.decode([row.token_ids[-1] for row in rows], [row.num_tokens for row in rows])
         self._sampling = self._sampling or self._gather(rows)
@@ -248,8 +252,7 @@ class Workload:
         for row, token, logprob, top in zip(rows, draws.token_ids, draws.logprobs, draws.top_logprobs, strict=True):
             failure = self._failure(row, logprob)
             if failure is not None:
-                self._take_out(row)
-                row.answer.set_exception(failure)
+                self._refuse(row, failure)
                 continue
             if not row.token_ids:
                 self.counts.to_first_token.add(time.perf_counter() - row.arrived_s)
@@ -269,35 +272,43 @@ class Workload:
             self.counts.to_answer.add(time.perf_counter() - row.arrived_s)
         row.finish(reason)
 
+    def _refuse(self, row: Row, failure: EngineError) -> None:
+        """Answer a row with an error."""
+        self._take_out(row)
+        row.answer.set_exception(failure)
+
     def _failure(self, row: Row, logprob: float) -> EngineError | None:
         """Why what was drawn for this row is no token of its answer."""
         if math.isnan(logprob):
-            return EngineUnreachable(
-                f"the model gives no probabilities after {row.num_tokens} tokens of {row.request.request_id!r}, under "
-                f"weight version {self.version}: its logits are not finite; push other weights"
-            )
+            return self._not_finite(row, row.num_tokens)
         return None if row.matcher is None else row.matcher.failure()
+
+    def _not_finite(self, row: Row, num_tokens: int) -> EngineUnreachable:
+        return EngineUnreachable(
+            f"the model gives no probabilities after {num_tokens} tokens of {row.request.request_id!r}, under "
+            f"weight version {self.version}: its logits are not finite; push other weights"
+        )
 
     def _start_over(self) -> None:
         """Compute all rows anew: keys and values that are not finite spoil others, even where they are masked."""
         self.retract()
-        self._prefixes.clear()
-        self._runner.wipe()
+        self._kv.forget()
+        self._kv.wipe()
 
     def _take_out(self, row: Row) -> None:
-        """Of wherever it is."""
-        del self._rows[row.request.request_id]
+        """Of wherever it is. Whoever calls this answers it: until then `fail` does, should this fail."""
         if row in self._slots:
             self._free(self._slots.index(row))
         else:
             self._waiting.remove(row)
+        del self._rows[row.request.request_id]
 
     def _free(self, slot: int) -> None:
         """Keep what the row computed for others, and close the gap: slots stay dense, decoding rows first."""
         row = self._slots[slot]
         is_decoding = slot < self._num_decoding
         # The last token that was sampled has not been through the model.
-        self._hold(row, slot, row.num_tokens - 1 if is_decoding else row.num_computed)
+        self._keep(row, slot, row.num_tokens - 1 if is_decoding else row.num_computed)
         if is_decoding:
             self._num_decoding -= 1
             self._sampling = None
@@ -309,10 +320,10 @@ class Workload:
     def _fill_gap(self, source: int, target: int) -> None:
         if source != target:
             row = self._slots[target] = self._slots[source]
-            self._runner.move(source, target, row.num_tokens)
+            self._kv.move(source, target, row.num_tokens)
 
     def _retract_last(self) -> None:
-        """The youngest row waits before all others; what it has computed is lost."""
+        """The row in the last slot waits before all others; what it has computed is lost."""
         slot = len(self._slots) - 1
         row = self._slots[slot]
         if self._num_decoding > slot:
@@ -323,20 +334,21 @@ class Workload:
 
     def _drop_last(self) -> None:
         self._slots.pop()
-        if self._is_tight:
-            self._runner.release(len(self._slots))
+        self._kv.drop(len(self._slots))
 
-    def _hold(self, row: Row, slot: int, num_tokens: int) -> None:
-        """Put the first tokens of a row into the prefix cache, unless they are of several sets of weights."""
-        if row.is_mixed or num_tokens > self._num_free():
-            return
-        self._prefixes.hold(row.all_ids()[:num_tokens], partial(self._runner.copy_out, slot))
-        self._make_room(0)
+    def _keep(self, row: Row, slot: int, num_tokens: int) -> None:
+        """Keep the first tokens of a row for others, unless they are of several sets of weights."""
+        if not row.is_mixed:
+            self._kv.keep(slot, row.all_ids()[:num_tokens], self._lengths())
 
-    def _num_free(self, num_more: int = 0) -> int:
-        """Room for the prefix cache when rows have so many tokens more."""
-        return self.kv_tokens - max(self._runner.reserved_tokens, self.num_used_tokens + num_more)
+    def _lengths(self) -> list[int]:
+        return [row.num_tokens for row in self._slots]
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Shrink the prefix cache until rows may take so many tokens more."""
-        self._prefixes.shrink(self._num_free(num_tokens))
+
+def chunk_tokens(device: torch.device) -> int:
+    """Of one prefill step there.
+
+    >>> chunk_tokens(torch.device("cuda")) // chunk_tokens(torch.device("cpu"))
+    4
+    """
+    return CHUNK_TOKENS if device.type == "cpu" else GPU_CHUNK_TOKENS

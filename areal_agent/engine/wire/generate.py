@@ -1,5 +1,6 @@
 """`/generate`: one request, and its answer in one piece (stream.py: in events)."""
 
+import uuid
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -47,18 +48,29 @@ def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> di
 
 
 def decode_call(body: object) -> GenerateCall:
-    """Read the body of `/generate`. What this wire does not carry is refused, not ignored."""
+    """Read the body of `/generate`. What this wire does not carry is refused, not ignored. As with SGLang, a request
+    without a `rid` is given one, and without `sampling_params` their defaults."""
     fields = as_object(body, "the body")
     refuse_unknown(fields, _KNOWN, GENERATE)
     if fields.get("return_logprob", True) is not True:
         raise WireError(f"return_logprob is {fields['return_logprob']!r}; it is always on here: leave it out")
+    parameters = fields.get("sampling_params")
     request = GenerateRequest(
-        request_id=get(fields, "rid", str),
+        request_id=_request_id(fields),
         input_ids=as_ids(get(fields, "input_ids", list), "input_ids"),
-        sampling=decode_sampling(as_object(fields.get("sampling_params"), "sampling_params")),
+        sampling=decode_sampling(as_object({} if parameters is None else parameters, "sampling_params")),
         num_top_logprobs=as_integer(fields.get("top_logprobs_num", 0), "top_logprobs_num"),
     )
     return GenerateCall(request=request, is_streamed=get({"stream": False, **fields}, "stream", bool))
+
+
+def _request_id(fields: JsonObject) -> str:
+    if fields.get("rid") is None:
+        return uuid.uuid4().hex
+    request_id = get(fields, "rid", str)
+    if not request_id:
+        raise WireError("rid is ''; give it a character at least, or leave it out")
+    return request_id
 
 
 def encode_result(request: GenerateRequest, result: GenerateResult, *, num_sent: int = 0) -> dict[str, Any]:

@@ -1,0 +1,262 @@
+"""The embedded engine on a GPU, in one command: generated tokens per second beside transformers' and a floor; pushes.
+
+    python benchmarks/engine/gpu.py [--shapes 0.6B 1.7B] [--device cuda] [--requests 1 64 256] [--rounds 2]
+    python benchmarks/engine/gpu.py --shapes tiny --device cpu --kv-layout pages         # the same code on a CPU
+
+Random weights of Qwen3's shapes, bfloat16 on a GPU. 128 prompt and 128 sampled tokens a request, then a batch of long
+prompts. Ours is asked over HTTP, with CUDA graphs and without; each figure is the median of its rounds by the clock,
+prompts included, after as many rounds in which graphs are recorded. Then pushes, over shared memory and, on a GPU, CUDA
+IPC, where this process is the trainer. Whatever fails is told, and the rest goes on.
+"""
+
+import argparse
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from gpu_floor import Batch, DeviceRates, named
+from model import GPU_SHAPES, SHAPES, Shape, build_weights
+from push import Channel, Costs, push_costs
+from servers import OURS, NotServing, Server, random_ids, start_ours, wait_ready
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from areal_agent.cluster.weights_folder import weights_folder
+from areal_agent.engine.embedded.cuda_memory import CudaSharing
+from areal_agent.errors import EngineError
+from areal_agent.weights.cuda_ipc import CudaChannel
+from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
+
+ALL_SHAPES = {"tiny": SHAPES["tiny"]} | GPU_SHAPES
+GENERATE_S = 300.0
+SIDES = {"graphs": [], "no graphs": ["--no-cuda-graphs"]}
+PUSH_STEPS = ("write", "send", "stall", "pause", "transfer", "resume")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is to be measured, of one shape."""
+
+    name: str
+    shape: Shape
+    folder: Path
+    device: torch.device
+    kv_layout: str
+    batches: Sequence[Batch]
+    rounds: int
+    num_pushes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def max_context(self) -> int:
+        """Long enough for requests that outlast all pushes, too."""
+        return max(4096, *(batch.prompt_tokens + batch.new_tokens for batch in self.batches))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python benchmarks/engine/gpu.py", description="The engine on a GPU.")
+    parser.add_argument("--shapes", nargs="+", choices=tuple(ALL_SHAPES), default=list(GPU_SHAPES))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--kv-layout", choices=("auto", "slots", "pages"), default="auto")
+    parser.add_argument("--requests", nargs="+", type=int, help="at once (default: 1 64 256; tiny: 1 4)")
+    parser.add_argument("--long", type=int, help="prompt tokens of the last batch (default: 4096; tiny: 256)")
+    parser.add_argument("--rounds", type=int, default=2, help="of which the median is told (default %(default)s)")
+    parser.add_argument("--pushes", type=int, default=5, help="of each way (default %(default)s)")
+    args = parser.parse_args()
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    print(named(device), flush=True)
+    for name in args.shapes:
+        few = name == "tiny"
+        batches = [
+            Batch(requests=number, prompt_tokens=128, new_tokens=128)
+            for number in args.requests or ((1, 4) if few else (1, 64, 256))
+        ]
+        long_tokens = args.long or (256 if few else 4096)
+        batches.append(Batch(requests=min(16, batches[-1].requests), prompt_tokens=long_tokens, new_tokens=128))
+        with tempfile.TemporaryDirectory() as folder:
+            plan = Plan(
+                name=name,
+                shape=ALL_SHAPES[name],
+                folder=Path(folder) / name,
+                device=device,
+                kv_layout=args.kv_layout,
+                batches=batches,
+                rounds=args.rounds,
+                num_pushes=args.pushes,
+            )
+            build_weights(plan.shape, plan.folder, device=device, dtype=plan.dtype)
+            asyncio.run(measure(plan))
+    return 0
+
+
+async def measure(plan: Plan) -> None:
+    """Print one table of rates and one of pushes."""
+    rates = DeviceRates.of(plan.device, plan.dtype)
+    _give_back(plan.device)
+    print(
+        f"\na copy reads and writes {rates.bytes_per_s / 1e9:.0f} GB/s, a product does {rates.flops / 1e12:.1f} TFLOP/s"
+    )
+    found = {batch: {"floor": _rate(batch, rates.floor_s(plan.shape, batch, plan.dtype))} for batch in plan.batches}
+    for batch in plan.batches:
+        found[batch]["generate"] = generate_rate(plan, batch)
+    pushes: dict[str, Costs] = {}
+    for side, options in SIDES.items():
+        try:
+            async with serving(plan, options) as server:
+                for batch in plan.batches:
+                    found[batch][side] = await served_rate(plan, server, batch)
+                if side == "graphs":
+                    pushes = await push_all_ways(plan, server)
+        except (NotServing, EngineError) as error:
+            print(f"{side} failed: {error}", flush=True)
+    print_rates(plan.name, found)
+    print_pushes(plan, pushes)
+
+
+def print_rates(name: str, found: dict[Batch, dict[str, float]]) -> None:
+    columns = [f"{name}, requests", "tokens each", *SIDES, "generate", "floor", "graphs / generate", "graphs / floor"]
+    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for batch, rates in found.items():
+        cells = [f"{rates[side]:.0f}" if rates.get(side) else "failed" for side in (*SIDES, "generate", "floor")]
+        ratios = [
+            f"{rates.get('graphs', 0.0) / rates[other]:.2f}" if rates.get(other) else "-"
+            for other in ("generate", "floor")
+        ]
+        tokens = f"{batch.prompt_tokens} + {batch.new_tokens}"
+        print(f"| {' | '.join([str(batch.requests), tokens, *cells, *ratios])} |", flush=True)
+
+
+def print_pushes(plan: Plan, pushes: dict[str, Costs]) -> None:
+    columns = [f"{plan.name}, push, 16 requests under way, ms", *PUSH_STEPS, "stall at most"]
+    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for way, costs in pushes.items():
+        cells = [f"{costs.median_ms(step):.1f}" for step in PUSH_STEPS]
+        print(f"| {' | '.join([way, *cells, f'{costs.worst_stall_ms:.1f}'])} |", flush=True)
+
+
+@asynccontextmanager
+async def serving(plan: Plan, options: Sequence[str]) -> AsyncGenerator[Server]:
+    """The engine; what its log tells of attention and graphs is printed."""
+    most = max(batch.requests for batch in plan.batches)
+    options = ["--device", plan.device.type, "--kv-layout", plan.kv_layout, "--max-running", str(most), *options]
+    log = plan.folder / "engine.log"
+    server = start_ours(plan.folder, OURS, log, max_context=plan.max_context, options=options)
+    try:
+        async with aiohttp.ClientSession() as client:
+            await wait_ready(client, server, log)
+        yield server
+    finally:
+        server.stop()
+        told = [line for line in log.read_text().splitlines() if "attention" in line or "CUDA graphs" in line]
+        print("\n".join([f"the engine with {' '.join(options)}:", *told]), flush=True)
+
+
+async def served_rate(plan: Plan, server: Server, batch: Batch) -> float:
+    """Tokens per second. Raises NotServing."""
+    times: list[float] = []
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as client:
+        for _ in range(2 * plan.rounds):
+            bodies = [
+                server.body(
+                    time.time_ns() % 10**9 * 1000 + number,
+                    random_ids(plan.shape.vocabulary, batch.prompt_tokens),
+                    batch.new_tokens,
+                )
+                for number in range(batch.requests)
+            ]
+            started_s = time.perf_counter()
+            await asyncio.gather(*(_ask(client, server, body) for body in bodies))
+            times.append(time.perf_counter() - started_s)
+    return _rate(batch, statistics.median(times[plan.rounds :]))
+
+
+async def _ask(client: aiohttp.ClientSession, server: Server, body: dict[str, Any]) -> None:
+    try:
+        async with client.post(server.url, json=body) as answer:
+            if answer.status != 200:
+                raise NotServing(f"{server.url} answered {answer.status}: {(await answer.text())[:500]}")
+            await answer.read()
+    except aiohttp.ClientError as error:
+        raise NotServing(f"{server.url} broke off: {error!r}") from error
+
+
+def generate_rate(plan: Plan, batch: Batch) -> float:
+    """Tokens per second by transformers; 0 when it failed."""
+    script = str(Path(__file__).parent / "gpu_generate.py")
+    numbers = (batch.requests, batch.prompt_tokens, batch.new_tokens, plan.rounds)
+    try:
+        done = subprocess.run(
+            [sys.executable, script, str(plan.folder), str(plan.device), *map(str, numbers)],
+            capture_output=True,
+            text=True,
+            timeout=GENERATE_S,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"generate gave nothing within {GENERATE_S:.0f} s", flush=True)
+        return 0.0
+    if done.returncode:
+        print(f"generate failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+        return 0.0
+    return statistics.median(map(float, done.stdout.split()))
+
+
+async def push_all_ways(plan: Plan, server: Server) -> dict[str, Costs]:
+    """Over shared memory, and on a GPU by CUDA IPC."""
+    model: Any = AutoModelForCausalLM.from_pretrained(plan.folder, dtype=torch.float32)
+    parameters: dict[str, Tensor] = dict(model.to(plan.device).named_parameters())
+    pushes: dict[str, Costs] = {}
+    with channels(plan, parameters) as ways:
+        for number, (way, channel) in enumerate(ways.items()):
+            pushes[way] = await push_costs(
+                server,
+                channel,
+                parameters,
+                plan.shape.vocabulary,
+                num_pushes=plan.num_pushes,
+                first_step=1 + number * plan.num_pushes,
+                num_new_tokens=plan.max_context - 256,
+            )
+    return pushes
+
+
+@contextmanager
+def channels(plan: Plan, parameters: dict[str, Tensor]) -> Generator[dict[str, Channel]]:
+    """The ways that weights can take here."""
+    entries = layout(parameters.items(), plan.dtype)
+    with weights_folder(in_memory=True) as place:
+        shared = SharedMemoryChannel(place, entries)
+        try:
+            if plan.device.type == "cuda":
+                yield {"shared memory": shared, "CUDA IPC": CudaChannel(entries, plan.device, CudaSharing())}
+            else:
+                yield {"shared memory": shared}
+        finally:
+            shared.close()
+
+
+def _give_back(device: torch.device) -> None:
+    """The memory that this process needs no more, for those that it starts."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _rate(batch: Batch, seconds: float) -> float:
+    return batch.requests * batch.new_tokens / seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""A model thread that dies in the middle of a step, and what was asked of it meanwhile:
+
+- whoever waits for its commands is told, pauses that wait for rows to end and a drain among them
+- a row that was just being answered is answered, too
+"""
+
+import threading
+
+import pytest
+
+from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.row import Row
+from areal_agent.engine.embedded.scheduler import Scheduler
+from areal_agent.engine.embedded.workload import Workload
+from areal_agent.engine_types import PauseMode
+from areal_agent.errors import EngineUnreachable
+from areal_agent.types import WeightVersion
+from tests.engine.conftest import DEADLINE_S
+
+
+@pytest.fixture
+def runner(tiny) -> ModelRunner:
+    return ModelRunner.load(str(tiny), device="cpu", num_slots=4, max_context_tokens=128)
+
+
+class Dying:
+    """A ModelRunner whose first prefill stands until it is told to fail."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.has_begun, self.may_fail = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name)
+
+    def prefill(self, pieces):
+        self.has_begun.set()
+        assert self.may_fail.wait(DEADLINE_S)
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+COMMANDS = {
+    "abort": lambda scheduler: scheduler.abort(None),
+    "pause": lambda scheduler: scheduler.pause(PauseMode.IN_PLACE),
+    "pause that waits": lambda scheduler: scheduler.pause(PauseMode.WAIT),
+    "drain": Scheduler.finish,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_who_waits_for_a_command_is_told(command, runner, ask):
+    dying = Dying(runner)
+    scheduler = Scheduler(dying, version=WeightVersion(), on_failure=lambda: None)
+    answer = scheduler.submit(ask(1))
+    assert dying.has_begun.wait(DEADLINE_S)
+    waiting = COMMANDS[command](scheduler)
+    dying.may_fail.set()
+    for one in (answer, waiting):
+        assert isinstance(one.exception(DEADLINE_S), EngineUnreachable)
+    scheduler.close()
+
+
+class Full:
+    """A ModelRunner, and its own KVStore, which has no memory to keep anything once it is full."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.kv = self
+        self.is_full = False
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name) if hasattr(self._runner, name) else getattr(self._runner.kv, name)
+
+    def keep(self, *args: object) -> None:
+        if self.is_full:
+            raise RuntimeError("can't allocate memory")
+        self._runner.kv.keep(*args)
+
+
+def test_a_row_that_was_being_answered_is_told(runner, ask):
+    full = Full(runner)
+    work = Workload(full, WeightVersion())
+    row = Row.of(ask(1, max_tokens=3))
+    work.add(row)
+    work.step()
+    full.is_full = True
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        while work.has_work():
+            work.step()
+    work.fail(EngineUnreachable("the engine failed"))
+    assert isinstance(row.answer.exception(0), EngineUnreachable)
