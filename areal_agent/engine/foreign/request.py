@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from areal_agent.engine import wire
-from areal_agent.engine.fields import WireError
 from areal_agent.engine.transport import Transport
 from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
 from areal_agent.errors import EngineRejected, EngineUnreachable
@@ -51,8 +50,8 @@ class Dialect(Protocol):
         """Where requests are posted."""
         ...
 
-    def encode(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
-        """The body of a request, to be answered in events. The server knows it by `rid`."""
+    def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
+        """The body of a request, to be answered in events. The server knows it by `rid`; `label` is what serves now."""
         ...
 
     def reader(self, request: GenerateRequest) -> AnswerReader:
@@ -78,9 +77,9 @@ class ServerRequest:
         self._is_given_up = False
 
     async def run(
-        self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[None]]
+        self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[str]]
     ) -> GenerateResult:
-        """Sample to the end, once `admitted`. Cancelling it closes the stream."""
+        """Sample to the end, once `admitted`, which tells the label of what serves. Cancelling it closes the stream."""
         if self._is_given_up:
             return NOTHING
         num_cancelled = _num_cancelled()
@@ -105,11 +104,11 @@ class ServerRequest:
             self._reading.cancel()
 
     async def _read(
-        self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[None]]
+        self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[str]]
     ) -> GenerateResult:
-        await admitted()
+        label = await admitted()
         splitter = wire.EventSplitter()
-        body = self._dialect.encode(self._request, self.rid)
+        body = self._dialect.encode(self._request, self.rid, label)
         async with contextlib.aclosing(self._transport.stream(self._dialect.path, body)) as pieces:
             async for piece in pieces:
                 for event in splitter.feed(piece):
@@ -125,14 +124,12 @@ class ServerRequest:
         return self._reader.result
 
     def _read_event(self, event: bytes) -> TokenChunk:
-        try:
-            body = wire.decode_event(event)
-            if "error" not in body:
-                return self._reader.read(body)
-        except WireError as error:
-            raise self._transport.unreadable(self._dialect.path, error) from error
+        read, path = self._transport.decoded, self._dialect.path
+        body = read(wire.decode_event, path, event)
+        if "error" not in body:
+            return read(self._reader.read, path, body)
         failure = wire.decode_failure(body, _UNTOLD_STATUS)
-        message = f"{self._transport.base_url}{self._dialect.path} broke off with {failure.status}: {failure.message}"
+        message = f"{self._transport.base_url}{path} broke off with {failure.status}: {failure.message}"
         raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
 
 

@@ -1,9 +1,11 @@
-"""Turns weights in shared memory into folders that a server loads, each published whole or not at all.
+"""Turns pushed weights into folders that a server loads, each published whole or not at all.
 
     shared memory ── copied, its checksum proved ──▶ hidden folder, manifest.json last ── rename ──▶ folders/PUSH_ID/
+    a folder on a disk ── second names for its files ─▶ hidden folder ─────────────────── rename ──▶ folders/PUSH_ID/
 
-A folder is proved by its manifest before a server is told of it. It stays as long as a server is told to serve it: one
-that fails at the next weights is given these again. Knows no server, no version and no torch.
+A folder is proved by its manifest before a server is told of it. It stays as long as a server is told to serve it,
+whatever becomes of what was pushed: one that fails at the next weights, and at those after them, is given these again.
+Knows no server, no version and no torch.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from areal_agent.cancellation import uninterrupted
 from areal_agent.engine.foreign.tensors import StoredTensor, encode_header
 from areal_agent.engine.stored_weights import WEIGHTS
 from areal_agent.engine_types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry
@@ -25,27 +28,23 @@ _PIECE_BYTES = 2**24
 
 
 class WeightFolders:
-    """Writes the weights of a push once, however many servers take them."""
+    """Makes the folder of a push once, however many servers take it."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._num_users: dict[Path, int] = {}  # of the folders written here
+        self._num_users: dict[Path, int] = {}  # of the folders made here
 
     async def take(self, push_id: str, weights: SharedMemoryWeights | DiskWeights | CudaWeights) -> Path:
         """A proved folder with these weights, until its `release`. Raises WeightUpdateError."""
         if isinstance(weights, CudaWeights):
             raise WeightUpdateError(
-                "the weights lie in the memory of a GPU, which SGLang does not take them from; set trainer.transfer to "
-                "'shared_memory' or 'disk'"
+                "the weights lie in the memory of a GPU, which this server does not take them from; set "
+                "trainer.transfer to 'shared_memory' or 'disk'"
             )
-        if isinstance(weights, DiskWeights):
-            folder = Path(weights.path)
-            await asyncio.to_thread(prove_manifest, folder)
-            return folder
         folder = Path(weights.path).parent / "folders" / push_id
         async with self._lock:
             if folder not in self._num_users:
-                await asyncio.to_thread(publish, weights, folder)
+                await self._make(weights, folder)
             self._num_users[folder] = self._num_users.get(folder, 0) + 1
         try:
             await asyncio.to_thread(prove_manifest, folder)
@@ -54,8 +53,16 @@ class WeightFolders:
             raise
         return folder
 
+    async def _make(self, weights: SharedMemoryWeights | DiskWeights, folder: Path) -> None:
+        """Of a call that is cancelled nothing is left, also later: the same push may come again."""
+        try:
+            await uninterrupted(asyncio.to_thread(publish, weights, folder))
+        except asyncio.CancelledError:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
+
     async def release(self, folder: Path) -> None:
-        """A server that took this folder needs it no more; what was not written here stays."""
+        """A server that took this folder needs it no more; what was not made here stays."""
         async with self._lock:
             if folder not in self._num_users:
                 return
@@ -65,14 +72,17 @@ class WeightFolders:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-def publish(weights: SharedMemoryWeights, folder: Path) -> None:
-    """Write `folder`. Raises WeightUpdateError, and then there is no such folder."""
+def publish(weights: SharedMemoryWeights | DiskWeights, folder: Path) -> None:
+    """Make `folder`. Raises WeightUpdateError, and then there is no such folder."""
     hidden = folder.with_name(f".{folder.name}")
     try:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True, mode=0o700)
-        _copy(weights, hidden / WEIGHTS)
-        (hidden / MANIFEST).write_bytes(encode_manifest(hidden, {}))
+        if isinstance(weights, DiskWeights):
+            shutil.copytree(weights.path, hidden, copy_function=_name_again, dirs_exist_ok=True)
+        else:
+            _copy(weights, hidden / WEIGHTS)
+            (hidden / MANIFEST).write_bytes(encode_manifest(hidden, {}))
         os.replace(hidden, folder)
     except (OSError, ValueError) as error:
         raise WeightUpdateError(
@@ -93,6 +103,14 @@ def prove_manifest(folder: Path) -> None:
         raise WeightUpdateError(
             f"cannot take weights from {str(folder)!r}: {error}; a folder is pushed whole, with its manifest"
         ) from error
+
+
+def _name_again(source: str, target: str) -> None:
+    """A file that is pushed is never written to again, so that it need not be copied, where the disk has such names."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _copy(weights: SharedMemoryWeights, target: Path) -> None:

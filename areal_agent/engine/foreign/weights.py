@@ -85,16 +85,11 @@ class ServerWeights:
     """What one server serves, and what it is to serve next. `serving` is what it was found with."""
 
     def __init__(
-        self,
-        loader: Loader,
-        folders: WeightFolders,
-        model: ServedModel,
-        serving: Served,
-        receiver: Receiver | None = None,
+        self, loader: Loader, receiver: Receiver, folders: WeightFolders, model: ServedModel, serving: Served
     ) -> None:
         self.serving = serving
         self._loader = loader
-        self._receiver = receiver  # None: it takes folders alone
+        self._receiver = receiver
         self._folders = folders
         self._model = model
         self._push: _Push | None = None
@@ -137,8 +132,8 @@ class ServerWeights:
 
     async def commit(self, push_id: str, version: WeightVersion, *, flush_cache: bool) -> None:
         """Let the paused server load what was sent."""
-        push = self._open_push(push_id)
-        served = self.serving.version
+        push, served = self._open_push(push_id), self.serving.version
+        self._push = None
         try:
             if push.source is None:
                 raise WeightUpdateError(f"push {push_id!r} has sent no weights: send them before it is committed")
@@ -146,9 +141,9 @@ class ServerWeights:
                 raise WeightUpdateError(f"{self._loader.base_url} serves version {served}: {version} is not later")
             await self._load(push.source, str(version), flush_cache=flush_cache)
         except BaseException:
-            await self.forget_push()
+            if self.serving.source is not push.source:  # it may serve already, and this was cancelled after that
+                await self._let_go_of(push.source)
             raise
-        self._push = None
 
     async def abort(self, push_id: str) -> None:
         """Forget a push. One that is not open is no error."""
@@ -172,11 +167,6 @@ class ServerWeights:
         await self._load(folder, str(version), flush_cache=True)
 
     async def _receive(self, push: _Push, weights: DistributedWeights) -> None:
-        if self._receiver is None:
-            raise WeightUpdateError(
-                f"{self._loader.base_url} takes no weights by torch.distributed; set trainer.transfer to "
-                "'shared_memory' or 'disk'"
-            )
         self._model.prove_entries(weights.entries)
         serving = self.serving.source
         await self._receiver.receive(push.id, weights, beside=serving.push_id if isinstance(serving, Held) else None)
@@ -214,7 +204,6 @@ class ServerWeights:
             if isinstance(source, Path):
                 await self._loader.load(source, label, flush_cache=flush_cache)
             else:
-                assert self._receiver is not None  # who holds something has received it
                 await self._receiver.load_received(source.push_id, label, flush_cache=flush_cache)
         except asyncio.CancelledError:
             self._broken = f"the load of version {label} was cut short"

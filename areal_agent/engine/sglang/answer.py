@@ -9,6 +9,7 @@ from typing import Any
 
 from areal_agent.engine import wire
 from areal_agent.engine.fields import WireError, as_integer, as_object, get
+from areal_agent.engine.foreign.unlabelled import label_meta
 from areal_agent.engine.wire.generate import finished
 from areal_agent.engine.wire.tokens import decode_tokens, top_entries
 from areal_agent.engine_types import GenerateResult, TokenChunk, TopLogprobs
@@ -19,7 +20,9 @@ from areal_agent.types import FinishReason, JsonObject
 class SglangAnswer:
     """Puts the events of one answer together. `result` is there after the last one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_unlabelled: bool = False) -> None:
+        """With `takes_unlabelled` weights that nobody has labelled are the first version."""
+        self._takes_unlabelled = takes_unlabelled
         self.result: GenerateResult | None = None
         self._reader = wire.ResultReader()
         self._token_ids: list[int] = []
@@ -32,6 +35,9 @@ class SglangAnswer:
         Raises WireError for what cannot be read, and an EngineError when the server says that it failed.
         """
         meta = as_object(get(fields, "meta_info", dict), "meta_info")
+        if self._takes_unlabelled:
+            meta = label_meta(meta)
+            fields = {**fields, "meta_info": meta}
         finish = meta.get("finish_reason")
         if finish is not None and as_object(finish, "finish_reason").get("type") == FinishReason.ABORT:
             _raise_failure(as_object(finish, "finish_reason"))

@@ -13,14 +13,18 @@ class SglangDialect:
 
     path = wire.GENERATE
 
-    def encode(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
-        """The body of a request."""
+    def __init__(self, *, takes_unlabelled: bool = False) -> None:
+        self._takes_unlabelled = takes_unlabelled
+
+    def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
+        """The body of a request. What serves needs no name."""
+        del label
         return {**wire.encode_request(request, is_streamed=True), "rid": rid}
 
     def reader(self, request: GenerateRequest) -> SglangAnswer:
         """For the events of its answer, which needs nothing of the request."""
         del request
-        return SglangAnswer()
+        return SglangAnswer(takes_unlabelled=self._takes_unlabelled)
 
     async def abort(self, transport: Transport, rid: str) -> None:
         """Let the server end a request that has begun."""

@@ -12,13 +12,18 @@ from areal_agent.types import WeightVersion
 
 LOADS = "/v1/loads"
 
+RECEIVED = "areal-agent-push:"
+"""In front of a push: the path of what came in it by torch.distributed (scheduler_extension.py)."""
+
 _UNLABELLED = "default"  # SGLang's label of weights that nobody labelled
 
 
 def decode_served(model_info: object) -> Served:
     """Read `/model_info`. The label in `/server_info` is the one of the start, for ever."""
     fields = as_object(model_info, wire.MODEL_INFO)
-    return Served(source=Path(get(fields, "model_path", str)), label=get(fields, "weight_version", str))
+    path = get(fields, "model_path", str)
+    source = None if path.startswith(RECEIVED) else Path(path)
+    return Served(source=source, label=get(fields, "weight_version", str))
 
 
 def decode_start(server_info: object) -> EngineInfo:
@@ -28,6 +33,11 @@ def decode_start(server_info: object) -> EngineInfo:
     """
     started = as_object(server_info, wire.SERVER_INFO)
     return wire.decode_info({**started, "context_length": None, "weight_version": _UNLABELLED})
+
+
+def tells_new_tokens(server_info: object) -> bool:
+    """Whether the events of an answer hold its new tokens alone, as on the common wire."""
+    return as_object(server_info, wire.SERVER_INFO).get("incremental_streaming_output") is not False
 
 
 def decode_loads(body: object, version: WeightVersion) -> EngineStats:

@@ -6,10 +6,12 @@ machine without a GPU it adds what SGLang needs to run on a CPU, which PyPI's wh
 - two operators of torchvision are declared: PyPI has its CUDA build only, whose compiled half does not load there;
 - the package `sgl_kernel` has no CPU build: names are imported from a stand-in, and a call of one raises.
 
-SGLang's schedulers are spawned, so everything but the last lines here is run by them, too.
+SGLang's schedulers are spawned, so everything but the last lines here is run by them, too: there they are taught to
+take weights from the trainer (scheduler_extension.py).
 """
 
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -68,6 +70,8 @@ if __name__ == "__main__" and needs_cpu(sys.argv):
     sys.argv[1:1] = CPU_FLAGS  # in front: what was asked for holds
 if CPU_VARIABLE in os.environ:
     stand_in_for_what_cpus_lack()
+if __name__ == "__mp_main__":  # one of SGLang's own processes
+    importlib.import_module("scheduler_extension").register()
 if __name__ == "__main__":
     runpy.run_path(LIFELINE)["end_with_parent"]()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

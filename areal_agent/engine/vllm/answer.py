@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from areal_agent.engine.fields import WireError, as_ids, as_integer, as_member, as_numbers, as_object, get
+from areal_agent.engine.foreign.unlabelled import label_spans
 from areal_agent.engine.wire.versions import decode_spans
 from areal_agent.engine_types import GenerateResult, TokenChunk, TopLogprobs
 from areal_agent.types import FinishReason, JsonObject
@@ -20,7 +21,9 @@ _NO_TOKENS = TokenChunk(token_ids=(), logprobs=())
 class VllmAnswer:
     """Puts the events of one answer together. `result` is there after the one with the finish reason."""
 
-    def __init__(self, *, num_top_logprobs: int) -> None:
+    def __init__(self, *, num_top_logprobs: int, takes_unlabelled: bool = False) -> None:
+        """With `takes_unlabelled` weights that nobody has labelled are the first version."""
+        self._takes_unlabelled = takes_unlabelled
         self.result: GenerateResult | None = None
         self._num_top_logprobs = num_top_logprobs
         self._token_ids: list[int] = []
@@ -43,10 +46,13 @@ class VllmAnswer:
         return chunk
 
     def _finished(self, choice: JsonObject) -> GenerateResult:
+        spans: Sequence[Any] = choice.get("weight_versions") or []
+        if self._takes_unlabelled:
+            spans = label_spans(spans)
         return GenerateResult(
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
-            versions=decode_spans(choice.get("weight_versions") or [], len(self._token_ids)),
+            versions=decode_spans(spans, len(self._token_ids)),
             finish_reason=as_member(FinishReason, choice.get("finish_reason"), "finish_reason"),
             top_logprobs=tuple(self._top_logprobs),
         )

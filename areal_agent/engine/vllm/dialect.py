@@ -1,7 +1,6 @@
 """How a vLLM server is asked for a completion: token ids in, token ids out, in events. Knows no server."""
 
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,19 @@ _PREFIX = "generate-tokens-"  # vLLM's own, in front of the id that it was given
 
 
 class VllmDialect:
-    """`foreign.request.Dialect`. Each request names the weights that serve when it is sent: `label` tells them.
+    """`foreign.request.Dialect`. Each request names the weights that serve when it is sent, by their label.
 
-    The label salts the cache of prefixes: keys and values that other weights have left are never taken for new ones.
+    That salts the cache of prefixes: keys and values that other weights have left are never taken for new ones.
     Where the server `applies_adapter`, every request names it.
     """
 
     path = GENERATE
 
-    def __init__(self, label: Callable[[], str]) -> None:
+    def __init__(self, *, takes_unlabelled: bool = False) -> None:
         self.applies_adapter = False
-        self._label = label
+        self._takes_unlabelled = takes_unlabelled
 
-    def encode(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
+    def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
         """The body of a request."""
         ids = request.input_ids
         return {
@@ -41,12 +40,12 @@ class VllmDialect:
             "sampling_params": encode_sampling(request),
             "stream": True,
             "stream_options": {"include_usage": True},
-            "cache_salt": self._label(),
+            "cache_salt": label,
         }
 
     def reader(self, request: GenerateRequest) -> VllmAnswer:
         """For the events of its answer."""
-        return VllmAnswer(num_top_logprobs=request.num_top_logprobs)
+        return VllmAnswer(num_top_logprobs=request.num_top_logprobs, takes_unlabelled=self._takes_unlabelled)
 
     async def abort(self, transport: Transport, rid: str) -> None:
         """Let the server end a request that has begun."""

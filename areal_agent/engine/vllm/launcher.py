@@ -1,4 +1,4 @@
-"""Starts vLLM's own server as `VllmEngine` needs it. Run as a file by the Python of vLLM's environment.
+"""Starts vLLM's own server as `VllmServer` needs it. Run as a file by the Python of vLLM's environment.
 
 That environment has no areal_agent in it. The server ends with the process that started it, if that gave it a lifeline.
 Arguments are those of `vllm serve`, which itself fails on its metadata in the package for CPUs. Where vLLM runs on a

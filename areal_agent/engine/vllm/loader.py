@@ -4,14 +4,15 @@ Every worker reads the folder itself, or takes what it has received from the tra
 runs on.
 """
 
+import asyncio
 import os
 from pathlib import Path
 
-from areal_agent.engine.fields import WireError
 from areal_agent.engine.foreign.adapters import is_adapter
 from areal_agent.engine.transport import Transport
 from areal_agent.engine.vllm import LAUNCHER
 from areal_agent.engine.vllm.info import WEIGHT_INFO, decode_label
+from areal_agent.engine.weight_size import size_of_folder
 from areal_agent.errors import EngineError, WeightUpdateError
 
 COLLECTIVE_RPC = "/collective_rpc"
@@ -34,24 +35,24 @@ class VllmLoader:
         """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
         path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
         method = "load_adapter" if is_adapter(Path(path)) else "load_folder"
-        await self.let_workers(method, path, label, flush_cache=flush_cache)
+        num_bytes = await asyncio.to_thread(size_of_folder, folder)
+        await self.let_workers(method, path, label, flush_cache=flush_cache, num_bytes=num_bytes)
 
-    async def let_workers(self, method: str, argument: str, label: str, *, flush_cache: bool) -> None:
-        """Let all workers load by this method of theirs; the rest as in `load`.
+    async def let_workers(
+        self, method: str, argument: str, label: str, *, flush_cache: bool, num_bytes: int = 0
+    ) -> None:
+        """Let all workers load by this method of theirs, so much from a disk; the rest as in `load`.
 
         With `flush_cache`, running requests are taken back to their beginning: what they have is computed again.
         """
         try:
-            await self._tell(COLLECTIVE_RPC, {"method": method, "args": [argument]})
+            await self._tell(COLLECTIVE_RPC, {"method": method, "args": [argument]}, num_bytes)
         except EngineError as error:
             raise WeightUpdateError(f"{error}; see its log. Was it started by {LAUNCHER}?") from error
         if flush_cache:
             await self._flush_cache()
         await self._tell(UPDATE_LABEL, {"new_version": label})
-        try:
-            served = decode_label(await self._transport.get(WEIGHT_INFO))
-        except WireError as error:
-            raise self._transport.unreadable(WEIGHT_INFO, error) from error
+        served = self._transport.decoded(decode_label, WEIGHT_INFO, await self._transport.get(WEIGHT_INFO))
         if served != label:
             raise WeightUpdateError(f"{self.base_url} says that it serves {served} after an update to {label}")
 
@@ -60,5 +61,5 @@ class VllmLoader:
         if answer != {"success": True}:
             raise WeightUpdateError(f"{self.base_url} keeps keys and values of the weights before: {answer}")
 
-    async def _tell(self, path: str, body: dict[str, object]) -> object:
-        return await self._transport.post(path, body, refusal=WeightUpdateError)
+    async def _tell(self, path: str, body: dict[str, object], num_bytes: int = 0) -> object:
+        return await self._transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +16,17 @@ import pytest
 
 from areal_agent.cluster.sglang import CONTEXT_MARGIN, start_sglang
 from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.sglang.engine import SglangEngine
+from areal_agent.engine.foreign.engine import ForeignEngine
+from areal_agent.engine.foreign.server import ForeignServer
+from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.engine_types import DiskWeights, GenerateRequest, PauseMode, SharedMemoryWeights, TokenChunk
 from areal_agent.types import WeightVersion
 from areal_agent.weights.push import push
 
+from ..sampled import Weights
+from ..servers import running_server
+
 DEADLINE_S = 300.0  # only a hang is longer
-STARTUP_S = 600.0
 CONTEXT = 4096
 
 
@@ -72,35 +76,38 @@ def long_other(make_model) -> Path:
 @pytest.fixture(scope="session")
 def real_server(sglang_python, real_model, tmp_path_factory) -> Iterator[str]:
     """The URL of a server that all tests share."""
-    config = EngineConfig(
-        backend="sglang",
-        python=sglang_python,
-        device="cpu",
-        max_context_tokens=CONTEXT - CONTEXT_MARGIN,
-        kv_tokens=8 * CONTEXT,
-        max_running_requests=16,
-        startup_timeout_s=STARTUP_S,
-    )
-    with asyncio.Runner() as runner:
-        stack = AsyncExitStack()
-        started = start_sglang(config, real_model, WeightVersion(step=7), tmp_path_factory.mktemp("sglang"))
-        (url,) = runner.run(stack.enter_async_context(started)).urls
-        try:
-            yield url
-        finally:
-            runner.run(stack.aclose())
+    room = {"max_context_tokens": CONTEXT - CONTEXT_MARGIN, "kv_tokens": 8 * CONTEXT}
+    logs = tmp_path_factory.mktemp("sglang")
+    with running_server(start_sglang, sglang_python, real_model, logs, backend="sglang", device="cpu", **room) as url:
+        yield url
+
+
+@pytest.fixture
+def running(real_server: str, real_other: Path) -> tuple[EngineConfig, Path]:
+    """A server that somebody else has started, as a config names it, and other weights for its model."""
+    return EngineConfig(urls=(real_server,), max_context_tokens=300), real_other
 
 
 @dataclass(kw_only=True, slots=True)
 class Stage:
     """The adapter, what serves behind it, and the two sets of weights."""
 
-    engine: SglangEngine
+    engine: ForeignEngine
     model: Path
     other: Path
     old: WeightVersion
     is_real: bool
     num_long: int = 400  # tokens that are still being sampled when a test gets to it
+
+    @property
+    def before(self) -> Weights:
+        """What serves at the beginning."""
+        return Weights(model=self.model, version=self.old)
+
+    @property
+    def after(self) -> Weights:
+        """What serves after a push."""
+        return Weights(model=self.other, version=self.new)
 
     @property
     def new(self) -> WeightVersion:
@@ -123,13 +130,16 @@ class Stage:
 
 
 @asynccontextmanager
-async def _real_stage(url: str, model: Path, other: Path) -> AsyncGenerator[Stage]:
-    engine = SglangEngine(url)
+async def open_stage(
+    server: ForeignServer, model: Path, other: Path, *, num_long: int, begun_with: Path | None = None
+) -> AsyncGenerator[Stage]:
+    """In front of a real server, which serves `model`: by that folder, or by the one that it has `begun_with`."""
+    engine = ForeignEngine(server)
     try:
         served = (await engine.info()).weight_version
         version = WeightVersion(step=served.step + 1)
-        await engine.load(model, version)  # whatever the test before has left
-        yield Stage(engine=engine, model=model, other=other, old=version, is_real=True, num_long=1000)
+        await engine.load(begun_with or model, version)  # whatever the test before has left
+        yield Stage(engine=engine, model=model, other=other, old=version, is_real=True, num_long=num_long)
     finally:
         await engine.resume()
         await engine.aclose()
@@ -138,7 +148,7 @@ async def _real_stage(url: str, model: Path, other: Path) -> AsyncGenerator[Stag
 @asynccontextmanager
 async def _embedded_stage(serve, model: Path, other: Path) -> AsyncGenerator[Stage]:
     async with serve(model, max_context=CONTEXT - CONTEXT_MARGIN) as served:
-        engine = SglangEngine(served.engine.base_url)
+        engine = ForeignEngine(SglangServer(served.engine.base_url))
         try:
             yield Stage(engine=engine, model=model, other=other, old=WeightVersion(step=7), is_real=False)
         finally:
@@ -149,7 +159,8 @@ async def _embedded_stage(serve, model: Path, other: Path) -> AsyncGenerator[Sta
 def opened(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Stage]:
     """Outside of the event loop of the test, since the server has one of its own."""
     if request.param == "real":
-        return _real_stage(*map(request.getfixturevalue, ("real_server", "real_model", "real_other")))
+        url, model, other = map(request.getfixturevalue, ("real_server", "real_model", "real_other"))
+        return open_stage(SglangServer(url), model, other, num_long=1000)
     return _embedded_stage(*map(request.getfixturevalue, ("serve", "long_model", "long_other")))
 
 
@@ -160,7 +171,7 @@ async def stage(opened: AbstractAsyncContextManager[Stage]) -> AsyncGenerator[St
         yield stage
 
 
-async def until_one_waits(engine: SglangEngine) -> None:
+async def until_one_waits(engine: ForeignEngine) -> None:
     """Until a call of `generate` has begun."""
     while not engine.num_requests:  # noqa: ASYNC110 (a call that has begun tells nobody)
         await asyncio.sleep(0)
@@ -169,7 +180,7 @@ async def until_one_waits(engine: SglangEngine) -> None:
 class Watched:
     """A request in flight, and the tokens that have arrived."""
 
-    def __init__(self, engine: SglangEngine, request: GenerateRequest) -> None:
+    def __init__(self, engine: ForeignEngine, request: GenerateRequest) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self._has_grown = asyncio.Event()

@@ -1,10 +1,11 @@
-"""`configs/quickstart_sglang.yaml`, shortened, with a real SGLang server that the run starts: it trains, its ledger is
-proved, answers span weight versions, no call fails, and no server is left behind."""
+"""`configs/quickstart_sglang.yaml`, shortened, with a real SGLang server that the run starts: it learns, its ledger
+is proved, answers span weight versions, no call fails, and no server is left behind."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,18 +28,30 @@ def servers() -> set[int]:
     }
 
 
-def test_a_run_with_a_server_of_its_own(sglang_python: str, tmp_path: Path) -> None:
-    folder, before = tmp_path / "run", servers()
+def trained(folder: Path, python: str, *settings: str) -> dict[str, Any]:
+    """What a run in this folder says of itself at its end."""
+    before = servers()
     done = run(
         "areal_agent.train",
-        *("--config", "configs/quickstart_sglang.yaml", f"engine.python={sglang_python}", f"run_dir={folder}"),
-        *("steps=6", "eval.num_tasks=8"),
+        *("--config", "configs/quickstart_sglang.yaml", f"engine.python={python}", f"run_dir={folder}", *settings),
     )
     assert done.returncode == 0, done.stderr
     assert "no answer to" not in done.stdout + done.stderr
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("completed", 6)
-    assert summary["interrupted_completions"] > 0 and summary["max_staleness_seen"] <= 2
     verified = run("areal_agent.ledger", "verify", str(folder))
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    assert servers() == before
+    assert not servers() - before
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["interrupted_completions"] > 0 and summary["max_staleness_seen"] <= 2
+    return summary
+
+
+def test_a_run_with_a_server_of_its_own_learns(sglang_python: str, tmp_path: Path) -> None:
+    """From a third; in all its 70 steps above 0.9."""
+    summary = trained(tmp_path / "run", sglang_python, "steps=20", "eval.num_tasks=100")
+    assert summary["success_after"] >= summary["success_before"] + 0.2
+
+
+def test_a_run_that_sends_its_weights(sglang_python: str, tmp_path: Path) -> None:
+    settings = ("steps=6", "eval.num_tasks=8", "trainer.transfer=distributed")
+    assert trained(tmp_path / "run", sglang_python, *settings)["steps"] == 6

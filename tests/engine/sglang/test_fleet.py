@@ -1,7 +1,7 @@
 """A fleet of two real SGLang servers that a run starts, hit in the middle of answers (slow):
 
 - killed (SIGKILL): its answers go on at the other one, as greedy as before and with exact versions; it is started
-  again, and brought to the weights that were pushed meanwhile
+  again, and asks the trainer alone for the weights that were pushed meanwhile by torch.distributed
 - stopped (SIGSTOP): the same, and it serves again after SIGCONT
 - a damaged push leaves the old weights, and everybody serving
 - a server that was started elsewhere is added: it gets the fleet's weights before it serves, and can be removed
@@ -10,7 +10,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +21,16 @@ from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import MemberState
-from areal_agent.engine.sglang.engine import SglangEngine
+from areal_agent.engine.foreign.engine import ForeignEngine
+from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import VersionSpan, WeightVersion
+from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.push import push
 
-from .conftest import CONTEXT, CONTEXT_MARGIN, STARTUP_S, Watched
+from ..servers import STARTUP_S
+from ..transfers import open_channel, parameters_of
+from .conftest import CONTEXT, CONTEXT_MARGIN, Watched
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 DEADLINE_S = 1200.0  # only a hang is longer
@@ -74,16 +78,22 @@ async def running(python: str, model: Path, logs: Path) -> AsyncGenerator[Run]:
 
 async def serve_again(url: str, model: Path, version: WeightVersion) -> None:
     """Whatever other tests have left there: a fleet takes no server that is ahead of it."""
-    engine = SglangEngine(url)
+    engine = ForeignEngine(SglangServer(url))
     try:
         await engine.load(model, version)
     finally:
         await engine.aclose()
 
 
+@pytest.fixture
+def channel(real_model: Path) -> Iterator[DistributedChannel]:
+    with open_channel(real_model) as channel:
+        yield channel
+
+
 @pytest.mark.slow
 async def test_servers_are_killed_stopped_and_added(
-    sglang_python, real_model, real_other, real_server, ask, share, tmp_path
+    sglang_python, real_model, real_other, real_server, ask, share, channel, tmp_path
 ):
     """One test: two servers take minutes to start."""
     async with AsyncExitStack() as stack:
@@ -104,7 +114,8 @@ async def test_servers_are_killed_stopped_and_added(
             assert result.versions == (VersionSpan(version=served, start=0, end=LENGTH),)
             if blow is signal.SIGKILL:
                 assert result.token_ids == truth
-            await push([fleet], share(real_other), version)
+            pushed = channel.write(parameters_of(real_other)) if blow is signal.SIGKILL else share(real_other)
+            await push([fleet], pushed, version)
             if blow is signal.SIGSTOP:
                 os.kill(process_id, signal.SIGCONT)
             await run.until_all_serve(version)

@@ -2,6 +2,9 @@
 
 - 400 although the weights have changed: the weights before are loaded again; where that fails too, or is cut short,
   nothing is sampled
+- a folder that serves stays when the call that loaded it is cancelled after that
+- a pause before a load that fails is ended all the same: the server may be paused
+- a server that was started so that events hold all tokens so far is refused
 - an update that is answered with success and does not move the label is none
 - the label is the one of `/model_info`: `/server_info` has the one of the start
 - a `/health` that never answers does not matter, a `/server_info` that fails does
@@ -11,119 +14,36 @@
 """
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from areal_agent.engine import wire
+from areal_agent.engine.foreign.engine import ForeignEngine
+from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.engine.sglang.answer import SglangAnswer
-from areal_agent.engine.sglang.engine import SglangEngine
+from areal_agent.engine.sglang.server import SglangServer
+from areal_agent.engine_types import PauseMode
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, VersionSpan, WeightVersion
 from areal_agent.weights.push import push
 
-OLD, NEW, NEXT = (WeightVersion(step=step) for step in (3, 4, 5))
+from .scripted import OLD, ScriptedServer, event, serving, spans
 
-
-class ScriptedServer:
-    """Says what SGLang says; `update_answers` are taken one by one, then updates succeed."""
-
-    def __init__(self, model: str) -> None:
-        self.started_with = model
-        self.model = model
-        self.label = str(OLD)
-        self.loaded: list[tuple[str, str]] = []
-        self.update_statuses: list[int] = []
-        self.hangs_at = 0  # which update is never answered
-        self.is_hanging = asyncio.Event()
-        self.moves_label = True
-        self.is_alive = True
-        self.events: list[dict] = []
-        self.peers: set[object] = set()
-        self.num_calls = 0
-
-    @web.middleware
-    async def count(self, request: web.Request, handler) -> web.StreamResponse:
-        self.num_calls += 1
-        self.peers.add(request.transport.get_extra_info("peername"))
-        return await handler(request)
-
-    async def server_info(self, _: web.Request) -> web.Response:
-        if not self.is_alive:
-            return web.Response(status=500)
-        return web.json_response(
-            {"model_path": self.started_with, "weight_version": "0:0", "context_length": 512, "max_req_input_len": 506}
-        )
-
-    async def model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"model_path": self.model, "weight_version": self.label})
-
-    async def update(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.loaded.append((body["model_path"], body["weight_version"]))
-        if self.hangs_at == len(self.loaded):
-            self.is_hanging.set()
-            await asyncio.Event().wait()
-        status = self.update_statuses.pop(0) if self.update_statuses else 200
-        self.model = body["model_path"]
-        if status == 200 and self.moves_label:
-            self.label = body["weight_version"]
-        return web.json_response({"success": status == 200, "message": "flush failed"}, status=status)
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for event in self.events:
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        return response
-
-    async def loads(self, _: web.Request) -> web.Response:
-        return web.json_response({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}] * 2})
-
-    async def hang(self, _: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def yes(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-
-@pytest.fixture
-async def scripted(tiny) -> AsyncGenerator[tuple[ScriptedServer, SglangEngine]]:
-    server = ScriptedServer(str(tiny))
-    app = web.Application(middlewares=[server.count])
-    app.router.add_get(wire.SERVER_INFO, server.server_info)
-    app.router.add_get(wire.MODEL_INFO, server.model_info)
-    app.router.add_get(wire.HEALTH, server.hang)
-    app.router.add_get("/v1/loads", server.loads)
-    app.router.add_post(wire.UPDATE_FROM_DISK, server.update)
-    app.router.add_post(wire.GENERATE, server.generate)
-    for path in (wire.PAUSE_GENERATION, wire.CONTINUE_GENERATION, wire.ABORT_REQUEST):
-        app.router.add_post(path, server.yes)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = SglangEngine(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    try:
-        yield server, engine
-    finally:
-        await engine.aclose()
-        await runner.cleanup()
-
-
-def event(ids: list[int], num_so_far: int, finish: dict | None = None, **meta: object) -> dict:
-    entries = [[-0.5, token_id, None] for token_id in ids]
-    fields = {"finish_reason": finish, "completion_tokens": num_so_far, "output_token_logprobs": entries}
-    return {"text": "", "output_ids": ids, "meta_info": fields | meta}
-
-
-def spans(end: int) -> list[dict]:
-    return [{"version": str(OLD), "start": 0, "end": end}]
+NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 
 
 ENDED = {"finish": {"type": "length", "length": 1}, "weight_versions": spans(1)}
+
+
+@pytest.fixture
+async def scripted(tiny) -> AsyncGenerator[tuple[ScriptedServer, ForeignEngine]]:
+    server = ScriptedServer(str(tiny))
+    async with serving(server) as url, aclosing(ForeignEngine(SglangServer(url))) as engine:
+        yield server, engine
 
 
 async def test_400_although_the_weights_changed(scripted, ask, share, other):
@@ -163,6 +83,59 @@ async def test_nothing_is_sampled_after_a_load_that_was_cut_short(scripted, ask,
         await engine.generate(ask(1))
 
 
+class HeldUpFolders(WeightFolders):
+    """Nothing is released while a test holds it up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_releasing, self.may_release = asyncio.Event(), asyncio.Event()
+        self.may_release.set()
+
+    async def release(self, folder: Path) -> None:
+        self.is_releasing.set()
+        await self.may_release.wait()
+        await super().release(folder)
+
+
+async def test_a_folder_that_serves_stays_when_its_call_is_cancelled(tiny, share, other):
+    server, folders = ScriptedServer(str(tiny)), HeldUpFolders()
+    async with serving(server) as url, aclosing(ForeignEngine(SglangServer(url), folders=folders)) as engine:
+        await push([engine], share(other), NEW)
+        before = server.model
+        await engine.begin_push("p")
+        await engine.send_push("p", share(other))
+        await engine.pause(PauseMode.RETRACT)
+        folders.is_releasing.clear()
+        folders.may_release.clear()
+        committing = asyncio.create_task(engine.commit_push("p", NEXT))
+        await folders.is_releasing.wait()  # of those before
+        committing.cancel()
+        folders.may_release.set()
+        await asyncio.wait({committing})
+        assert server.label == str(NEXT) and server.model != before
+        assert await asyncio.to_thread(Path(server.model).is_dir)
+
+
+class PausedWithAFailure(ScriptedServer):
+    """Says that a pause has failed."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.told: list[str] = []
+
+    async def yes(self, request: web.Request) -> web.Response:
+        self.told.append(request.path)
+        return web.Response(status=500) if request.path == wire.PAUSE_GENERATION else await super().yes(request)
+
+
+async def test_a_pause_that_fails_is_ended(tiny, other):
+    server = PausedWithAFailure(str(tiny))
+    async with serving(server) as url, aclosing(ForeignEngine(SglangServer(url))) as engine:
+        with pytest.raises(EngineUnreachable, match="500"):
+            await engine.load(other, NEW)
+    assert server.told == [wire.PAUSE_GENERATION, wire.CONTINUE_GENERATION] and server.loaded == []
+
+
 async def test_a_label_that_does_not_move_is_no_success(scripted, share, other):
     server, engine = scripted
     server.moves_label = False
@@ -178,6 +151,13 @@ async def test_the_label_of_now_is_not_the_label_of_the_start(scripted):
 async def test_the_context_is_what_is_served_without_being_cut(scripted):
     _, engine = scripted
     assert (await engine.info()).max_context_tokens == 506
+
+
+async def test_events_that_hold_all_tokens_are_refused(scripted):
+    server, engine = scripted
+    server.is_incremental = False
+    with pytest.raises(EngineRejected, match="start it with --incremental-streaming-output"):
+        await engine.info()
 
 
 async def test_a_health_that_never_answers_does_not_matter(scripted):

@@ -9,21 +9,21 @@ import pytest
 from areal_agent.cluster.engines import open_engine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
-from areal_agent.types import VersionSpan, WeightVersion
+from areal_agent.types import WeightVersion
+
+from ..sampled import Weights, assert_sampled_by
 
 VERSION = WeightVersion(incarnation=3, step=0)
 
 
 @pytest.mark.slow
-async def test_a_running_server_serves_the_run(real_server, real_other, ask, truth, tmp_path: Path):
-    config = EngineConfig(urls=(real_server,), max_context_tokens=300)
+async def test_a_running_server_serves_the_run(running, ask, truth, tmp_path: Path):
+    config, model = running
     for version in (VERSION, VERSION):  # the second is another run, which may begin at the same version
-        async with open_engine(config, real_other, version, tmp_path) as engine:
+        async with open_engine(config, model, version, tmp_path) as engine:
             request = ask(1)
             result = await engine.client.generate(request)
-            expected = truth(real_other).logprobs(request.input_ids, result.token_ids)
-            assert result.logprobs == pytest.approx(expected, abs=1e-4)
-            assert result.versions == (VersionSpan(version=version, start=0, end=12),)
+            assert_sampled_by(Weights(model=model, version=version), request, result, truth)
             async with contextlib.aclosing(engine.address.connect()) as another:
                 info = await another.info()
             assert (info.weight_version, info.max_context_tokens) == (version, 300)
@@ -31,8 +31,8 @@ async def test_a_running_server_serves_the_run(real_server, real_other, ask, tru
 
 
 @pytest.mark.slow
-async def test_a_server_with_another_model_is_refused(real_server, tiny, tmp_path: Path):
-    config = EngineConfig(urls=(real_server,))
+async def test_a_server_with_another_model_is_refused(running, tiny, tmp_path: Path):
+    config, _ = running
     with pytest.raises(ConfigError, match=r"engine.urls: .*publish the model that the engine loaded"):
         async with open_engine(config, tiny, VERSION, tmp_path):
             pass

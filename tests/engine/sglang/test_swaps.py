@@ -2,7 +2,7 @@
 
 - retract: what comes after the swap is the new model's, and the spans say from which token on
 - in place: requests go on with their old keys and values; the spans say which weights sampled; nothing is refused
-- wait: what has begun ends on the old version first
+- wait: what has begun ends on the old version first, and what has not is not waited for
 - a push whose bytes are damaged, or that the model does not fit, changes nothing, and the next one works
 - it loads weights only while it is paused, and a version that is later than the one that serves
 """
@@ -23,9 +23,8 @@ from areal_agent.manifest import MANIFEST, encode_manifest
 from areal_agent.types import VersionSpan
 from areal_agent.weights.disk import DiskChannel
 
+from ..sampled import assert_sampled_by, assert_swapped
 from .conftest import Watched, until_one_waits
-
-TOLERANCE = 1e-4
 
 
 @pytest.fixture(params=["shared_memory", "disk"])
@@ -44,22 +43,10 @@ async def test_after_a_swap_the_new_model_goes_on(stage, ask, truth, new_weights
     await watched.until(5)
     await stage.swap(PauseMode.RETRACT)
     result = await watched.answer
-    (cut,) = {span.start for span in result.versions} - {0}
-    assert result.versions == (
-        VersionSpan(version=stage.old, start=0, end=cut),
-        VersionSpan(version=stage.new, start=cut, end=stage.num_long),
-    )
-    before = truth(stage.model).logprobs(request.input_ids, result.token_ids)
-    after = truth(stage.other).logprobs(request.input_ids, result.token_ids)
-    assert result.logprobs[:cut] == pytest.approx(before[:cut], abs=TOLERANCE)
-    assert result.logprobs[cut:] == pytest.approx(after[cut:], abs=TOLERANCE)
+    assert_swapped(stage.before, stage.after, request, result, truth)
     assert (await stage.engine.info()).weight_version == stage.new
     fresh = ask(2, max_tokens=10)
-    answer = await stage.engine.generate(fresh)
-    assert answer.logprobs == pytest.approx(
-        truth(stage.other).logprobs(fresh.input_ids, answer.token_ids), abs=TOLERANCE
-    )
-    assert answer.versions == (VersionSpan(version=stage.new, start=0, end=10),)
+    assert_sampled_by(stage.after, fresh, await stage.engine.generate(fresh), truth)
 
 
 async def test_a_request_that_was_frozen_goes_on_under_the_new_version(stage, ask, share):
@@ -94,6 +81,15 @@ async def test_a_request_that_waits_here_can_be_aborted(stage, ask):
     await stage.engine.abort(ask(6).request_id)
     assert (await waiting.answer).token_ids == ()
     await stage.engine.resume()
+
+
+async def test_a_pause_does_not_wait_for_requests_that_wait_here(stage, ask):
+    await stage.engine.pause(PauseMode.WAIT)
+    waiting = Watched(stage.engine, ask(6))
+    await until_one_waits(stage.engine)
+    await stage.engine.pause(PauseMode.WAIT)
+    await stage.engine.resume()
+    assert len((await waiting.answer).token_ids) == 12
 
 
 def damage_bytes(folder: Path) -> None:

@@ -6,17 +6,17 @@ Without that environment these tests skip.
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from areal_agent.cluster.vllm import start_vllm
 from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.vllm.engine import VllmEngine
-from areal_agent.types import WeightVersion
+from areal_agent.engine.vllm.server import VllmServer
 
-from ..sglang.conftest import CONTEXT, DEADLINE_S, STARTUP_S, Stage, with_tokenizer
+from ..servers import running_server
+from ..sglang.conftest import CONTEXT, DEADLINE_S, Stage, open_stage, with_tokenizer
 
 HEAD_DIM = 32  # the least that vLLM has attention for on a CPU
 LONG = 3500  # tokens: on busy cores its front end has told of the first when hundreds are sampled
@@ -46,37 +46,30 @@ def vllm_other(make_model) -> Path:
     return make_model(vocab_size=400, seed=1, max_position_embeddings=CONTEXT, head_dim=HEAD_DIM)
 
 
+def running_vllm(python: str, model: Path, logs: Path) -> AbstractContextManager[str]:
+    """The URL of a server that serves a model, or applies adapters to one."""
+    room = {"max_context_tokens": CONTEXT, "kv_tokens": 8 * CONTEXT}
+    return running_server(start_vllm, python, model, logs, backend="vllm", **room)
+
+
 @pytest.fixture(scope="session")
 def vllm_server(vllm_python, vllm_model, tmp_path_factory) -> Iterator[str]:
     """The URL of a server that all tests share."""
-    config = EngineConfig(
-        backend="vllm",
-        python=vllm_python,
-        max_context_tokens=CONTEXT,
-        kv_tokens=8 * CONTEXT,
-        max_running_requests=16,
-        startup_timeout_s=STARTUP_S,
-    )
-    with asyncio.Runner() as runner:
-        stack = AsyncExitStack()
-        started = start_vllm(config, vllm_model, WeightVersion(step=7), tmp_path_factory.mktemp("vllm"))
-        (url,) = runner.run(stack.enter_async_context(started)).urls
-        try:
-            yield url
-        finally:
-            runner.run(stack.aclose())
+    with running_vllm(vllm_python, vllm_model, tmp_path_factory.mktemp("vllm")) as url:
+        yield url
+
+
+@pytest.fixture
+def running(vllm_server: str, vllm_other: Path) -> tuple[EngineConfig, Path]:
+    """A server that somebody else has started, as a config names it, and other weights for its model."""
+    return EngineConfig(backend="vllm", urls=(vllm_server,), max_context_tokens=300), vllm_other
 
 
 @pytest.fixture
 async def stage(vllm_server: str, vllm_model: Path, vllm_other: Path) -> AsyncGenerator[Stage]:
     """What the contract of SGLang's client is tested on, with vLLM behind it."""
-    async with asyncio.timeout(DEADLINE_S):
-        engine = VllmEngine(vllm_server)
-        try:
-            served = (await engine.info()).weight_version
-            version = WeightVersion(step=served.step + 1)
-            await engine.load(vllm_model, version)  # whatever the test before has left
-            yield Stage(engine=engine, model=vllm_model, other=vllm_other, old=version, is_real=True, num_long=LONG)
-        finally:
-            await engine.resume()
-            await engine.aclose()
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        open_stage(VllmServer(vllm_server), vllm_model, vllm_other, num_long=LONG) as stage,
+    ):
+        yield stage

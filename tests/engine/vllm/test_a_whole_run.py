@@ -1,4 +1,4 @@
-"""`configs/quickstart_vllm.yaml`, shortened, with a real vLLM server that the run starts: it trains, its ledger is
+"""`configs/quickstart_vllm.yaml`, shortened, with a real vLLM server that the run starts: it learns, its ledger is
 proved, answers span weight versions, no call fails, and no server is left behind."""
 
 import json
@@ -35,16 +35,17 @@ def test_a_run_with_a_server_of_its_own(vllm_python: str, tmp_path: Path) -> Non
     done = run(
         "areal_agent.train",
         *("--config", "configs/quickstart_vllm.yaml", f"engine.python={vllm_python}", f"run_dir={folder}"),
-        *("steps=6", "eval.num_tasks=8"),
+        *("steps=20", "eval.num_tasks=100"),
     )
     assert done.returncode == 0, done.stderr
     assert "no answer to" not in done.stdout + done.stderr
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("completed", 6)
+    assert (summary["status"], summary["steps"]) == ("completed", 20)
+    assert summary["success_after"] >= summary["success_before"] + 0.2  # from a third; in all its 70 steps above 0.9
     assert summary["interrupted_completions"] > 0 and summary["max_staleness_seen"] <= 2
     verified = run("areal_agent.ledger", "verify", str(folder))
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    assert servers() == before
+    assert not servers() - before
 
 
 def test_a_run_whose_server_applies_adapters(vllm_python: str, tmp_path: Path) -> None:
@@ -66,4 +67,4 @@ def test_a_run_whose_server_applies_adapters(vllm_python: str, tmp_path: Path) -
     assert all(row["trainer/logp_diff_fresh_max"] < 1e-3 for row in rows)
     verified = run("areal_agent.ledger", "verify", str(folder))
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    assert servers() == before
+    assert not servers() - before

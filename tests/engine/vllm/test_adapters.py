@@ -8,29 +8,26 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_agent.cluster.vllm import start_vllm
-from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.foreign.adapters import AdapterForm, begin_adapter
 from areal_agent.engine.foreign.tensors import read_shapes
-from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.engine.vllm.server import VllmServer
 from areal_agent.engine_types import DiskWeights, PauseMode
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.disk import DiskChannel
 
-from ..sglang.conftest import CONTEXT, DEADLINE_S, STARTUP_S, Stage, Watched
+from ..sampled import assert_sampled_by, assert_swapped
+from ..sglang.conftest import DEADLINE_S, Stage, Watched, open_stage
+from .conftest import running_vllm
 
 pytestmark = pytest.mark.slow
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-TOLERANCE = 1e-4
 LONG = 1500  # tokens: fewer than without adapters, for each takes longer
 
 
@@ -68,36 +65,18 @@ def merged(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(vllm_python: str, begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server that applies adapters."""
-    config = EngineConfig(
-        backend="vllm",
-        python=vllm_python,
-        max_context_tokens=CONTEXT,
-        kv_tokens=8 * CONTEXT,
-        max_running_requests=16,
-        startup_timeout_s=STARTUP_S,
-    )
-    with asyncio.Runner() as runner:
-        stack = AsyncExitStack()
-        started = start_vllm(config, begun, WeightVersion(step=7), tmp_path_factory.mktemp("vllm"))
-        (url,) = runner.run(stack.enter_async_context(started)).urls
-        try:
-            yield url
-        finally:
-            runner.run(stack.aclose())
+    with running_vllm(vllm_python, begun, tmp_path_factory.mktemp("vllm")) as url:
+        yield url
 
 
 @pytest.fixture
 async def stage(server: str, begun: Path, vllm_model: Path, merged: Path) -> AsyncGenerator[Stage]:
     """What serves is the model alone, and the other one is that with adapters."""
-    async with asyncio.timeout(DEADLINE_S):
-        engine = VllmEngine(server)
-        try:
-            version = WeightVersion(step=(await engine.info()).weight_version.step + 1)
-            await engine.load(begun, version)  # whatever the test before has left
-            yield Stage(engine=engine, model=vllm_model, other=merged, old=version, is_real=True, num_long=LONG)
-        finally:
-            await engine.resume()
-            await engine.aclose()
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        open_stage(VllmServer(server), vllm_model, merged, num_long=LONG, begun_with=begun) as stage,
+    ):
+        yield stage
 
 
 @pytest.fixture
@@ -110,10 +89,8 @@ def publish(vllm_model: Path, tmp_path: Path):
 
 
 async def test_it_begins_with_adapters_that_change_nothing(stage, ask, truth):
-    answer = await stage.engine.generate(ask(1, max_tokens=20))
-    expected = truth(stage.model).logprobs(ask(1).input_ids, answer.token_ids)
-    assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
-    assert answer.versions == (VersionSpan(version=stage.old, start=0, end=20),)
+    request = ask(1, max_tokens=20)
+    assert_sampled_by(stage.before, request, await stage.engine.generate(request), truth)
 
 
 async def test_after_a_swap_the_new_adapters_go_on(stage, ask, truth, publish):
@@ -123,20 +100,9 @@ async def test_after_a_swap_the_new_adapters_go_on(stage, ask, truth, publish):
     await watched.until(5)
     await stage.swap(PauseMode.RETRACT)
     result = await watched.answer
-    (cut,) = {span.start for span in result.versions} - {0}
-    assert result.versions == (
-        VersionSpan(version=stage.old, start=0, end=cut),
-        VersionSpan(version=stage.new, start=cut, end=stage.num_long),
-    )
-    before = truth(stage.model).logprobs(request.input_ids, result.token_ids)
-    after = truth(stage.other).logprobs(request.input_ids, result.token_ids)
-    assert result.logprobs[:cut] == pytest.approx(before[:cut], abs=TOLERANCE)
-    assert result.logprobs[cut:] == pytest.approx(after[cut:], abs=TOLERANCE)
+    assert_swapped(stage.before, stage.after, request, result, truth)
     fresh = ask(3, max_tokens=10)
-    answer = await stage.engine.generate(fresh)
-    expected = truth(stage.other).logprobs(fresh.input_ids, answer.token_ids)
-    assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
-    assert answer.versions == (VersionSpan(version=stage.new, start=0, end=10),)
+    assert_sampled_by(stage.after, fresh, await stage.engine.generate(fresh), truth)
 
 
 async def test_a_request_that_was_frozen_goes_on_under_the_new_version(stage, ask, publish):
@@ -163,9 +129,6 @@ async def test_adapters_that_do_not_fit_change_nothing(stage, ask, publish):
 async def test_what_the_server_refuses_is_undone(stage, ask, truth, publish):
     with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
         await stage.push(publish(rank=16))  # it was started for a rank of 8 at most
-    answer = await stage.engine.generate(ask(7))
-    expected = truth(stage.model).logprobs(ask(7).input_ids, answer.token_ids)
-    assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
-    assert answer.versions[-1].version == stage.old
+    assert_sampled_by(stage.before, ask(7), await stage.engine.generate(ask(7)), truth)
     await stage.push(publish())
     assert (await stage.engine.generate(ask(8))).versions[-1].version == stage.new

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from areal_agent.cluster.engines import open_engine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import MemberState
-from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.engine.foreign.engine import ForeignEngine
+from areal_agent.engine.vllm.server import VllmServer
 from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.push import push
-from areal_agent.weights.shared_memory import layout
 
-from ..sglang.conftest import CONTEXT, STARTUP_S
+from ..servers import STARTUP_S
+from ..sglang.conftest import CONTEXT
+from ..transfers import open_channel, parameters_of
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 DEADLINE_S = 1200.0  # only a hang is longer
@@ -29,16 +29,10 @@ DEADLINE_S = 1200.0  # only a hang is longer
 pytestmark = pytest.mark.slow
 
 
-def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-
-
 @pytest.fixture
 def channel(vllm_model: Path) -> Iterator[DistributedChannel]:
-    entries = layout(parameters_of(vllm_model).items(), torch.float32)
-    channel = DistributedChannel(entries, torch.device("cpu"), host="127.0.0.1", bucket_bytes=2**20)
-    yield channel
-    channel.close()
+    with open_channel(vllm_model) as channel:
+        yield channel
 
 
 async def test_one_that_is_killed_asks_for_what_it_missed(vllm_python, vllm_model, vllm_other, channel, ask, tmp_path):
@@ -73,7 +67,7 @@ async def answers(urls: tuple[str, ...], ask, version: WeightVersion) -> list[tu
     """What each server says to one request, under this version."""
     said: list[tuple[int, ...]] = []
     for url in urls:
-        engine = VllmEngine(url)
+        engine = ForeignEngine(VllmServer(url))
         try:
             result = await engine.generate(ask(1, temperature=0.0))
         finally:

@@ -1,7 +1,7 @@
 """A server that answers as vLLM does where that surprises, scripted here, so that every answer can be had at will:
 
 - a load that fails after the weights have changed: the weights before are loaded again; where they are not known here,
-  or that fails too, nothing is sampled
+  or that fails too, nothing is sampled; however many loads fail in a row, those before are there to be loaded again
 - a label moves by a call of its own: one that does not move is no success, nor is a cache that is not flushed
 - a request names the weights that serve, so that keys and values of others are never taken for its own
 - answers: tokens, versions, aborts, likeliest tokens out of order; what contradicts itself is no answer
@@ -9,152 +9,33 @@
 - a server is given its version when it is started, and one that was started again is known by its label
 """
 
-import json
+import os
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from aiohttp import web
+import torch
+from transformers import AutoModelForCausalLM
 
 from areal_agent.cluster.vllm import StartedServer
-from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine_types import PauseMode
 from areal_agent.errors import EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, VersionSpan, WeightVersion
+from areal_agent.weights.disk import DiskChannel
 from areal_agent.weights.push import push
 
-OLD, NEW, NEXT = (WeightVersion(step=step) for step in (3, 4, 5))
+from .scripted import OLD, ScriptedServer, answering, ended, event, spans
 
-
-class ScriptedServer:
-    """Says what vLLM says; `load_statuses` are taken one by one, then loads succeed."""
-
-    def __init__(self, model: str) -> None:
-        self.started_with = model
-        self.label = "default"
-        self.calls: list[str] = []
-        self.loaded: list[str] = []
-        self.load_statuses: list[int] = []
-        self.moves_label = True
-        self.flushes = True
-        self.is_alive = True
-        self.events: list[dict] = []
-        self.bodies: list[dict] = []
-        self.peers: set[object] = set()
-        self.num_calls = 0
-
-    @web.middleware
-    async def count(self, request: web.Request, handler) -> web.StreamResponse:
-        self.num_calls += 1
-        self.calls.append(request.path_qs)
-        self.peers.add(request.transport.get_extra_info("peername"))
-        return await handler(request)
-
-    async def models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m", "root": self.started_with, "max_model_len": 512}]})
-
-    async def weight_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.label})
-
-    async def is_paused(self, _: web.Request) -> web.Response:
-        return web.json_response({"is_paused": False}, status=200 if self.is_alive else 500)
-
-    async def rpc(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        assert body["method"] == "load_folder"
-        self.loaded.append(body["args"][0])
-        status = self.load_statuses.pop(0) if self.load_statuses else 200
-        return web.json_response({"results": [None]}, status=status)
-
-    async def relabel(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if self.moves_label:
-            self.label = body["new_version"]
-        return web.json_response({"success": True})
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        self.bodies.append(await request.json())
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for event in self.events:
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async def metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=METRICS)
-
-    async def flush(self, _: web.Request) -> web.Response:
-        return web.json_response({"success": self.flushes})
-
-    async def yes(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-
-METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m"} 2.0
-vllm:num_requests_running{engine="1",model_name="m"} 3.0
-vllm:num_requests_waiting{engine="0",model_name="a b"} 1.0
-vllm:generation_tokens_total{engine="0",model_name="m"} 170.0
-process_start_time_seconds 1.79e+09
-"""
-
-
-@asynccontextmanager
-async def answering(server: ScriptedServer) -> AsyncGenerator[VllmEngine]:
-    """The client of a scripted server, which listens."""
-    app = web.Application(middlewares=[server.count])
-    app.router.add_get("/v1/models", server.models)
-    app.router.add_get("/weight_info", server.weight_info)
-    app.router.add_get("/is_paused", server.is_paused)
-    app.router.add_get("/metrics", server.metrics)
-    app.router.add_post("/collective_rpc", server.rpc)
-    app.router.add_post("/update_weight_version", server.relabel)
-    app.router.add_post("/reset_prefix_cache", server.flush)
-    app.router.add_post("/inference/v1/generate", server.generate)
-    for path in ("/pause", "/resume", "/abort_requests"):
-        app.router.add_post(path, server.yes)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = VllmEngine(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    try:
-        yield engine
-    finally:
-        await engine.aclose()
-        await runner.cleanup()
+NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 
 
 @pytest.fixture
-async def scripted(tiny) -> AsyncGenerator[tuple[ScriptedServer, VllmEngine]]:
+async def scripted(tiny) -> AsyncGenerator[tuple[ScriptedServer, ForeignEngine]]:
     server = ScriptedServer(str(tiny))
     async with answering(server) as engine:
         yield server, engine
-
-
-def event(ids: list[int], *, tops: dict[int, float] | None = None, **choice: object) -> dict:
-    """An event of an answer; every token has the same likeliest ones, the sampled one in front."""
-    content = [
-        {
-            "token_id": token_id,
-            "logprob": -0.5,
-            "top_logprobs": [
-                {"token_id": one, "logprob": logprob} for one, logprob in (tops or {token_id: -0.5}).items()
-            ],
-        }
-        for token_id in ids
-    ]
-    return {"choices": [{"index": 0, "token_ids": ids, "logprobs": {"content": content}, **choice}], "usage": None}
-
-
-def spans(end: int) -> list[dict]:
-    return [{"version": str(OLD), "start": 0, "end": end}]
-
-
-def ended(num_tokens: int, reason: str = "length") -> dict:
-    return {"finish_reason": reason, "weight_versions": spans(num_tokens)}
 
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}}
@@ -170,6 +51,23 @@ async def test_a_load_that_fails_is_undone(scripted, ask, share, tiny, other):
     assert (await engine.generate(ask(1))).token_ids == (5,)
     await push([engine], share(other), NEW)
     assert server.label == str(NEW)
+
+
+async def test_loads_that_fail_in_a_row_are_undone(scripted, tiny, other, tmp_path):
+    """The sender keeps two folders, and the one that serves is neither of them by then."""
+    server, engine = scripted
+    await engine.load(tiny, OLD)
+    parameters = dict(AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).named_parameters())
+    channel = DiskChannel(tmp_path, torch.float32)
+    await push([engine], channel.write(parameters), NEW)
+    serving = server.loaded[-1]
+    for _ in range(3):
+        server.load_statuses = [500]
+        with pytest.raises(WeightUpdateError, match="loaded again"):
+            await push([engine], channel.write(parameters), NEXT)
+        assert server.loaded[-1] == serving and (Path(serving) / "model.safetensors").is_file()
+    await push([engine], channel.write(parameters), NEXT)
+    assert server.label == str(NEXT) and Path(serving).name not in os.listdir(tmp_path / "folders")
 
 
 async def test_nothing_is_sampled_from_weights_that_nobody_knows(scripted, ask, share, tiny, other):

@@ -8,8 +8,6 @@
 - no more than two sets are held, and none once a folder serves; a server started otherwise is told from ours
 """
 
-import dataclasses
-import socket
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,20 +16,20 @@ import pytest
 import torch
 from aiohttp import web
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from areal_agent.engine.vllm.engine import VllmEngine
+from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.vllm.worker_extension import WeightLoading
 from areal_agent.engine_types import PauseMode
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import WeightVersion
 from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.push import push
-from areal_agent.weights.shared_memory import layout
 
-from .test_odd_answers import NEW, NEXT, OLD, ScriptedServer, answering
+from ..transfers import FAULTS, open_channel, parameters_of
+from .scripted import OLD, ScriptedServer, answering
 
 NUM_WORKERS = 2
+NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 
 
 class Worker(WeightLoading):
@@ -71,20 +69,14 @@ class WorkingServer(ScriptedServer):
         return web.json_response({"results": results[:NUM_WORKERS]})  # of the first replica
 
 
-def parameters_of(folder: Path) -> dict[str, Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-
-
 @pytest.fixture
 def channel(tiny: Path) -> Iterator[DistributedChannel]:
-    entries = layout(parameters_of(tiny).items(), torch.float32)
-    channel = DistributedChannel(entries, torch.device("cpu"), host="127.0.0.1", bucket_bytes=2**16)
-    yield channel
-    channel.close()
+    with open_channel(tiny) as channel:
+        yield channel
 
 
 @pytest.fixture
-async def server(tiny: Path) -> AsyncGenerator[tuple[WorkingServer, VllmEngine]]:
+async def server(tiny: Path) -> AsyncGenerator[tuple[WorkingServer, ForeignEngine]]:
     server = WorkingServer(str(tiny))
     async with answering(server) as engine:
         await engine.load(tiny, OLD)
@@ -115,38 +107,7 @@ async def test_every_worker_receives_all_and_loads_it_at_the_commit(server, chan
     assert serve(scripted.workers, tiny)
 
 
-def damaged(weights):
-    return dataclasses.replace(weights, checksum=weights.checksum ^ 1)
-
-
-def lacking_a_tensor(weights):
-    return dataclasses.replace(weights, entries=weights.entries[1:])
-
-
-def of_another_shape(weights):
-    first, *rest = weights.entries
-    return dataclasses.replace(weights, entries=(dataclasses.replace(first, shape=(3,)), *rest))
-
-
-def from_nobody(weights):
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        return dataclasses.replace(weights, port=nobody.getsockname()[1], timeout_s=0.5)
-
-
-def written_before(weights):
-    return dataclasses.replace(weights, name="before")
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (damaged, "checksum"),
-        (lacking_a_tensor, "lack 1 tensors"),
-        (of_another_shape, r"has shape \(3,\) that were published"),
-        (from_nobody, "did not take the weights: failed"),
-        (written_before, "newer weights by now"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "message"), FAULTS.items())
 async def test_what_is_wrong_is_loaded_by_none(server, channel, tiny, other, fault, message):
     scripted, engine = server
     weights = channel.write(parameters_of(other))

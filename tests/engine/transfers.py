@@ -1,0 +1,64 @@
+"""Weights by torch.distributed as tests send them, and what may be wrong with them. Not a test."""
+
+import dataclasses
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_agent.engine_types import DistributedWeights
+from areal_agent.weights.distributed import DistributedChannel
+from areal_agent.weights.shared_memory import layout
+
+GONE_S = 0.5
+"""How long somebody who is not there is waited for."""
+
+
+def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+
+@contextmanager
+def open_channel(model: Path, timeout_s: float = 120.0) -> Generator[DistributedChannel]:
+    """Of a trainer of this model, with many buckets. Only a hang takes as long as `timeout_s`."""
+    entries = layout(parameters_of(model).items(), torch.float32)
+    channel = DistributedChannel(
+        entries, torch.device("cpu"), host="127.0.0.1", bucket_bytes=2**16, timeout_s=timeout_s
+    )
+    yield channel
+    channel.close()
+
+
+def damaged(weights: DistributedWeights) -> DistributedWeights:
+    return dataclasses.replace(weights, checksum=weights.checksum ^ 1)
+
+
+def lacking_a_tensor(weights: DistributedWeights) -> DistributedWeights:
+    return dataclasses.replace(weights, entries=weights.entries[1:])
+
+
+def of_another_shape(weights: DistributedWeights) -> DistributedWeights:
+    first, *rest = weights.entries
+    return dataclasses.replace(weights, entries=(dataclasses.replace(first, shape=(3,)), *rest))
+
+
+def from_nobody(weights: DistributedWeights) -> DistributedWeights:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        return dataclasses.replace(weights, port=nobody.getsockname()[1], timeout_s=GONE_S)
+
+
+def written_before(weights: DistributedWeights) -> DistributedWeights:
+    return dataclasses.replace(weights, name="before")
+
+
+FAULTS = {
+    damaged: "checksum",
+    lacking_a_tensor: "lack 1 tensors",
+    of_another_shape: r"has shape \(3,\) that were published",
+    from_nobody: "did not take the weights: failed",
+    written_before: "newer weights by now",
+}
+"""What may be wrong, and what the client of a server says of it that is not ours."""
