@@ -6,5 +6,6 @@ servers.py         servers of other environments        kept_server.py  servers 
 engine_control.py  servers that join and leave from outside
 workers.py         the rollout workers: spreads rollouts, keeps workers alive
 seat.py            the place of one worker, whichever process has it
+weights_folder.py  where weights are handed over
 models.py          obtains the model folder
 """

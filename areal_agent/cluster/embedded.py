@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
 from areal_agent.cluster.local import thread_variables, unless_it_dies
 from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.gpus import visible_gpus
+from areal_agent.engine.gpus import EnginePlan, visible_gpus
 from areal_agent.errors import EngineUnreachable
 from areal_agent.process import ManagedProcess
 from areal_agent.types import WeightVersion
@@ -35,7 +35,7 @@ class _Place:
         self._name = "engine" if config.num_servers == 1 else f"engine {number}"
         self._log = logs / f"{self._name.replace(' ', '-')}.log"
         self._announcement = self._log.with_suffix(".url")
-        self._command = _command(config, model, version)
+        self._command = command_of(config, model, version)
         self._variables = thread_variables(config.threads) | visible_gpus(config, number, os.environ)
         self._port = config.port
 
@@ -63,7 +63,8 @@ class _Place:
         return self._announcement.read_text()
 
 
-def _command(config: EngineConfig, model: Path, version: WeightVersion) -> Sequence[str]:
+def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Sequence[str]:
+    """What starts each of them, wherever it is to listen."""
     options = {
         "--model": str(model),
         "--device": config.device,
@@ -71,10 +72,14 @@ def _command(config: EngineConfig, model: Path, version: WeightVersion) -> Seque
         "--weight-version": str(version),
         "--max-running": str(config.max_running_requests),
         "--max-context": str(config.max_context_tokens),
+        "--kv-layout": config.kv_layout,
+        "--sharing": str(EnginePlan.of(config).num_sharing),
         "--drain": "0",  # a run that ends has nobody left who waits
     }
     if config.kv_tokens is not None:
         options["--kv-tokens"] = str(config.kv_tokens)
     if config.leave_gib is not None:
         options["--leave-gib"] = str(config.leave_gib)
-    return [sys.executable, "-m", "areal_agent.engine", *(word for pair in options.items() for word in pair)]
+    flags = [] if config.cuda_graphs else ["--no-cuda-graphs"]
+    words = (word for pair in options.items() for word in pair)
+    return [sys.executable, "-m", "areal_agent.engine", *words, *flags]

@@ -47,6 +47,7 @@ class KeptServer:
             death: ArealAgentError = await self.process.died()
             while True:
                 if self._deaths.end():
+                    await self.aclose()  # it may live, and serve one day, or have left processes of its own
                     return ProcessDied(f"{MAX_DEATHS} deaths within {WITHIN_S:g} s of service; at last {death}")
                 logger.warning("%s; it is started again", str(death).partition(";")[0])
                 await self.aclose()

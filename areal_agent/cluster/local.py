@@ -5,13 +5,10 @@ It knows how they are started and when they are ready, not what they are used fo
 
 import asyncio
 import contextlib
-import os
-import shutil
 import socket
 import sys
-import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,35 +94,6 @@ async def start_worker(
     finally:
         await client.aclose()
         await process.aclose()
-
-
-@contextmanager
-def weights_folder(*, in_memory: bool) -> Generator[Path]:
-    """A private folder, in memory if that is asked for and the machine has one (/dev/shm); removed on leaving.
-
-    What killed runs left behind is removed first: the name holds the number of the process that made it.
-    """
-    has_memory = in_memory and os.access("/dev/shm", os.W_OK)
-    parent = Path("/dev/shm") if has_memory else Path(tempfile.gettempdir())
-    for leftover in parent.glob(f"{_SHARED_PREFIX}*"):
-        owner = leftover.name.removeprefix(_SHARED_PREFIX).partition("-")[0]
-        if owner.isdigit() and not _is_alive(int(owner)):
-            shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{_SHARED_PREFIX}{os.getpid()}-", dir=parent) as folder:
-        yield Path(folder)
-
-
-_SHARED_PREFIX = "areal_agent-"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:

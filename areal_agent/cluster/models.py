@@ -49,7 +49,10 @@ async def _download(model: str, patterns: Iterable[str]) -> Path:
         return Path(await asyncio.to_thread(snapshot_download, model, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         cause = str(error).splitlines()[0]
-        raise ConfigError(f"model {model!r}: no such folder here, and not to be had from the hub: {cause}") from None
+        raise ConfigError(
+            f"model {model!r}: no such folder here, and not to be had from the hub: {cause}; name a Hugging Face "
+            "folder, or a model of the hub (org/name) that this machine can reach or has downloaded"
+        ) from None
 
 
 def require_same_tokenizer(model: Path, checkpoint: Path) -> None:

@@ -36,9 +36,23 @@ class ServerClient(Protocol):
 class Launch:
     """How one kind of server is started."""
 
-    command: Callable[[int, int], Sequence[str]]  # of the server that is to listen on this port, by port and number
+    launcher: Path  # run with the Python of the config
+    options: Mapping[str, str]  # of all servers
+    flags: Sequence[str]
     client: Callable[[str], ServerClient]  # by its URL
-    variables: Callable[[int], Mapping[str, str]]  # by number
+    variables: Callable[[int], Mapping[str, str]]  # of one server, by its number
+    own_options: Callable[[int], Mapping[str, str]] = lambda _: {}  # the same; these come last, and count
+
+    def command(self, config: EngineConfig, port: int, number: int) -> Sequence[str]:
+        """Of the server with this number, which is to listen on this port of 127.0.0.1."""
+        assert config.python is not None  # the config has seen to it
+        place = {"--host": "127.0.0.1", "--port": str(port)}
+        options, own_options = _words({**place, **self.options}), _words(self.own_options(number))
+        return [config.python, str(self.launcher), *options, *self.flags, *config.server_args, *own_options]
+
+
+def _words(options: Mapping[str, str]) -> list[str]:
+    return [word for option in options.items() for word in option]
 
 
 @asynccontextmanager
@@ -51,7 +65,9 @@ async def start_servers(config: EngineConfig, launch: Launch, logs: Path) -> Asy
         name = "engine" if len(ports) == 1 else f"engine {number}"
         servers.append(
             KeptServer(
-                start=partial(_start, name, launch.command(port, number), logs, _variables(config, launch, number)),
+                start=partial(
+                    _start, name, launch.command(config, port, number), logs, _variables(config, launch, number)
+                ),
                 serves=partial(_serves, url, launch.client, config.startup_timeout_s),
                 end=_end,
             )

@@ -1,18 +1,18 @@
 """How a vLLM server is started, in the environment that has vLLM: its arguments. It knows no process."""
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from areal_agent.cluster.kept_server import KeptServers
 from areal_agent.cluster.servers import Launch, start_servers
 from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.foreign.adapters import is_adapter, read_form
+from areal_agent.engine.foreign.adapters import AdapterForm, is_adapter, read_form
+from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.gpus import visible_gpus
 from areal_agent.engine.vllm import ADAPTER_RANKS, LAUNCHER
-from areal_agent.engine.vllm.engine import VllmEngine
 from areal_agent.engine.vllm.info import ADAPTER
+from areal_agent.engine.vllm.server import VllmServer
 from areal_agent.errors import EngineError, EngineUnreachable
 from areal_agent.types import WeightVersion
 
@@ -22,11 +22,13 @@ MAX_LOGPROBS = 32
 BLOCK_TOKENS = 32
 """What keys and values are kept by, where `kv_tokens` says how many: a CPU wants multiples of it, a GPU takes them."""
 
+FLAGS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
+
 
 class StartedServer:
     """A server that is given its version once it serves, also when it was started again: vLLM has no flag for it."""
 
-    def __init__(self, engine: VllmEngine, model: Path, version: WeightVersion) -> None:
+    def __init__(self, engine: ForeignEngine, model: Path, version: WeightVersion) -> None:
         self._engine = engine
         self._model = model
         self._version = version
@@ -51,21 +53,20 @@ def start_vllm(
 
     `model` may be a folder of adapters: then they apply these to the model that they are for, and take adapters alone.
     """
+    form = read_form(model) if is_adapter(model) else None
     launch = Launch(
-        command=lambda port, _: _command(config, model, port),
-        client=lambda url: StartedServer(VllmEngine(url), model, version),
+        launcher=LAUNCHER,
+        options=_options(config, model) if form is None else _adapter_options(config, model, form),
+        flags=(*FLAGS, *(("--enable-lora",) if form else ())),
+        client=lambda url: StartedServer(ForeignEngine(VllmServer(url)), model, version),
         variables=lambda number: visible_gpus(config, number, os.environ),
     )
     return start_servers(config, launch, logs)
 
 
-def _command(config: EngineConfig, model: Path, port: int) -> Sequence[str]:
-    assert config.python is not None  # the config has seen to it
-    form = read_form(model) if is_adapter(model) else None
+def _options(config: EngineConfig, model: Path) -> dict[str, str]:
     options = {
-        "--model": os.path.abspath(form.base if form else model),
-        "--host": "127.0.0.1",
-        "--port": str(port),
+        "--model": os.path.abspath(model),
         "--max-model-len": str(config.max_context_tokens),
         "--max-num-seqs": str(config.max_running_requests),
         "--max-logprobs": str(MAX_LOGPROBS),
@@ -74,14 +75,12 @@ def _command(config: EngineConfig, model: Path, port: int) -> Sequence[str]:
     if config.kv_tokens is not None:
         num_blocks = -(-config.kv_tokens // BLOCK_TOKENS) + 1  # one stands for none
         options |= {"--block-size": str(BLOCK_TOKENS), "--num-gpu-blocks-override": str(num_blocks)}
-    if form is not None:
-        options |= {"--max-lora-rank": str(next(rank for rank in ADAPTER_RANKS if rank >= form.rank))}
-        options |= {"--lora-modules": f"{ADAPTER}={os.path.abspath(model)}"}
-    flags = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *(["--enable-lora"] if form else []))
-    return [
-        config.python,
-        str(LAUNCHER),
-        *(word for pair in options.items() for word in pair),
-        *flags,
-        *config.server_args,
-    ]
+    return options
+
+
+def _adapter_options(config: EngineConfig, adapters: Path, form: AdapterForm) -> dict[str, str]:
+    return {
+        **_options(config, form.base),
+        "--max-lora-rank": str(next(rank for rank in ADAPTER_RANKS if rank >= form.rank)),
+        "--lora-modules": f"{ADAPTER}={os.path.abspath(adapters)}",
+    }

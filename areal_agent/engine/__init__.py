@@ -13,7 +13,7 @@
     fake_weights.py its weights, of which only the digests count
     virtual_clock.py a clock that goes when a test says so
     fleet/      several servers as one engine, whichever kind they are
-    sglang/     the client of a SGLang server      vllm/  of a vLLM server      foreign/  what both have in common
+    foreign/    the client of servers that are not ours: SGLang's (sglang/) and vLLM's (vllm/)
     embedded/   the engine that we bring: a server on that wire, on transformers' model code
     __main__.py `python -m areal_agent.engine`: the embedded engine as a process
 

@@ -27,6 +27,8 @@ from areal_agent.errors import ConfigError, EngineError
 from areal_agent.process import allow_many_connections, exit_with_parent
 from areal_agent.types import WeightVersion
 
+logger = logging.getLogger("areal_agent.engine")  # run as a module, its own name would be __main__
+
 DRAIN_S = 30.0
 
 
@@ -39,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = _weight_version(options.weight_version)
     if not 0 <= options.drain < float("inf"):
         raise ConfigError(f"--drain is {options.drain}; it must be 0 or more seconds")
+    if options.sharing < 1:
+        raise ConfigError(f"--sharing is {options.sharing}; it counts this engine too, so it must be 1 or more")
     _check_port(options.host, config.port)
     allow_many_connections()
     torch.set_num_threads(config.threads)
@@ -51,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_context_tokens=config.max_context_tokens,
         kv_tokens=config.kv_tokens,
         leave_bytes=None if config.leave_gib is None else int(config.leave_gib * 2**30),
+        num_sharing=options.sharing,
+        kv_layout=config.kv_layout,
+        cuda_graphs=config.cuda_graphs,
     )
     asyncio.run(_serve(runner, options.host, config.port, version, options.announce, options.drain))
     return 0
@@ -62,7 +69,7 @@ def _parser() -> Parser:
         prog="python -m areal_agent.engine",
         description="Serve a Hugging Face model on SGLang's wire: continuous batching, interruption, weight updates.",
     )
-    parser.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face folder or hub name")
+    parser.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face folder, or a name of the hub")
     parser.add_argument("--port", type=int, default=fields.port, help="0 picks a free one (default)")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to bind (default 127.0.0.1); there is no access key"
@@ -73,13 +80,32 @@ def _parser() -> Parser:
         "--max-running", type=int, default=fields.max_running_requests, help="requests at once (default %(default)s)"
     )
     parser.add_argument(
-        "--max-context", type=int, default=fields.max_context_tokens, help="tokens a request (default %(default)s)"
+        "--max-context",
+        type=int,
+        default=fields.max_context_tokens,
+        help="tokens a request, prompt and answer (default %(default)s)",
     )
     parser.add_argument(
         "--kv-tokens", type=int, help="tokens whose keys and values are kept (default: by the memory there is)"
     )
     parser.add_argument(
         "--leave-gib", type=float, metavar="GIB", help="what they leave free of the memory there is, for a trainer, say"
+    )
+    parser.add_argument(
+        "--kv-layout",
+        choices=("auto", "slots", "pages"),
+        default=fields.kv_layout,
+        help="slots for CPUs, pages for GPUs (default: by the device)",
+    )
+    parser.add_argument(
+        "--no-cuda-graphs", action="store_true", help="on a GPU, start each kernel anew instead of replaying recordings"
+    )
+    parser.add_argument(
+        "--sharing",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines that share the memory, this one among them: without --kv-tokens each takes its part (default 1)",
     )
     parser.add_argument("--weight-version", default="0:0", help="label of the weights it starts with (default 0:0)")
     parser.add_argument(
@@ -105,6 +131,8 @@ def _config(options: Namespace) -> EngineConfig:
             max_context_tokens=options.max_context,
             kv_tokens=options.kv_tokens,
             leave_gib=options.leave_gib,
+            kv_layout=options.kv_layout,
+            cuda_graphs=not options.no_cuda_graphs,
         )
     except ValidationError as error:
         fault = error.errors()[0]
@@ -133,6 +161,7 @@ async def _serve(
         print(f"engine ready at {server.base_url}", flush=True)
         has_failed = await _first_to_end(stopped.wait(), server.failed()) == 1
         if drain_s and not has_failed:
+            logger.info("SIGTERM: what is under way may end for %g s (--drain); a second SIGTERM ends it now", drain_s)
             await _first_to_end(server.drain(drain_s), hurried.wait())
     finally:
         await server.aclose()

@@ -4,13 +4,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from areal_agent.engine.backend import Backend
 from areal_agent.section import Section
 
 
 class EngineConfig(Section):
     """How tokens are sampled. Derived from the rest of the config: the model, the seed and the weight version."""
 
-    backend: Literal["embedded", "sglang", "vllm"] = "embedded"
+    backend: Backend = "embedded"
     """`embedded`: the engine that comes with areal_agent, in processes of its own. `sglang`, `vllm`: their servers,
     started with `python` or running at `urls`; seeds of requests hold in SGLang with its
     `--enable-deterministic-inference`."""
@@ -27,9 +28,11 @@ class EngineConfig(Section):
     """Further arguments of `sglang.launch_server`, as in `["--mem-fraction-static", "0.6"]`, or of `vllm serve`."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+")], ...] = ()
     """Servers of SGLang or vLLM that run already, for this run alone, and that see its files: they are given its
-    weights. They are SGLang's unless `backend` is `vllm`; vLLM's are started by areal_agent/engine/vllm/launcher.py."""
+    weights. They are SGLang's unless `backend` is `vllm`; SGLang's are started with
+    `--incremental-streaming-output`, vLLM's by areal_agent/engine/vllm/launcher.py."""
     url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
-    """An engine that runs already, on this machine: with `rollout.gateway_url`, the engine behind that gateway."""
+    """An engine that runs already, on this machine: with `rollout.gateway_url`, the engine behind that gateway. The
+    server tells of which kind it is; where `backend` says so, too, it has to be that."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the engine on 127.0.0.1, where it is one server; 0 picks a free one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -42,12 +45,20 @@ class EngineConfig(Section):
     """Prompt and completion of one request together."""
     kv_tokens: Annotated[int, Field(ge=16)] | None = None
     """Tokens whose keys and values are kept, of running requests and of those that may be continued. Default: what fits
-    into a quarter of the machine's memory (a GPU: half of what is free), at most two contexts a running request; with
-    SGLang, what its `--mem-fraction-static` gives, with vLLM its `--gpu-memory-utilization`."""
+    into a quarter of the machine's memory (a GPU: half of what is free), which the servers there divide, at most two
+    contexts a running request; with SGLang, what its `--mem-fraction-static` gives, with vLLM its
+    `--gpu-memory-utilization`."""
     leave_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """GiB that keys and values leave free, for a trainer on the same GPU above all: they take the rest of what is free
     once the engine's model is loaded, at most two contexts a running request. A trainer takes 16 bytes a parameter
-    (weights, gradients, AdamW's two moments), 2 bytes for each that it publishes, and its activations."""
+    (weights, gradients, AdamW's two moments), 2 bytes for each that it publishes, and its activations; the engine takes
+    its own activations of it, and 2 bytes a parameter to have new weights beside those that serve."""
+    kv_layout: Literal["auto", "slots", "pages"] = "auto"
+    """How the embedded engine keeps keys and values. `slots`: each running request has addresses for its whole context,
+    whose memory comes as it is written; for CPUs. `pages`: 16 tokens at a time, shared by requests that begin alike;
+    for GPUs, and slower on a CPU. `auto`: by the device."""
+    cuda_graphs: bool = True
+    """On a GPU, the embedded engine records each shape of decode step once and replays it."""
     release_kv: bool = False
     """Give the memory of keys and values back while the trainer trains, for a trainer on the same GPU that needs it.
     Answers under way wait for the end of the train step and are computed again up to where they were."""
@@ -87,8 +98,10 @@ class EngineConfig(Section):
                     "would leave nothing for the others; say with engine.kv_tokens what each takes"
                 )
             return self
-        self._refuse(("url", "leave_gib", "release_kv"), "is for the embedded engine")
-        if self.urls:
+        self._refuse(("leave_gib", "kv_layout", "cuda_graphs", "release_kv"), "is for the embedded engine")
+        if self.url is not None:
+            self._refuse(("urls",), "are the servers of a run, and engine.url is the engine behind a gateway")
+        elif self.urls:
             self._refuse(_OF_STARTED_SERVERS, "is for servers that are started here, and engine.urls run already")
         elif self.python is None:
             raise ValueError(

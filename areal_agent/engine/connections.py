@@ -10,6 +10,7 @@ import ssl
 from base64 import b64encode
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from areal_agent.engine.awake_timeout import awake_timeout
 from areal_agent.engine.connection import Answer, Connection, NothingCame
 
 
@@ -72,7 +73,7 @@ class Connections:
 
     async def _connect(self) -> Connection:
         self._require_open()
-        async with asyncio.timeout(self._connect_timeout_s):
+        async with awake_timeout(self._connect_timeout_s):
             _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: Connection(on_lost=self._forget), self._host, self._port, ssl=self._tls
             )

@@ -42,7 +42,8 @@ def refuse_unknown(fields: JsonObject, known: set[str], where: str) -> None:
 def get(fields: JsonObject, name: str, kind: type[T]) -> T:
     value = fields.get(name)
     if not isinstance(value, kind):
-        raise WireError(f"{name} is {value!r:.80}; it must be a {kind.__name__}")
+        found = f"{value!r:.80}" if name in fields else "missing"
+        raise WireError(f"{name} is {found}; it must be a {kind.__name__}")
     return value
 
 

@@ -51,6 +51,11 @@ class EnginePlan:
         )
 
     @property
+    def num_sharing(self) -> int:
+        """How many servers share what each of them has: a GPU, or the machine's memory."""
+        return 1 if self.is_spread else self.num_servers
+
+    @property
     def num_gpus(self) -> int:
         """Of one server."""
         return self.num_shards * self.num_replicas

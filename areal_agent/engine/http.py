@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from areal_agent.engine import wire
-from areal_agent.engine.fields import WireError
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.readiness import wait_until_healthy
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport
+from areal_agent.engine.weight_size import size_of
 from areal_agent.engine.wire import EngineStats, WeightUpdate
 from areal_agent.engine_types import (
     DiskWeights,
@@ -34,16 +34,15 @@ QUIET_ABORT_TIMEOUT_S = 10.0  # of a cancelled call: its connection is closed as
 
 _UNTOLD_STATUS = 400  # of a failure in mid-stream that names none: SGLang sends those for wrong requests
 
-T = TypeVar("T")
-
 
 class HttpEngine:
     """`protocols.Engine` over HTTP. Use it from one event loop, and `aclose` it."""
 
-    def __init__(self, base_url: str) -> None:
-        self._transport = Transport(base_url)
+    def __init__(self, base_url: str, *, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        self._transport = Transport(base_url, control_timeout_s=control_timeout_s)
         self._info: EngineInfo | None = None
         self._paused: PauseMode | None = None
+        self._push_id: str | None = None  # that was begun last: pauses are its, as long as it is open
         self._aborts: set[asyncio.Task[None]] = set()  # of cancelled calls; aclose waits for them
 
     @property
@@ -65,7 +64,7 @@ class HttpEngine:
         except asyncio.CancelledError:
             self._abort_in_background(request.request_id)
             raise
-        return self._read(wire.decode_result, body, wire.GENERATE)
+        return self._transport.decoded(wire.decode_result, wire.GENERATE, body)
 
     async def abort(self, request_id: str) -> None:
         """End one request; its `generate` returns what it has."""
@@ -76,13 +75,13 @@ class HttpEngine:
 
         `wait` takes as long as the requests in flight.
         """
-        timeout_s = None if mode is PauseMode.WAIT else CONTROL_TIMEOUT_S
-        await self._transport.post(wire.PAUSE_GENERATION, wire.encode_pause(mode), timeout_s=timeout_s)
+        body = wire.encode_pause(wire.Pause(mode=mode, push_id=self._push_id))
+        await self._transport.post(wire.PAUSE_GENERATION, body, has_limit=mode is not PauseMode.WAIT)
         self._paused = mode
 
     async def resume(self) -> None:
-        """Go on sampling."""
-        await self._transport.post(wire.CONTINUE_GENERATION, {})
+        """Go on sampling. Raises EngineRejected while a push of somebody else, who may be alive, holds it still."""
+        await self._transport.post(wire.CONTINUE_GENERATION, wire.encode_continue(self._push_id))
         self._paused = None
 
     async def release_memory(self) -> None:
@@ -95,11 +94,13 @@ class HttpEngine:
 
     async def begin_push(self, push_id: str) -> None:
         """Open a push of weights. Raises PushConflict while another one is open."""
+        self._push_id = push_id
         await self._push(wire.BEGIN_PUSH, wire.encode_push(push_id))
 
     async def send_push(self, push_id: str, weights: Weights) -> None:
         """Let it take and prove the weights; the old version serves."""
-        await self._push(wire.SEND_PUSH, wire.encode_push_send(wire.PushSend(push_id=push_id, weights=weights)))
+        body = wire.encode_push_send(wire.PushSend(push_id=push_id, weights=weights))
+        await self._load(wire.SEND_PUSH, body, weights)
 
     async def commit_push(self, push_id: str, version: WeightVersion) -> None:
         """Let it serve what was sent. The KV cache is recomputed, except during a pause `in_place`."""
@@ -114,7 +115,7 @@ class HttpEngine:
         """Swap the weights in one call, all or none; SGLang's way. The KV cache as in `commit_push`."""
         update = WeightUpdate(weights=weights, version=version, flush_cache=self._flushes_cache)
         path, body = wire.encode_update(update)
-        await self._transport.post(path, body, refusal=WeightUpdateError)
+        await self._load(path, body, weights)
 
     async def load(self, model: Path, version: WeightVersion) -> None:
         """Serve a Hugging Face folder as `version`, whatever was served before."""
@@ -124,12 +125,14 @@ class HttpEngine:
 
     async def info(self) -> EngineInfo:
         """The model that it serves, and the current weight version."""
-        self._info = self._read(wire.decode_info, await self._transport.get(wire.SERVER_INFO), wire.SERVER_INFO)
+        answer = await self._transport.get(wire.SERVER_INFO)
+        self._info = self._transport.decoded(wire.decode_info, wire.SERVER_INFO, answer)
         return self._info
 
     async def stats(self) -> EngineStats:
         """Its work since it started."""
-        return self._read(wire.decode_stats, await self._transport.get(wire.SERVER_INFO), wire.SERVER_INFO)
+        answer = await self._transport.get(wire.SERVER_INFO)
+        return self._transport.decoded(wire.decode_stats, wire.SERVER_INFO, answer)
 
     async def health(self) -> bool:
         """Whether it answers and its model thread is alive."""
@@ -157,6 +160,10 @@ class HttpEngine:
     async def _push(self, path: str, body: dict[str, Any]) -> None:
         await self._transport.post(path, body, refusal=WeightUpdateError)
 
+    async def _load(self, path: str, body: dict[str, Any], weights: Weights) -> None:
+        num_bytes = await asyncio.to_thread(size_of, weights)
+        await self._transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)
+
     async def _stream(self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None]) -> GenerateResult:
         reader, splitter = wire.ResultReader(), wire.EventSplitter()
         body = wire.encode_request(request, is_streamed=True)
@@ -174,12 +181,12 @@ class HttpEngine:
         return reader.result
 
     def _read_event(self, reader: wire.ResultReader, data: bytes) -> TokenChunk:
-        body = self._read(wire.decode_event, data, wire.GENERATE)
+        body = self._transport.decoded(wire.decode_event, wire.GENERATE, data)
         if "error" in body:
             failure = wire.decode_failure(body, _UNTOLD_STATUS)
             message = f"the stream of {self.base_url}{wire.GENERATE} broke off with {failure.status}: {failure.message}"
             raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
-        return self._read(reader.read, body, wire.GENERATE)
+        return self._transport.decoded(reader.read, wire.GENERATE, body)
 
     def _abort_in_background(self, request_id: str) -> None:
         """The caller was cancelled and must not wait, yet the engine must not go on sampling for nobody."""
@@ -191,9 +198,3 @@ class HttpEngine:
         with contextlib.suppress(EngineError, TimeoutError):  # an engine that does not answer samples for nobody either
             async with asyncio.timeout(QUIET_ABORT_TIMEOUT_S):
                 await self.abort(request_id)
-
-    def _read(self, decode: Callable[[Any], T], body: object, path: str) -> T:
-        try:
-            return decode(body)
-        except WireError as error:
-            raise self._transport.unreadable(path, error) from error

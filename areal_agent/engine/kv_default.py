@@ -17,19 +17,21 @@ def default_kv_tokens(
     free_bytes: int,
     all_bytes: int,
     leave_bytes: int | None,
+    num_sharing: int,
     token_bytes: int,
     num_slots: int,
     max_context_tokens: int,
 ) -> int:
-    """What fits into a share of a device that has `all_bytes`, or into all that is free but `leave_bytes`.
+    """What fits into a share of a device that has `all_bytes`, or into all that is free but `leave_bytes`: the part of
+    one of `num_sharing` engines on this device.
 
-    >>> default_kv_tokens(is_gpu=False, free_bytes=3000, all_bytes=4000, leave_bytes=None, token_bytes=10, num_slots=4,
-    ...                   max_context_tokens=20)
-    100
+    >>> [default_kv_tokens(is_gpu=False, free_bytes=3000, all_bytes=4000, leave_bytes=None, num_sharing=number,
+    ...                    token_bytes=10, num_slots=4, max_context_tokens=20) for number in (1, 2)]
+    [100, 50]
     """
     if leave_bytes is not None:
         room = free_bytes - leave_bytes
     else:
         room = GPU_SHARE * free_bytes if is_gpu else CPU_SHARE * all_bytes
-    fitting = max(0, int(room)) // token_bytes
+    fitting = max(0, int(room)) // num_sharing // token_bytes
     return min(fitting, CONTEXTS_A_SLOT * num_slots * max_context_tokens)

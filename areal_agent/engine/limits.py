@@ -12,6 +12,9 @@ import numpy as np
 from areal_agent.engine_types import EngineInfo, GenerateRequest
 from areal_agent.errors import EngineRejected
 
+MAX_TOP_LOGPROBS = 1000
+"""At each token: of a whole vocabulary of 150,000 they would take 15 GB for 1,000 tokens, and the engine along."""
+
 
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     """Raises EngineRejected for a request that an engine with this vocabulary and context cannot serve."""
@@ -47,7 +50,8 @@ def _check_length(num_prompt_tokens: int, max_tokens: int, max_context_tokens: i
     if num_prompt_tokens + max_tokens > max_context_tokens:
         raise EngineRejected(
             f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} exceed the context of "
-            f"{max_context_tokens} tokens; shorten the prompt, lower max_tokens, or raise engine.max_context_tokens"
+            f"{max_context_tokens} tokens; shorten the prompt, lower max_tokens (max_new_tokens), or raise "
+            "engine.max_context_tokens (--max-context)"
         )
 
 
@@ -60,10 +64,11 @@ def _check_bias(logit_bias: tuple[tuple[int, float], ...], vocab_size: int) -> N
 
 
 def _check_top_logprobs(num_top_logprobs: int, vocab_size: int) -> None:
-    if not 0 <= num_top_logprobs <= vocab_size:
+    most = min(vocab_size, MAX_TOP_LOGPROBS)
+    if not 0 <= num_top_logprobs <= most:
         raise EngineRejected(
-            f"the number of top log-probabilities is {num_top_logprobs}; it must be from 0 (off) to the {vocab_size} "
-            "ids of the vocabulary"
+            f"the number of top log-probabilities is {num_top_logprobs}; it must be from 0 (off) to {most}, of "
+            f"the {vocab_size} ids of the vocabulary"
         )
 
 

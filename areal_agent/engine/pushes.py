@@ -6,7 +6,8 @@
 
 `send` takes the weights into memory of the engine's own and proves them, while it samples: what becomes of the sender
 or of its files afterwards changes nothing. A sender that has not been heard of for `timeout_s` may be dead: the next
-`begin` replaces its push. Until then a second push is refused.
+`begin` replaces its push. Until then a second push is refused, and where the sender has paused the engine for its
+commit, nobody else lets it go on before that.
 
 Versions only go up. The one that serves may come again, with the weights that serve: a push that is repeated is none.
 It knows neither HTTP, nor how weights are stored, nor the model that takes them.
@@ -16,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -52,12 +53,14 @@ class PushTarget(Protocol[T]):
         ...
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class _Push(Generic[T]):
     id: str
     heard_s: float  # when its sender has called last
     taken: T | None = None
     is_sending: bool = False
+    is_pausing: bool = False  # its sender waits for the engine to come to rest
+    is_holding: bool = False  # its sender has paused the engine
 
 
 class Pushes(Generic[T]):
@@ -67,6 +70,7 @@ class Pushes(Generic[T]):
         self._target = target
         self._timeout_s = timeout_s
         self._open: _Push[T] | None = None
+        self._committing: set[_Push[T]] = set()
         self._swapping = asyncio.Lock()  # one change of weights at a time
 
     def begin(self, push_id: str) -> None:
@@ -91,9 +95,41 @@ class Pushes(Generic[T]):
         if push.taken is None:
             raise PushConflict(f"push {push_id!r} has been sent no weights yet; a commit comes after the send")
         self._open = None
-        async with self._swapping:
-            if not await self._is_repeated(push.taken, version):
-                await self._target.swap(push.taken, version, flush_cache=flush_cache)
+        self._committing.add(push)
+        try:
+            async with self._swapping:
+                if not await self._is_repeated(push.taken, version):
+                    await self._target.swap(push.taken, version, flush_cache=flush_cache)
+        finally:
+            self._committing.remove(push)
+
+    @contextlib.contextmanager
+    def hold(self, push_id: str | None) -> Generator[None]:
+        """Inside, the engine comes to rest, as a step of this push or of none. One that is not open holds nothing."""
+        push = self._open
+        if push is None or push.id != push_id:
+            yield
+            return
+        push.is_pausing = push.is_holding = True
+        try:
+            yield
+        finally:
+            push.is_pausing, push.heard_s = False, time.monotonic()
+
+    def let_go(self, push_id: str | None) -> None:
+        """The engine is to go on, as a step of this push or of none.
+
+        Raises PushConflict while another push holds it still whose sender may be alive.
+        """
+        for push in self._committing:
+            if push.is_holding and push.id != push_id:
+                raise PushConflict(f"push {push.id!r} is being committed, and the engine still for it; try again")
+        push = self._open
+        if push is not None and push.is_holding:
+            if push.id != push_id:
+                self._give_up_if_dead(push)
+                self._open = None
+            push.is_holding = False
 
     def abort(self, push_id: str) -> None:
         """Forget a push. One that is not open is no error."""
@@ -108,10 +144,11 @@ class Pushes(Generic[T]):
 
     def _give_up_if_dead(self, push: _Push[T]) -> None:
         left_s = push.heard_s + self._timeout_s - time.monotonic()
-        if push.is_sending or left_s > 0:
+        if push.is_sending or push.is_pausing or left_s > 0:
+            held = ", and holds the engine still" if push.is_holding else ""
             raise PushConflict(
-                f"push {push.id!r} is open; commit or abort it first. It may be replaced once its sender has been "
-                f"silent for {self._timeout_s:g} s, in {max(left_s, 0):.0f} s"
+                f"push {push.id!r} is open{held}; commit or abort it first. It may be replaced once its sender has "
+                f"been silent for {self._timeout_s:g} s, in {max(left_s, 0):.0f} s"
             )
         logger.warning("push %r is given up: its sender has been silent for %g s", push.id, self._timeout_s)
 

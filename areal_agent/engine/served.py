@@ -8,7 +8,7 @@ from areal_agent.protocols import Engine
 
 
 class ServedEngine(Engine, Protocol):
-    """Implementations: `engine.http.HttpEngine`, `engine.sglang.engine.SglangEngine`, `engine.fleet.fleet.Fleet`."""
+    """Implementations: `engine.http.HttpEngine`, `engine.foreign.engine.ForeignEngine`, `engine.fleet.fleet.Fleet`."""
 
     async def info(self) -> EngineInfo:
         """The model that it serves, and the current weight version."""

@@ -4,22 +4,34 @@
 the refusal that the caller names.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
+from aiohttp.tracing import Trace
 
 from areal_agent.engine import wire
+from areal_agent.engine.awake_timeout import awake_timeout
 from areal_agent.engine.connections import Connections
 from areal_agent.engine.fields import WireError, decode_json
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
 
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 120.0  # everything but /generate, which takes as long as it takes
+SLOWEST_BYTES_PER_S = 2**25
+"""What a server that loads weights manages at least, from a slow disk: it is given as much more time as that takes."""
 
 _HEADERS = {"Content-Type": "application/json"}
+
+T = TypeVar("T")
+Body = TypeVar("Body")
+
+
+def load_timeout_s(num_bytes: int, control_timeout_s: float = CONTROL_TIMEOUT_S) -> float:
+    """How long a server may take to answer a call for which it loads so much."""
+    return control_timeout_s + num_bytes / SLOWEST_BYTES_PER_S
 
 
 class Transport:
@@ -27,22 +39,25 @@ class Transport:
 
     A server that closes idle connections soon may close one just as it is used again, and a call is never made twice
     that may do something twice: for such a server, let every call but `ask` have a connection of its own
-    (`keeps_connections` False).
+    (`keeps_connections` False). A call that loads nothing is answered within `control_timeout_s`.
     """
 
-    def __init__(self, base_url: str, *, keeps_connections: bool = True) -> None:
+    def __init__(
+        self, base_url: str, *, keeps_connections: bool = True, control_timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self._keeps_connections = keeps_connections
+        self._control_timeout_s = control_timeout_s
         self._connections = Connections(self.base_url, connect_timeout_s=CONNECT_TIMEOUT_S)
         self._session: aiohttp.ClientSession | None = None
 
-    async def get(self, path: str, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> object:
-        """The JSON of an answer."""
-        return await self._read("GET", path, None, EngineRejected, timeout_s)
+    async def get(self, path: str, *, timeout_s: float | None = None) -> object:
+        """The JSON of an answer. `timeout_s`: of a call that is to be answered sooner than others."""
+        return await self._read("GET", path, None, EngineRejected, timeout_s or self._control_timeout_s)
 
-    async def text(self, path: str, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> str:
+    async def text(self, path: str) -> str:
         """An answer that is no JSON."""
-        async with self._answer("GET", path, None, EngineRejected, timeout_s) as answer:
+        async with self._answer("GET", path, None, EngineRejected, self._control_timeout_s) as answer:
             return (await answer.read()).decode(errors="replace")
 
     async def post(
@@ -51,9 +66,11 @@ class Transport:
         body: dict[str, Any],
         *,
         refusal: type[EngineError] = EngineRejected,
-        timeout_s: float | None = CONTROL_TIMEOUT_S,
+        num_bytes: int = 0,
+        has_limit: bool = True,
     ) -> object:
-        """The JSON of an answer."""
+        """The JSON of an answer. The time limit grows with the weights that the server has to load for it."""
+        timeout_s = load_timeout_s(num_bytes, self._control_timeout_s) if has_limit else None
         return await self._read("POST", path, body, refusal, timeout_s)
 
     async def ask(self, path: str, body: dict[str, Any]) -> object:
@@ -68,10 +85,7 @@ class Transport:
             raise _no_answer(where, error) from error
         if answer.status != 200:
             raise _failed(where, _failure(answer.payload, answer.status), EngineRejected)
-        try:
-            return _json(answer.payload)
-        except WireError as error:
-            raise self.unreadable(path, error) from error
+        return self.decoded(_json, path, answer.payload)
 
     def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """The bytes of an answer as they arrive, without a time limit. Close it when leaving early."""
@@ -83,21 +97,21 @@ class Transport:
         if self._session is not None:
             await self._session.close()
 
-    def unreadable(self, path: str, error: WireError) -> EngineUnreachable:
-        """What to raise for an answer that says something else than it should."""
-        return EngineUnreachable(
-            f"the answer of {self.base_url}{path} cannot be read: {error}; is that an areal_agent engine?"
-        )
+    def decoded(self, decode: Callable[[Body], T], path: str, body: Body) -> T:
+        """What an answer says. Raises EngineUnreachable when it says something else than it should."""
+        try:
+            return decode(body)
+        except WireError as error:
+            raise EngineUnreachable(
+                f"the answer of {self.base_url}{path} cannot be read: {error}; is that an engine of this kind?"
+            ) from error
 
     async def _read(
         self, method: str, path: str, body: dict[str, Any] | None, refusal: type[EngineError], timeout_s: float | None
     ) -> object:
         async with self._answer(method, path, body, refusal, timeout_s) as answer:
             payload = await answer.read()
-        try:
-            return _json(payload)
-        except WireError as error:
-            raise self.unreadable(path, error) from error
+        return self.decoded(_json, path, payload)
 
     async def _pieces(self, method: str, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         async with self._answer(method, path, body, EngineRejected, None) as answer:
@@ -116,7 +130,7 @@ class Transport:
                 self.base_url + path,
                 data=None if body is None else _encode(body),
                 headers=_HEADERS,
-                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
                 allow_redirects=False,
             ) as response:
                 if response.status == 200:
@@ -130,12 +144,25 @@ class Transport:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=not self._keeps_connections),
+                connector=_Connector(limit=0, force_close=not self._keeps_connections),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
                 trust_env=False,
             )
         return self._session
+
+
+class _Connector(aiohttp.TCPConnector):
+    """A server is not to blame for a connection that this process has slept through."""
+
+    async def connect(
+        self,
+        req: aiohttp.ClientRequest,
+        traces: list[Trace],
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 (aiohttp's name)
+    ) -> aiohttp.connector.Connection:
+        async with awake_timeout(CONNECT_TIMEOUT_S):
+            return await super().connect(req, traces, timeout)
 
 
 def _encode(body: dict[str, Any]) -> bytes:

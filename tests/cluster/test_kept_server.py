@@ -1,7 +1,8 @@
 """Server processes that are kept alive, with programs that do nothing:
 
 - one that dies is started again where it was; others are left alone
-- one that dies too often is given up; when all are, that is a failure that says how the last one died
+- one that dies too often is given up; when all are, that is a failure that says how the last one died, and
+  no process is left of one
 - one that does not start is an error at the start; at the end no process is left
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
-from areal_agent.errors import ProcessDied
+from areal_agent.errors import EngineUnreachable, ProcessDied
 from areal_agent.process import ManagedProcess
 
 DEADLINE_S = 120.0  # only a hang is longer
@@ -74,6 +75,27 @@ async def test_one_that_dies_too_often_is_given_up_and_all_are_a_failure(make, c
             os.kill(process_id, signal.SIGKILL)
         assert "3 deaths within 60 s of service; at last the two process was killed by SIGKILL" in str(await failure)
     assert sum("is given up" in record.message for record in caplog.records) == 2
+
+
+async def test_of_one_that_is_given_up_because_it_does_not_serve_no_process_is_left(tmp_path: Path):
+    starts: list[ManagedProcess] = []
+
+    async def start() -> ManagedProcess:
+        starts.append(await ManagedProcess.start("one", ["sleep", "100000"], log_path=tmp_path / "one.log"))
+        return starts[-1]
+
+    async def serves(process: ManagedProcess) -> str:
+        if process is not starts[0]:
+            raise EngineUnreachable("it did not serve in time")
+        return "http://one"
+
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        keep_servers([KeptServer(start, serves, ManagedProcess.aclose)]) as servers,
+    ):
+        os.kill(starts[0].pid, signal.SIGKILL)
+        assert "it did not serve in time" in str(await servers.failure())
+        assert [process.is_running for process in starts] == [False] * 3
 
 
 async def test_one_that_does_not_start_is_an_error(make):

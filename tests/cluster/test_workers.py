@@ -130,6 +130,7 @@ async def test_a_cancelled_rollout_ends_its_session(make_crew) -> None:
     assert (await crew.ledger.trajectory("s-0")).status is Status.CANCELLED
 
 
+@pytest.mark.slow
 async def test_what_is_left_open_at_the_end_is_an_orphan(make_crew) -> None:
     crew = await make_crew("solve", workers=1)
     await crew.engine.pause(PauseMode.IN_PLACE)
@@ -142,11 +143,13 @@ async def test_what_is_left_open_at_the_end_is_an_orphan(make_crew) -> None:
     assert (await crew.ledger.trajectory("s-0")).status is Status.ORPHAN
 
 
+@pytest.mark.slow
 async def test_a_workflow_that_is_not_there_is_an_error_at_the_start(make_crew) -> None:
     with pytest.raises(ConfigError, match="module 'agents' has no 'nothing'"):
         await make_crew("nothing", workers=1)
 
 
+@pytest.mark.slow
 async def test_a_workflow_that_blocks_is_named_and_counted(make_crew, caplog: pytest.LogCaptureFixture) -> None:
     crew = await make_crew("block", workers=1)
     with caplog.at_level(logging.WARNING):
@@ -166,7 +169,8 @@ async def test_a_workflow_that_blocks_for_ever_costs_its_worker(make_crew, caplo
     assert any("has not answered for rollout.timeout_s" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("is_started_again", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_started_again", [False, True])
 async def test_workers_hear_of_servers_that_join_and_leave(
     make_crew, small_model: Path, is_started_again: bool
 ) -> None:

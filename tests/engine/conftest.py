@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from areal_agent.engine.embedded.cuda_memory import DeviceSharing
+from areal_agent.engine.embedded.grammar import Grammars
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.server import EngineServer
@@ -176,10 +177,11 @@ def serve() -> Serve:
         max_context: int = MAX_CONTEXT,
         push_timeout_s: float = DEADLINE_S,
         sharing: DeviceSharing | None = None,
+        grammars: Grammars | None = None,
     ):
         gate = Gate(ModelRunner.load(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
         server = await EngineServer.start(
-            gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s, sharing=sharing
+            gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s, sharing=sharing, grammars=grammars
         )
         engine = HttpEngine(server.base_url)
         try:

@@ -2,16 +2,22 @@
 
 - while running, queued, retracted, and frozen in place
 - of an unknown id, and of one request among others with similar ids
+- while its grammar is compiled: by its id, and of all requests
 - by cancelling `generate`, and by a client that just disconnects
+- whoever leaves with an answer that was refused, or that it had, ends no other request of that id
 """
 
 import asyncio
+import threading
+from typing import Any
 
 import aiohttp
 import pytest
 
 from areal_agent.engine import wire
+from areal_agent.engine.embedded.grammar import Grammars
 from areal_agent.engine_types import PauseMode
+from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason
 
 
@@ -74,6 +80,36 @@ async def test_matches_the_whole_id(tiny, serve, ask):
         assert (await answer).finish_reason is FinishReason.LENGTH
 
 
+class SlowGrammars(Grammars):
+    """Compiled when a test says so, into nothing that holds an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, vocab_size=0)
+        self.is_asked = threading.Event()
+        self.may_answer = threading.Event()
+
+    def matcher(self, kind: str, text: str) -> Any:
+        self.is_asked.set()
+        self.may_answer.wait(60)
+        return None
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_of_all", [False, True])
+async def test_while_its_grammar_is_compiled(is_of_all, is_streamed, tiny, serve, ask):
+    grammars, request = SlowGrammars(), ask(1, regex="a+")
+    async with serve(tiny, grammars=grammars) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+        await served.engine.pause(PauseMode.RETRACT)  # so that no token is sampled before the abort is obeyed
+        answer = asyncio.create_task(served.engine.generate(request, (lambda _: None) if is_streamed else None))
+        await asyncio.to_thread(grammars.is_asked.wait)
+        body = {"abort_all": True} if is_of_all else {"rid": request.request_id}
+        async with session.post(wire.ABORT_REQUEST, json=body) as response:
+            assert response.status == 200
+        grammars.may_answer.set()
+        result = await answer
+    assert (result.finish_reason, result.token_ids) == (FinishReason.ABORT, ())
+
+
 async def test_by_cancelling_generate_frees_the_slot(tiny, serve, ask):
     async with serve(tiny) as served:
         served.gate.shut()
@@ -106,3 +142,34 @@ async def test_of_all_requests(tiny, serve, ask):
         await served.gate.meanwhile(session.post(url, json={"abort_all": True}))
         results = await asyncio.gather(*answers)
     assert {result.finish_reason for result in results} == {FinishReason.ABORT}
+
+
+def test_who_leaves_with_a_duplicate_does_not_end_the_first_request(tiny, schedule, ask):
+    with schedule(tiny) as (scheduler, _):
+        scheduler.pause(PauseMode.RETRACT)
+        first = scheduler.submit(ask(1))
+        duplicate = scheduler.submit(ask(1))
+        scheduler.abandon(ask(1).request_id, duplicate).result()
+        scheduler.resume()
+        assert first.result().finish_reason is FinishReason.LENGTH
+    with pytest.raises(EngineRejected, match="in flight already"):
+        duplicate.result()
+
+
+def test_who_leaves_with_its_answer_does_not_end_the_next_request_of_that_id(tiny, schedule, ask):
+    with schedule(tiny) as (scheduler, _):
+        answered = scheduler.submit(ask(1))
+        answered.result()
+        scheduler.pause(PauseMode.RETRACT)
+        again = scheduler.submit(ask(1))
+        scheduler.abandon(ask(1).request_id, answered).result()
+        scheduler.resume()
+        assert again.result().finish_reason is FinishReason.LENGTH
+
+
+def test_who_leaves_before_its_answer_ends_the_request(tiny, schedule, ask):
+    with schedule(tiny) as (scheduler, _):
+        scheduler.pause(PauseMode.RETRACT)
+        answer = scheduler.submit(ask(1))
+        scheduler.abandon(ask(1).request_id, answer)
+        assert answer.result().finish_reason is FinishReason.ABORT

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from areal_agent.config import Config
 from areal_agent.engine.fleet.fleet import Fleet
@@ -30,11 +28,11 @@ from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.push import push
-from areal_agent.weights.shared_memory import layout
+
+from .sampled import Weights, assert_sampled_by, assert_swapped
+from .transfers import damaged, open_channel, parameters_of
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
-TOLERANCE = 1e-4
-DEADLINE_S = 120.0  # only a hang is longer
 
 TRAINER = """
 import dataclasses, json, sys, torch
@@ -51,18 +49,10 @@ sys.stdin.read()
 """
 
 
-def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-
-
 @pytest.fixture
 def channel(tiny: Path) -> Iterator[DistributedChannel]:
-    entries = layout(parameters_of(tiny).items(), torch.float32)
-    channel = DistributedChannel(
-        entries, torch.device("cpu"), host="127.0.0.1", bucket_bytes=2**16, timeout_s=DEADLINE_S
-    )
-    yield channel
-    channel.close()
+    with open_channel(tiny) as channel:
+        yield channel
 
 
 async def test_answers_go_on_while_it_is_sent_and_under_it(channel, tiny, other, serve, ask, truth):
@@ -77,12 +67,8 @@ async def test_answers_go_on_while_it_is_sent_and_under_it(channel, tiny, other,
         await served.gate.meanwhile(served.engine.commit_push("p", NEW))
         served.gate.open()
         result = await answer
-    cut = result.versions[0].end
-    assert cut >= 10
-    assert result.versions == (VersionSpan(version=OLD, start=0, end=cut), VersionSpan(version=NEW, start=cut, end=40))
-    before, after = (truth(one).logprobs(request.input_ids, result.token_ids) for one in (tiny, other))
-    assert result.logprobs[:cut] == pytest.approx(before[:cut], abs=TOLERANCE)
-    assert result.logprobs[cut:] == pytest.approx(after[cut:], abs=TOLERANCE)
+    old, new = Weights(model=tiny, version=OLD), Weights(model=other, version=NEW)
+    assert assert_swapped(old, new, request, result, truth) >= 10
 
 
 async def test_what_is_damaged_leaves_the_old_version_serving(channel, tiny, other, serve, ask):
@@ -90,7 +76,7 @@ async def test_what_is_damaged_leaves_the_old_version_serving(channel, tiny, oth
         before = await served.engine.generate(ask(1))
         weights = channel.write(parameters_of(other))
         with pytest.raises(WeightUpdateError, match="checksum"):
-            await push([served.engine], dataclasses.replace(weights, checksum=weights.checksum ^ 1), NEW)
+            await push([served.engine], damaged(weights), NEW)
         after = await served.engine.generate(ask(1))
         assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
         await push([served.engine], weights, NEW)
@@ -133,17 +119,18 @@ async def test_engines_of_a_fleet_are_sent_it_each_and_a_late_one_alone(channel,
             await fleet.add(late.engine.base_url)
             for served in (one, two, late):
                 result = await served.engine.generate(ask(1))
-                assert result.versions == (VersionSpan(version=NEW, start=0, end=12),)
-                expected = truth(other).logprobs(ask(1).input_ids, result.token_ids)
-                assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+                assert_sampled_by(Weights(model=other, version=NEW), ask(1), result, truth)
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
         (
-            {"trainer": {"transfer": "distributed"}, "engine": {"urls": ["http://127.0.0.1:1"]}},
-            r"'distributed', which engine\.backend sglang does not take; use 'shared_memory'",
+            {
+                "trainer": {"transfer": "distributed"},
+                "engine": {"backend": "sglang", "python": "p", "server_args": ["--pp-size=2"]},
+            },
+            r"'distributed', which SGLang takes without --pp-size in engine\.server_args",
         ),
         ({"trainer": {"transfer_host": "10.0.0.1"}}, "transfer_host is for trainer.transfer distributed"),
         ({"trainer": {"transfer_bucket_mib": 8}}, "transfer_bucket_mib is for trainer.transfer distributed"),

@@ -5,10 +5,11 @@
 """
 
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 
-from areal_agent.engine_types import PauseMode
+from areal_agent.engine_types import GenerateResult, PauseMode
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import FinishReason, VersionSpan, WeightVersion
 
@@ -16,47 +17,60 @@ DRAIN_S = 1e4
 SERVED, NEW = WeightVersion(step=7), WeightVersion(step=8)
 
 
+@dataclass(kw_only=True)
+class Scene:
+    """An engine with an answer that cannot end before its memory is there again."""
+
+    served: object
+    answer: asyncio.Future[GenerateResult]
+    draining: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def begin(cls, served, request) -> "Scene":
+        await served.engine.release_memory()
+        answer = asyncio.ensure_future(served.engine.generate(request))
+        await served.until(lambda stats: stats.num_queued == 1)
+        return cls(served=served, answer=answer)
+
+    async def drain(self) -> None:
+        """From now on."""
+        self.draining = asyncio.ensure_future(self.served.server.drain(DRAIN_S))
+        while await self.served.engine.health():
+            pass
+
+    async def end(self) -> GenerateResult:
+        """It drains until its answer has ended, and no shorter."""
+        await self.served.engine.info()
+        assert not self.draining.done()
+        await self.served.engine.resume_memory()
+        result = await self.answer
+        await self.draining
+        return result
+
+
 async def test_new_weights_are_refused_and_who_continues_does_not_end_it(tiny, other, serve, ask):
     async with serve(tiny) as served:
-        engine = served.engine
-        await engine.release_memory()  # so that the request cannot end by itself
-        answer = asyncio.ensure_future(engine.generate(ask(1)))
-        await served.until(lambda stats: stats.num_queued == 1)
-        draining = asyncio.ensure_future(served.server.drain(DRAIN_S))
-        while await engine.health():
-            pass
+        engine, scene = served.engine, await Scene.begin(served, ask(1))
+        await scene.drain()
         for refused in (engine.load(other, NEW), engine.begin_push("p")):
             with pytest.raises(EngineUnreachable, match="is ending"):
                 await refused
         await engine.pause(PauseMode.RETRACT)
         await engine.resume()
-        await engine.info()
-        assert not draining.done()
-        await engine.resume_memory()
-        result = await answer
-        await draining
+        result = await scene.end()
     assert result.finish_reason is FinishReason.LENGTH
     assert result.versions == (VersionSpan(version=SERVED, start=0, end=12),)
 
 
 async def test_a_push_that_has_begun_ends(tiny, other, serve, ask, share):
     async with serve(tiny) as served:
-        engine = served.engine
-        await engine.release_memory()
-        answer = asyncio.ensure_future(engine.generate(ask(1)))
-        await served.until(lambda stats: stats.num_queued == 1)
+        engine, scene = served.engine, await Scene.begin(served, ask(1))
         await engine.begin_push("p")
         await engine.send_push("p", share(other))
-        draining = asyncio.ensure_future(served.server.drain(DRAIN_S))
-        while await engine.health():
-            pass
+        await scene.drain()
         await engine.pause(PauseMode.RETRACT)
         await engine.commit_push("p", NEW)
         await engine.resume()
-        await engine.info()
-        assert not draining.done()
-        await engine.resume_memory()
-        result = await answer
-        await draining
+        result = await scene.end()
     assert result.finish_reason is FinishReason.LENGTH
     assert result.versions == (VersionSpan(version=NEW, start=0, end=12),)

@@ -1,4 +1,6 @@
-"""The client's failures: an engine that is not there, hangs up, redirects, or answers with something else."""
+"""The client's failures: an engine that is not there, hangs up, redirects, does not answer in time, or answers with
+something else. It has as much more time as its weights take from a slow disk.
+"""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -8,7 +10,7 @@ from aiohttp import web
 
 from areal_agent.engine import wire
 from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import DiskWeights, PauseMode
+from areal_agent.engine_types import DiskWeights, PauseMode, SharedMemoryWeights, TensorEntry
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import WeightVersion
 
@@ -16,7 +18,7 @@ INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_conte
 
 
 @asynccontextmanager
-async def answering(path: str, handler):
+async def answering(path: str, handler, **settings):
     """A client of a server whose `path` is answered by `handler`."""
 
     async def info(_: web.Request) -> web.Response:
@@ -28,7 +30,7 @@ async def answering(path: str, handler):
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = HttpEngine(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    engine = HttpEngine(f"http://127.0.0.1:{runner.addresses[0][1]}", **settings)
     try:
         yield engine
     finally:
@@ -53,6 +55,29 @@ async def test_nobody_there(nobody, ask):
 async def test_waiting_for_nobody_ends_with_an_error(nobody):
     with pytest.raises(EngineUnreachable, match=r"did not serve within 0.2 s"):
         await nobody.wait_ready(0.2)
+
+
+async def test_large_weights_have_more_time_than_other_calls():
+    has_run_out = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        """A load ends when a call that began after it was waited for in vain; other calls never do."""
+        if request.path == wire.SEND_PUSH:
+            is_loading.set()
+            await has_run_out.wait()
+            return web.json_response({})
+        return await asyncio.get_running_loop().create_future()
+
+    is_loading = asyncio.Event()
+    entry = TensorEntry(name="a", dtype="float32", shape=(2**40,), offset=0, num_bytes=2**42)
+    async with answering("/{any:.*}", answer, control_timeout_s=0.05) as engine:
+        load = asyncio.create_task(engine.send_push("p", SharedMemoryWeights(path="f", entries=(entry,), crc32=0)))
+        await is_loading.wait()
+        with pytest.raises(EngineUnreachable, match="no answer"):
+            await engine.commit_push("p", WeightVersion(step=1))
+        assert not load.done()
+        has_run_out.set()
+        await load
 
 
 async def test_a_server_that_hangs_up(ask):

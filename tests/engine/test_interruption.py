@@ -247,5 +247,8 @@ async def test_a_failed_update_while_paused_lets_the_old_version_go_on(tiny, ser
     assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
 
 
-def test_the_wire_carries_every_mode():
-    assert [wire.decode_pause(wire.encode_pause(mode)) for mode in PauseMode] == list(PauseMode)
+@pytest.mark.parametrize("push_id", [None, "p"])
+def test_the_wire_carries_every_mode(push_id):
+    pauses = [wire.Pause(mode=mode, push_id=push_id) for mode in PauseMode]
+    assert [wire.decode_pause(wire.encode_pause(pause)) for pause in pauses] == pauses
+    assert wire.decode_continue(wire.encode_continue(push_id)) == push_id

@@ -1,5 +1,5 @@
 """`GET /metrics` tells, under SGLang's names, what runs and waits, the room, the prefix cache, what was sampled, and
-how long that took.
+how long that took, and how many tokens that is a second.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ async def test_work_done_and_waiting(tiny, serve, ask):
     assert (told["sglang:prompt_tokens_total"], told["sglang:cached_tokens_total"]) == (40, 19)
     assert told["sglang:cache_hit_rate"] == 19 / 40
     assert told["sglang:generation_tokens_total"] == 10
+    assert told["sglang:gen_throughput"] > 0
     assert told["sglang:num_retracted_requests_total"] == 0
     for latency in ("sglang:time_to_first_token_seconds", "sglang:e2e_request_latency_seconds"):
         assert (told[f"{latency}_count"], later[f"{latency}_count"]) == (2, 2), "of requests that were not aborted"

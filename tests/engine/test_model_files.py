@@ -29,6 +29,8 @@ def copied(tiny, tmp_path):
 def test_a_model_that_is_not_there():
     with pytest.raises(ConfigError, match="cannot load the model '/no/such/model': there is no such folder"):
         load("/no/such/model")
+    with pytest.raises(ConfigError, match=r"python -m areal_agent\.models\.tiny --out FOLDER"):
+        load("tiny")
 
 
 @pytest.mark.parametrize("kept", [0, 7, 1000])

@@ -3,6 +3,7 @@
 - a row whose logits are not finite gets no token, and the other rows of the batch are as without it
 - weights under which a model overflows are answered with an error for each request; the engine lives, and under the
   next weights nothing of it is left
+- so is a long prompt, at its first chunk: aborted before the last one, it would leave what it has to others
 """
 
 import asyncio
@@ -11,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.row import Row
 from areal_agent.engine.embedded.sampler import SamplingRows, sample
+from areal_agent.engine.embedded.weights import read_weights
 from areal_agent.engine.embedded.workload import Workload
 from areal_agent.engine_types import DiskWeights
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import SamplingParams, WeightVersion
+from tests.engine.conftest import MAX_CONTEXT
 from tests.engine.test_room import load, to_the_end
 
 TOLERANCE = 1e-4
@@ -106,3 +110,29 @@ async def test_under_the_next_weights_nothing_is_left(tiny, overflowing, serve, 
     for request, result in zip(asked, results, strict=True):
         expected = truth(tiny).logprobs(request.input_ids, result.token_ids)
         assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kv_layout", ["slots", "pages"])
+def test_a_long_prompt_leaves_nothing_in_the_middle(kv_layout, make_model, overflowing, ask, truth):
+    folder = make_model(seed=0, max_position_embeddings=4 * MAX_CONTEXT)
+    runner = ModelRunner.load(
+        str(folder), device="cpu", num_slots=2, max_context_tokens=4 * MAX_CONTEXT, kv_layout=kv_layout
+    )
+    work = Workload(runner, WeightVersion(step=8))
+    right = {
+        name: tensor.clone() for name, tensor in read_weights(DiskWeights(path=str(folder)), runner.layout).items()
+    }
+    work.swap(read_weights(overflowing, runner.layout), WeightVersion(step=8), flush_cache=True)
+    long = Row.of(ask(9, prompt_length=3 * MAX_CONTEXT))
+    work.add(long)
+    work.step()
+    work.abort(long.request.request_id)
+    assert "after 512 tokens" in str(long.answer.exception(0))
+    work.swap(right, WeightVersion(step=9), flush_cache=True)
+    rows = [Row.of(ask(number, prompt_length=10 + 300 * number, max_tokens=20)) for number in range(2)]
+    for row in rows:
+        work.add(row)
+    to_the_end(work)
+    for row in rows:
+        expected = truth(folder).logprobs(row.request.input_ids, row.answer.result().token_ids)
+        assert row.answer.result().logprobs == pytest.approx(expected, abs=TOLERANCE)

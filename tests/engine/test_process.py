@@ -3,6 +3,7 @@
 - it says where it serves; SIGTERM lets what is in flight end, queued and paused or not, and takes nothing more
 - without a time to drain, on Ctrl-C and on a second SIGTERM what is in flight is answered with what it has
 - a port that is taken is told at once, and a folder without a model is one line and exit code 2
+- engines that share its memory count, itself at least; where too many do, it says so
 """
 
 import asyncio
@@ -83,6 +84,7 @@ async def test_sigterm_lets_what_is_in_flight_end(tiny, ask):
     assert [(one.finish_reason, len(one.token_ids)) for one in results] == [(FinishReason.LENGTH, 200)] * 3
 
 
+@pytest.mark.slow
 async def test_while_it_drains_it_takes_no_request_and_a_second_sigterm_ends_it(tiny, ask):
     async with process(tiny, "--drain", "300") as child:
         engine = await engine_of(child)
@@ -116,3 +118,15 @@ async def test_what_cannot_be_served_is_one_line_and_exit_code_2(tmp_path):
     assert child.returncode == 2
     assert errors.decode().splitlines()[-1].startswith(f"error: cannot load the model {str(tmp_path)!r}")
     assert b"Traceback" not in errors
+
+
+def test_an_engine_shares_its_memory_with_itself_at_least(tiny):
+    with pytest.raises(ConfigError, match="--sharing is 0; it counts this engine too"):
+        main(["--model", str(tiny), "--sharing", "0"])
+
+
+@pytest.mark.slow
+async def test_too_many_engines_on_one_machine_are_told(tiny):
+    async with process(tiny, "--sharing", "1000000000") as child:
+        _, errors = await child.communicate()
+    assert child.returncode == 2 and b"let fewer than 1000000000 engines share it" in errors

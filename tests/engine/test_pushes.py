@@ -340,7 +340,7 @@ async def until_accepted(call: Callable[[], Awaitable[None]]) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/begin_weight_push", "{}", "push_id is None"),
+        ("/begin_weight_push", "{}", "push_id is missing"),
         ("/begin_weight_push", '{"push_id": ""}', "1 to 200 characters"),
         ("/begin_weight_push", '{"push_id": "p", "x": 1}', "does not take 'x'"),
         ("/send_weight_push", '{"push_id": "p"}', "one of shared_memory, disk, cuda_ipc"),

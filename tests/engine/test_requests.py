@@ -1,12 +1,16 @@
 """A wrong request is refused with a message that names the value, and the engine goes on serving:
 
 - ids outside the vocabulary, prompts and lengths beyond the context, ids in flight twice, by client and by server
+- likeliest tokens beyond a thousand, whatever the vocabulary: their answers would take all memory
+- one of ids alone is served: `rid` and `sampling_params` are given it
+- a call that needs no field needs no body
 - bodies that are not JSON, lack fields, have wrong types or unknown ones; unknown paths and methods
 - a model thread that dies answers everyone, and the engine says that it is not healthy
 - options out of bounds and a port in use are refused
 """
 
 import asyncio
+import dataclasses
 
 import aiohttp
 import pytest
@@ -15,6 +19,7 @@ from areal_agent.engine import wire
 from areal_agent.engine.__main__ import main
 from areal_agent.engine.embedded.model_runner import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.engine.limits import check_request
 from areal_agent.engine_types import EngineInfo, GenerateRequest, PauseMode
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable
 from areal_agent.types import SamplingParams, WeightVersion
@@ -28,6 +33,13 @@ def body(**changes: object) -> dict[str, object]:
 def params(**changes: object) -> dict[str, object]:
     sampling = body()["sampling_params"] | changes
     return body(sampling_params=sampling)
+
+
+def test_a_whole_vocabulary_of_likeliest_tokens_is_refused(ask):
+    info = EngineInfo(model_path="m", weight_version=WeightVersion(), vocab_size=151_936, max_context_tokens=1024)
+    check_request(dataclasses.replace(ask(1), num_top_logprobs=1000), info)
+    with pytest.raises(EngineRejected, match=r"is 151936; it must be from 0 \(off\) to 1000"):
+        check_request(dataclasses.replace(ask(1), num_top_logprobs=151_936), info)
 
 
 async def test_the_client_refuses_an_id_outside_the_vocabulary(tiny, serve):
@@ -74,6 +86,17 @@ async def test_an_id_in_flight_twice(tiny, serve, ask):
         assert len((await first).token_ids) == 12
 
 
+async def test_a_request_of_ids_alone_is_given_the_rest(tiny, serve):
+    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+        answers = []
+        for _ in range(2):
+            async with session.post(wire.GENERATE, json={"input_ids": [1, 2, 3]}) as response:
+                assert response.status == 200
+                answers.append(await response.json())
+    assert [len(answer["output_ids"]) for answer in answers] == [128, 128], "SGLang's default"
+    assert len({answer["meta_info"]["id"] for answer in answers}) == 2
+
+
 REFUSED = {
     "id outside": (body(input_ids=[1, 97]), "outside the vocabulary"),
     "no ids": (body(input_ids=[]), "empty"),
@@ -81,7 +104,8 @@ REFUSED = {
     "ids are text": (body(input_ids=["1"]), "input_ids"),
     "ids are booleans": (body(input_ids=[True]), "input_ids"),
     "batched ids": (body(input_ids=[[1, 2]]), "input_ids"),
-    "no rid": (body(rid=None), "rid"),
+    "empty rid": (body(rid=""), "rid"),
+    "rid is a number": (body(rid=5), "rid"),
     "stream is text": (body(stream="yes"), "stream"),
     "text": (body(text="hello"), "text"),
     "unknown parameter": (params(min_tokens=3), "min_tokens"),
@@ -123,24 +147,33 @@ async def test_wrong_bodies_are_answered_with_400(tiny, serve, ask):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "data", "status"),
+    ("method", "path", "data", "status", "said"),
     [
-        ("POST", wire.GENERATE, b"{not json", 400),
-        ("POST", wire.PAUSE_GENERATION, b'{"mode": "later"}', 400),
-        ("POST", wire.ABORT_REQUEST, b"{}", 400),
-        ("POST", wire.UPDATE_FROM_DISK, b'{"model_path": "x"}', 400),
-        ("POST", wire.UPDATE_FROM_DISK, b'{"model_path": "x", "weight_version": "new"}', 400),
-        ("POST", wire.UPDATE_FROM_SHARED_MEMORY, b'{"path": "x"}', 400),
-        ("POST", "/v1/chat/completions", b"{}", 404),
-        ("GET", wire.GENERATE, b"", 405),
+        ("POST", wire.GENERATE, b"{not json", 400, "is not JSON"),
+        ("POST", wire.GENERATE, b"", 400, "input_ids is missing"),
+        ("POST", wire.PAUSE_GENERATION, b'{"mode": "later"}', 400, "mode is 'later'"),
+        ("POST", wire.ABORT_REQUEST, b"{}", 400, "rid is missing"),
+        ("POST", wire.UPDATE_FROM_DISK, b'{"model_path": "x"}', 400, "weight_version is None"),
+        ("POST", wire.UPDATE_FROM_DISK, b'{"model_path": "x", "weight_version": "new"}', 400, "'new'"),
+        ("POST", wire.UPDATE_FROM_SHARED_MEMORY, b'{"path": "x"}', 400, "is missing"),
+        ("POST", "/v1/chat/completions", b"{}", 404, "python -m areal_agent.gateway"),
+        ("GET", wire.GENERATE, b"", 405, "Method Not Allowed"),
     ],
 )
-async def test_every_failure_is_json_with_a_message(method, path, data, status, tiny, serve):
+async def test_every_failure_is_json_with_a_message(method, path, data, status, said, tiny, serve):
     async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
         async with session.request(method, path, data=data) as response:
             assert response.status == status
-            assert (await response.json())["error"]["message"]
+            assert said in (await response.json())["error"]["message"]
         assert await served.engine.health()
+
+
+async def test_a_call_that_needs_no_field_needs_no_body(tiny, serve, ask):
+    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+        for path in (wire.PAUSE_GENERATION, wire.RELEASE_MEMORY, wire.RESUME_MEMORY, wire.CONTINUE_GENERATION):
+            async with session.post(path) as response:
+                assert (path, response.status) == (path, 200)
+        assert len((await served.engine.generate(ask(1))).token_ids) == 12
 
 
 async def test_info_and_stats_tell_model_and_work(tiny, serve, ask):

@@ -1,10 +1,10 @@
 """Room for keys and values:
 
-- a prompt longer than a chunk is prefilled in chunks, between which other rows decode
+- a prompt longer than a chunk is prefilled in chunks, between which other rows decode; those of a GPU are longer
+- a prompt that is prefilled again is counted once
 - rows that outgrow the room are retracted and computed again: same log-probabilities, nothing lost
 - what is kept never exceeds the room; slots give their memory back
-- the room is what was asked for or what fits beside what is left free, and at least one context; on a GPU, whose slots
-  take their whole contexts, the prefix cache has the rest of it
+- the room is what was asked for or what fits beside what is left free, and at least one context
 - 2,000 requests at once are all answered
 """
 
@@ -15,7 +15,7 @@ from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
 from areal_agent.engine.embedded.kv_room import plan_room
 from areal_agent.engine.embedded.model_runner import ModelRunner, Piece
 from areal_agent.engine.embedded.row import Row
-from areal_agent.engine.embedded.workload import CHUNK_TOKENS, TURN_TOKENS, Workload
+from areal_agent.engine.embedded.workload import CHUNK_TOKENS, GPU_CHUNK_TOKENS, TURN_TOKENS, Workload
 from areal_agent.engine_types import GenerateRequest
 from areal_agent.errors import ConfigError
 from areal_agent.types import SamplingParams, WeightVersion
@@ -85,6 +85,20 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_decode_steps(long, truth):
         assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
+class OnGpu(Noted):
+    """What it says of itself; it computes on a CPU."""
+
+    device = torch.device("cuda")
+
+
+def test_chunks_of_a_gpu_are_longer(long):
+    runner = OnGpu(load(long, max_context=8192))
+    work = Workload(runner, WeightVersion())
+    work.add(Row.of(GenerateRequest(request_id="a", input_ids=(5,) * 3000, sampling=SamplingParams())))
+    work.step()
+    assert runner.steps == [[GPU_CHUNK_TOKENS]] and GPU_CHUNK_TOKENS > CHUNK_TOKENS
+
+
 def test_rows_that_outgrow_the_room_are_retracted_and_lose_nothing(tiny, ask, truth):
     runner = load(tiny, max_context=128, kv_tokens=200)
     work = Workload(runner, WeightVersion())
@@ -98,6 +112,17 @@ def test_rows_that_outgrow_the_room_are_retracted_and_lose_nothing(tiny, ask, tr
         assert len(result.token_ids) == 90 and len(result.versions) == 1
         expected = truth(tiny).logprobs(row.request.input_ids, result.token_ids)
         assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_prompt_counts_once_however_often_it_is_prefilled(long):
+    work = Workload(load(long, max_context=8192), WeightVersion())
+    row = Row.of(GenerateRequest(request_id="a", input_ids=(3,) * 1200, sampling=SamplingParams(max_tokens=2)))
+    work.add(row)
+    work.step()
+    work.retract()
+    to_the_end(work)
+    assert len(row.answer.result().token_ids) == 2
+    assert (work.counts.prompt_tokens, work.counts.cached_tokens) == (1200, 0)
 
 
 def test_an_abort_in_the_middle_of_a_prefill_leaves_the_others_right(long, ask, truth):
@@ -133,14 +158,31 @@ def test_a_released_slot_reads_as_zeros_and_its_neighbours_stay():
 
 def test_the_room_is_what_was_asked_for():
     room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=250, leave_bytes=None, token_bytes=1000, device=CPU)
-    assert (room.num_slots, room.kv_tokens) == (4, 250)
+    assert room == 250
 
 
 def test_the_room_is_two_contexts_a_slot_where_memory_allows():
     room = plan_room(
         num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=None, token_bytes=1000, device=CPU
     )
-    assert room.kv_tokens == 800
+    assert room == 800
+
+
+def test_engines_that_share_the_memory_divide_it():
+    """Of tokens so large that the memory is what bounds them."""
+    alone, of_three = (
+        plan_room(
+            num_slots=2**40,
+            max_context_tokens=1,
+            kv_tokens=None,
+            leave_bytes=None,
+            token_bytes=1000,
+            device=CPU,
+            num_sharing=number,
+        )
+        for number in (1, 3)
+    )
+    assert alone > 3 and of_three == alone // 3
 
 
 @pytest.mark.parametrize(
@@ -172,32 +214,4 @@ def test_the_room_is_what_is_left_free_by_order():
     with pytest.raises(ConfigError, match="leave_gib"):
         plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=2**60, token_bytes=1000, device=CPU)
     room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=0, token_bytes=1000, device=CPU)
-    assert room.kv_tokens == 800
-
-
-@pytest.mark.parametrize(
-    ("kv_tokens", "num_slots", "reserved"), [(99_999, 4, 400), (800, 4, 400), (799, 3, 300), (100, 1, 100)]
-)
-def test_slots_of_a_gpu_take_at_most_half_of_the_room(kv_tokens, num_slots, reserved):
-    room = plan_room(
-        num_slots=4,
-        max_context_tokens=100,
-        kv_tokens=kv_tokens,
-        leave_bytes=None,
-        token_bytes=1000,
-        device=torch.device("cuda"),
-    )
-    assert (room.num_slots, room.kv_tokens, room.reserved_tokens) == (num_slots, kv_tokens, reserved)
-
-
-def test_the_prefix_cache_has_what_slots_leave(tiny, ask):
-    runner = load(tiny, num_slots=2, max_context=128, kv_tokens=300)
-    runner.reserved_tokens = 2 * 128  # as on a GPU
-    work = Workload(runner, WeightVersion())
-    for number in range(4):
-        work.add(Row.of(ask(number, prompt_length=10 + number, max_tokens=20)))
-    held: list[int] = []
-    while work.has_work():
-        work.step()
-        held.append(work.num_cached_tokens)
-    assert 0 < max(held) <= 300 - 2 * 128
+    assert room == 800

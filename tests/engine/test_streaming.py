@@ -9,6 +9,7 @@
 
 import asyncio
 import dataclasses
+import logging
 
 import aiohttp
 import pytest
@@ -144,7 +145,7 @@ async def test_cancelling_frees_the_slot(tiny, serve, ask):
         assert (await served.engine.stats()).generated_tokens < 400
 
 
-async def test_hanging_up_frees_the_slot(tiny, serve, ask):
+async def test_hanging_up_frees_the_slot_and_is_no_failure(tiny, serve, ask, caplog):
     body = wire.encode_request(ask(1, max_tokens=400), is_streamed=True)
     async with serve(tiny) as served, aiohttp.ClientSession() as session:
         served.gate.shut()
@@ -152,6 +153,7 @@ async def test_hanging_up_frees_the_slot(tiny, serve, ask):
             assert (await response.content.readany()).startswith(b"data: {")
         await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
         assert (await served.engine.stats()).generated_tokens < 400
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_what_is_refused_is_refused_before_the_stream(tiny, serve, ask):

@@ -2,9 +2,12 @@
 
 - a damaged, incomplete or foreign set of weights raises WeightUpdateError, and the old version goes on unchanged
 - what fits is loaded: sharded folders, weights stored in another float type, tied heads stored twice
+- an engine that has nothing to do does not hold what was copied: a GPU's memory twice over
 """
 
 import dataclasses
+import threading
+import weakref
 import zlib
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from areal_agent.engine_types import DiskWeights, GenerateResult, SharedMemoryWeights
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import WeightVersion
+from tests.engine.conftest import DEADLINE_S
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 
@@ -139,3 +143,13 @@ async def check_serves(served_folder, weights, expected_folder, serve, ask, trut
     expected = truth(expected_folder).logprobs(request.input_ids, result.token_ids)
     assert result.logprobs == pytest.approx(expected, abs=1e-4)
     assert {span.version for span in result.versions} == {NEW}
+
+
+def test_what_was_copied_is_let_go(tiny, other, schedule):
+    is_gone = threading.Event()
+    weights = load_file(other / "model.safetensors")
+    last = weakref.ref(weights["model.norm.weight"], lambda _: is_gone.set())
+    with schedule(tiny) as (scheduler, _):
+        scheduler.swap(weights, NEW, flush_cache=True).result(DEADLINE_S)
+        del weights
+        assert is_gone.wait(DEADLINE_S) and last() is None

@@ -217,6 +217,7 @@ class Fleet:
             serving=tuple(member.url for member in members if member.state is MemberState.SERVING),
             out={member.url: member.reason for member in members if member.state is not MemberState.SERVING},
             versions=tuple(map(str, self._pushes.served)),
+            is_loading=self._pushes.is_loading,
         )
 
     async def changed(self) -> None:

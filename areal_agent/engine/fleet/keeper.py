@@ -61,6 +61,7 @@ class Keeper:
         self._standard = standard
         self._patience = patience
         self._now = now
+        self._looked_s = now()  # when it was last seen how the server is
         self._num_silent = 0  # probes in a row without an answer
 
     async def run(self) -> None:
@@ -95,7 +96,7 @@ class Keeper:
                 break
         self._standard.check(self._member.url, info)  # another process may have spoken meanwhile
         self._member.version = info.weight_version if due is None else due.version
-        self._member.heard_s = self._now()
+        self._hear()
         self._roster.serve(self._member)
 
     async def _look(self) -> None:
@@ -121,21 +122,32 @@ class Keeper:
             if not self._member.is_loading:
                 self._roster.fall(self._member, str(error))
             return
-        self._member.heard_s, self._num_silent = self._now(), 0
+        self._hear()
         if is_settled and not self._standard.is_changing and self._standard.due is due:
             self._judge_label(info, due)
 
+    def _hear(self) -> None:
+        """It has said how it is."""
+        self._member.heard_s = self._looked_s = self._now()
+        self._num_silent = 0
+
     def _judge_silence(self) -> None:
-        member = self._member
-        self._num_silent += 1
+        member, now_s = self._member, self._now()
         if member.is_loading:  # as long as it takes: the call itself has a time limit
-            member.heard_s = self._now()
-        silent_s = self._now() - member.heard_s
-        if (
-            silent_s >= self._patience.hung_after_s and self._num_silent > 1
-        ):  # after one it may be this process that slept
+            self._hear()
+            return
+        member.heard_s = min(now_s, member.heard_s + self._slept_s(now_s))
+        self._looked_s = now_s
+        self._num_silent += 1
+        silent_s = now_s - member.heard_s
+        if silent_s >= self._patience.hung_after_s and self._num_silent > 1:
             why = f"it hangs: for {silent_s:.0f} s it has neither answered nor sampled a token"
             self._roster.fall(member, why, is_lost=True)
+
+    def _slept_s(self, now_s: float) -> float:
+        """How long this process has not run since the last look: a silence of that time is its own."""
+        longest_s = self._patience.probe_every_s + 2 * self._patience.probe_timeout_s
+        return max(0.0, now_s - self._looked_s - longest_s)
 
     def _judge_label(self, info: EngineInfo, due: Due | None) -> None:
         member = self._member

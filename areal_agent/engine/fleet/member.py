@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class MemberEngine(ServedEngine, Protocol):
-    """The client of one server. Implementations: `engine.http.HttpEngine`, `engine.sglang.engine.SglangEngine`."""
+    """The client of one server. Implementations: `engine.http.HttpEngine`, `engine.foreign.engine.ForeignEngine`."""
 
     @property
     def base_url(self) -> str:

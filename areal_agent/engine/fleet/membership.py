@@ -90,6 +90,7 @@ class Membership:
                     Member(engine=self._connect(url), state=MemberState.QUARANTINED, reason="it has just joined")
                 )
         for member in self._roster.members:
+            member.is_loading = view.is_loading
             if member.url in view.out and member.state is MemberState.SERVING:
                 self._roster.fall(member, view.out[member.url], is_lost=True)
             elif member.url in view.serving and member.state is MemberState.QUARANTINED:

@@ -9,7 +9,7 @@ It knows servers by what they answer, and no request.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class FleetPushes:
 
     def __init__(self, roster: Roster, versions: Versions, patience: Patience) -> None:
         self.due: Due | None = None
+        self.is_loading = False  # servers load weights, and may be silent meanwhile
         self._roster = roster
         self._versions = versions
         self._patience = patience
@@ -64,7 +65,9 @@ class FleetPushes:
 
     async def load(self, model: Path, version: WeightVersion) -> None:
         """Let all serve a folder. Raises EngineError when one does not."""
-        failures = await self._ask(self._roster.members, lambda engine: engine.load(model, version))
+        members = self._roster.members
+        with self._loading(members):
+            failures = await self._ask(members, lambda engine: engine.load(model, version))
         if failures:
             raise next(iter(failures.values()))
         self.begin_with(model, version)
@@ -100,24 +103,20 @@ class FleetPushes:
         is_repeated = self._versions.knows(version)
         self._versions.add(version)  # before the first token bears it
         self._committing = version
-        self._roster.ring()
 
         async def commit_at(engine: MemberEngine) -> None:
             await engine.commit_push(push_id, version)
             await require_version(engine, version)
 
         try:
-            for member in self._taking_part:
-                member.is_loading = True
-            await self._tell_all("commit", commit_at)
+            with self._loading(self._taking_part):
+                await self._tell_all("commit", commit_at)
         except BaseException:
             if not is_repeated:
                 self._versions.forget(version)
             raise
         finally:
             self._committing = None
-            for member in self._roster.members:
-                member.is_loading = False
         push.is_committed = True
         self.due = Due(version=version, source=push.weights, push_id=push_id, base=self._base)
         for member in self._present():
@@ -150,6 +149,20 @@ class FleetPushes:
             self._settle()
 
     # ------------------------------------------------------------------------------------------- internals
+
+    @contextlib.contextmanager
+    def _loading(self, members: Sequence[Member]) -> Generator[None]:
+        self._set_loading(members, True)
+        try:
+            yield
+        finally:
+            self._set_loading(members, False)
+
+    def _set_loading(self, members: Sequence[Member], is_loading: bool) -> None:
+        self.is_loading = is_loading
+        for member in members:
+            member.is_loading = is_loading
+        self._roster.ring()
 
     def _settle(self) -> None:
         if self._push is None and self._paused is None:

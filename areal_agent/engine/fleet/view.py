@@ -13,3 +13,5 @@ class FleetView(Section):
     """Why, by URL: they are not to be asked for now."""
     versions: tuple[str, ...]
     """One of which every server that serves has: the one that is due, and one that is being committed."""
+    is_loading: bool = False
+    """Whether servers load weights now: they may be silent meanwhile, and none of them hangs."""

@@ -48,6 +48,8 @@ class Server:
         self.is_down = False
         self.answers = asyncio.Event()  # cleared: it is silent
         self.answers.set()
+        self.may_load = asyncio.Event()  # cleared: it goes on loading
+        self.may_load.set()
         self.num_infos = 0
         self.moves_label = True
         self.told_versions = True
@@ -90,12 +92,14 @@ class Server:
         return not self.is_down
 
     async def commit_push(self, push_id: str, version: WeightVersion) -> None:
+        await self.may_load.wait()
         before = self.fake.version
         await self.fake.commit_push(push_id, version)
         if not self.moves_label:
             self.fake.version = before
 
     async def load(self, model: Path, version: WeightVersion) -> None:
+        await self.may_load.wait()
         self.loaded.append((model, version))
         self.fake.version = version
 
@@ -129,6 +133,22 @@ class Stage:
     @property
     def one(self) -> Server:
         return self.servers[URLS[0]]
+
+    def silence(self, *servers: Server) -> None:
+        """They load weights from now on, and answer nothing else."""
+        for server in servers:
+            server.answers.clear()
+            server.may_load.clear()
+
+    def end_silence(self, *servers: Server) -> None:
+        for server in servers:
+            server.may_load.set()
+            server.answers.set()
+
+    async def looked_at(self, server: Server, times: int = 5) -> None:
+        """Its keeper has asked it so often that it would be taken for one that hangs."""
+        num_infos = server.num_infos
+        await self.until(lambda: server.num_infos >= num_infos + times)
 
     @property
     def two(self) -> Server:

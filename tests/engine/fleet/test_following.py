@@ -7,6 +7,7 @@
 - tokens of a version that was never given are not recorded: another server samples them, or a watched answer fails
 - word of a version may come after its first tokens: they are kept then
 - a server with a version that was never given stays out
+- it is told of a load, whether that succeeds or not; who is silent meanwhile does not hang
 - within an answer versions never go back: what a server samples that has is not recorded
 """
 
@@ -120,6 +121,44 @@ async def test_a_version_is_told_of_before_its_first_token(stage: Stage):
     stage.one.commit_push = watched_commit  # type: ignore[method-assign]
     await push([stage.fleet], WEIGHTS, NEW)
     assert seen == [(str(OLD), str(NEW))]
+
+
+@pytest.mark.parametrize("does_fail", [False, True])
+async def test_a_load_is_told_of_and_its_end(stage: Stage, does_fail: bool):
+    stage.fleet.begin_with(MODEL, OLD)
+    seen: list[bool] = []
+
+    async def follow() -> None:
+        while True:
+            seen.append(stage.fleet.view().is_loading)
+            await stage.fleet.changed()
+
+    following = asyncio.ensure_future(follow())
+    for server in stage.servers.values():
+        server.moves_label = not does_fail
+        server.may_load.clear()
+    pushed = asyncio.ensure_future(push([stage.fleet], WEIGHTS, NEW))
+    await stage.until(lambda: stage.fleet.view().is_loading)
+    for server in stage.servers.values():
+        server.may_load.set()
+    await asyncio.wait({pushed})
+    assert (pushed.exception() is not None) == does_fail
+    await stage.until(lambda: not seen[-1])
+    assert True in seen
+    following.cancel()
+    await asyncio.wait({following})
+
+
+async def test_who_is_silent_in_a_load_there_does_not_hang_here(open_stage):
+    hasty = replace(PATIENT, hung_after_s=0.0, probe_timeout_s=0.01)
+    async with open_stage(*map(Server, URLS), patience=hasty) as stage:
+        stage.fleet.follow(view(*URLS))
+        stage.fleet.follow(view(*URLS, versions=(OLD, NEW)).model_copy(update={"is_loading": True}))
+        stage.silence(stage.one)
+        await stage.looked_at(stage.one)
+        assert stage.state(stage.one) is MemberState.SERVING
+        stage.fleet.follow(view(*URLS, versions=(NEW,)))
+        await stage.until(lambda: stage.state(stage.one) is not MemberState.SERVING)
 
 
 async def test_tokens_of_a_version_that_was_never_given_are_sampled_elsewhere(open_stage):

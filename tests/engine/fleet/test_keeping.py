@@ -1,7 +1,8 @@
 """Servers that fall, and come back:
 
 - one that is down is quarantined without a request having to fail there; the reason is said once, and shown
-- silence is no failure while tokens come, or for less than the limit; then it is a hang, and its requests move
+- silence is no failure while tokens come, or for less than the limit; then it is a hang, and its requests move; the
+  time that this process has slept does not count, nor that in which the server loads weights
 - who comes back is verified: with the label that is due it serves; with another one it is given the weights first
 - one that cannot be brought to them, serves another model, or says that it is not healthy, stays out and says why
 - where others push, nobody is touched: whoever stays behind comes last
@@ -12,6 +13,8 @@
 """
 
 import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,36 +75,84 @@ class Anything:
     def check(self, url: str, info: EngineInfo) -> None: ...
 
 
-async def test_slow_is_told_from_hung():
+@asynccontextmanager
+async def silence() -> AsyncGenerator[tuple[Member, Server, Clock, Callable[[float], Awaitable[None]]]]:
+    """A server that is silent from now on, who looks after it, and how time passes: a look a second."""
     server, clock = Server(URLS[0]), Clock()
     member = Member(engine=server, heard_s=0.0)
-    roster = Roster([member])
-    patience = replace(PATIENT, hung_after_s=30.0, probe_timeout_s=0.001)
+    patience = replace(PATIENT, hung_after_s=30.0, probe_timeout_s=0.001, probe_every_s=1.0)
     server.answers.clear()
-    keeper = asyncio.create_task(Keeper(member, roster, Anything(), patience, clock).run())
+    keeper = asyncio.create_task(Keeper(member, Roster([member]), Anything(), patience, clock).run())
 
-    async def probed() -> None:
-        num_infos = server.num_infos
-        while server.num_infos < num_infos + 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    async def pass_to(end_s: float) -> None:
+        while clock.now_s < end_s:
+            clock.now_s += 1.0
+            num_infos = server.num_infos
+            while server.num_infos < num_infos + 2:  # one look at least, begun and ended
+                member.looked_after.set()
+                await asyncio.sleep(0.001)
 
-    async with asyncio.timeout(120):
-        clock.now_s = 29.0
-        await probed()
+    try:
+        async with asyncio.timeout(120):
+            yield member, server, clock, pass_to
+    finally:
+        keeper.cancel()
+        await asyncio.wait({keeper})
+
+
+async def test_slow_is_told_from_hung():
+    async with silence() as (member, server, _, pass_to):
+        await pass_to(29.0)
         assert member.state is MemberState.SERVING  # silent, and not for long enough
         member.heard_s = 29.0  # a token came
-        clock.now_s = 58.0
-        await probed()
+        await pass_to(58.0)
         assert member.state is MemberState.SERVING
-        clock.now_s = 59.0
-        await probed()
+        await pass_to(60.0)
         assert "hangs: for 30 s" in member.reason or "does not answer" in member.reason
         assert member.state is not MemberState.SERVING
         server.answers.set()
         while member.state is not MemberState.SERVING:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    keeper.cancel()
-    await asyncio.wait({keeper})
+
+
+async def test_who_was_silent_while_this_process_slept_does_not_hang():
+    async with silence() as (member, _, clock, pass_to):
+        await pass_to(10.0)
+        clock.now_s += 1000.0
+        await pass_to(1028.0)
+        assert member.state is MemberState.SERVING
+        await pass_to(1032.0)
+        assert member.state is not MemberState.SERVING
+
+
+HASTY = replace(PATIENT, hung_after_s=0.0, probe_timeout_s=0.01)  # two silent looks are a hang
+
+
+async def test_one_that_is_silent_as_it_loads_a_model_does_not_hang(open_stage):
+    async with open_stage(*map(Server, URLS), patience=HASTY) as stage:
+        await stage.fleet.info()
+        stage.silence(stage.one)
+        load = asyncio.ensure_future(stage.fleet.load(MODEL, OLD))
+        await stage.looked_at(stage.one)
+        assert stage.state(stage.one) is MemberState.SERVING
+        stage.end_silence(stage.one)
+        await load
+        assert stage.one.loaded == [(MODEL, OLD)]
+
+
+async def test_one_that_is_silent_in_a_commit_does_not_hang(open_stage):
+    async with open_stage(*map(Server, URLS), patience=HASTY) as stage:
+        await stage.fleet.begin_push("p")
+        await stage.fleet.send_push("p", WEIGHTS)
+        await stage.fleet.pause(PauseMode.RETRACT)
+        stage.silence(stage.one)
+        commit = asyncio.ensure_future(stage.fleet.commit_push("p", NEW))
+        await stage.looked_at(stage.one)
+        assert stage.state(stage.one) is MemberState.SERVING
+        stage.end_silence(stage.one)
+        await commit
+        await stage.fleet.resume()
+        assert stage.state(stage.one) is MemberState.SERVING
 
 
 async def test_the_requests_of_one_that_hangs_move(open_stage):

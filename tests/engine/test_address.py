@@ -1,0 +1,71 @@
+"""Where an engine is, for a process that nobody tells of pushes:
+
+- SGLang's and vLLM's servers may be silent for as long as their pusher lets them load the model
+- weights that nobody has labelled yet are the first version, in whole answers and in chunks; elsewhere a stranger's
+- the embedded engine answers while it loads: for it nothing changes
+"""
+
+from contextlib import aclosing
+
+import pytest
+
+from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.transport import CONTROL_TIMEOUT_S, SLOWEST_BYTES_PER_S
+from areal_agent.engine.weight_size import size_of_folder
+from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
+from areal_agent.errors import EngineUnreachable
+from areal_agent.types import SamplingParams, VersionSpan, WeightVersion
+
+from .sglang import scripted as sglang
+from .vllm import scripted as vllm
+
+
+@pytest.mark.parametrize("scripted", [sglang, vllm])
+async def test_servers_that_are_silent_while_they_load(scripted, tiny):
+    async with scripted.serving(scripted.ScriptedServer(str(tiny))) as url:
+        address = await (await EngineAddress.of_server(url)).where_others_push()
+    assert address.hung_after_s == CONTROL_TIMEOUT_S + size_of_folder(tiny) / SLOWEST_BYTES_PER_S
+
+
+UNLABELLED = {"weight_versions": [{"version": "default", "start": 0, "end": 2}]}
+
+
+def unlabelled_sglang(model: str) -> sglang.ScriptedServer:
+    server = sglang.ScriptedServer(model)
+    server.label = "default"
+    stopped = sglang.event([6], 2, {"type": "stop", "matched": 6}, **UNLABELLED)
+    server.events = [sglang.event([5], 1, weight_version="default"), stopped]
+    return server
+
+
+def unlabelled_vllm(model: str) -> vllm.ScriptedServer:
+    server = vllm.ScriptedServer(model)
+    server.events = [vllm.event([5]), vllm.event([6], finish_reason="stop", **UNLABELLED)]
+    return server
+
+
+async def sampled(address: EngineAddress, chunks: list[TokenChunk]) -> GenerateResult:
+    request = GenerateRequest(request_id="one", input_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
+    async with aclosing(address.client()(address.urls[0])) as engine:
+        return await engine.generate(request, chunks.append)
+
+
+FIRST = VersionSpan(version=WeightVersion(), start=0, end=2)
+
+
+@pytest.mark.parametrize(
+    ("scripted", "make", "told"), [(sglang, unlabelled_sglang, 1), (vllm, unlabelled_vllm, 0)], ids=["sglang", "vllm"]
+)
+async def test_weights_that_nobody_has_labelled(scripted, make, told, tiny):
+    async with scripted.serving(make(str(tiny))) as url:
+        here, chunks = await EngineAddress.of_server(url), list[TokenChunk]()
+        result = await sampled(await here.where_others_push(), chunks)
+        with pytest.raises(EngineUnreachable, match="'default' is not of the form"):
+            await sampled(here, [])
+    assert (result.token_ids, result.versions) == ((5, 6), (FIRST,))
+    assert chunks[0].versions == (VersionSpan(version=WeightVersion(), start=0, end=1),) * told
+
+
+async def test_the_embedded_engine():
+    address = EngineAddress(backend="embedded", urls=("http://nobody",))
+    assert await address.where_others_push() == address

@@ -1,0 +1,110 @@
+"""A time limit in which the time that this process has slept does not count:
+
+- one that has passed while the process slept is no end: what came meanwhile is read
+- one that passes while it is awake is an end, also after it has slept; so is one that it sleeps through again and again
+- a new connection is no failure of a server because this process slept while it was made, for samples and for calls
+"""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from areal_agent.engine import wire
+from areal_agent.engine.awake_timeout import LATE_S, awake_timeout
+from areal_agent.engine.connections import Connections
+from areal_agent.engine.transport import CONNECT_TIMEOUT_S, Transport
+
+from .slept import SleptLoop, run_in_slept_loop
+
+LONG_S = 2 * CONNECT_TIMEOUT_S
+
+
+async def some_steps(num_steps: int = 10) -> None:
+    """Let the loop do what it has to do by now."""
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+
+
+def test_what_came_while_it_slept_is_read() -> None:
+    async def work(loop: SleptLoop) -> str:
+        async with awake_timeout(5.0):
+            loop.sleep(60.0)
+            await some_steps()
+            return "an answer"
+
+    assert run_in_slept_loop(work) == "an answer"
+
+
+@pytest.mark.parametrize("slept_s", [0.0, 60.0])
+def test_it_ends_while_the_process_is_awake(slept_s: float) -> None:
+    async def work(loop: SleptLoop) -> None:
+        async with awake_timeout(5.0):
+            loop.sleep(slept_s)
+            await some_steps()
+            loop.sleep(5.0 + LATE_S / 2)
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        run_in_slept_loop(work)
+
+
+def test_it_ends_where_the_process_sleeps_again_and_again() -> None:
+    async def work(loop: SleptLoop) -> None:
+        async with awake_timeout(5.0):
+            while True:
+                loop.sleep(60.0)
+                await some_steps()
+
+    with pytest.raises(TimeoutError):
+        run_in_slept_loop(work)
+
+
+async def _serve(app: web.Application) -> web.AppRunner:
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner
+
+
+async def _told(_: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+@pytest.mark.parametrize("num_steps", range(8))  # the connection is made in one of the first steps
+def test_calls_over_a_connection_that_was_slept_through(num_steps: int) -> None:
+    async def work(loop: SleptLoop) -> object:
+        app = web.Application()
+        app.router.add_get(wire.SERVER_INFO, _told)
+        runner = await _serve(app)
+        transport = Transport(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        try:
+            call = asyncio.create_task(transport.get(wire.SERVER_INFO))
+            await some_steps(num_steps)
+            loop.sleep(LONG_S)
+            return await call
+        finally:
+            await transport.aclose()
+            await runner.cleanup()
+
+    assert run_in_slept_loop(work) == {}
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_samples_over_a_connection_that_was_slept_through(num_steps: int) -> None:
+    async def work(loop: SleptLoop) -> int:
+        app = web.Application()
+        app.router.add_post(wire.GENERATE, _told)
+        runner = await _serve(app)
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        connections = Connections(url, connect_timeout_s=CONNECT_TIMEOUT_S)
+        try:
+            call = asyncio.create_task(connections.post(wire.GENERATE, b"{}"))
+            await some_steps(num_steps)
+            loop.sleep(LONG_S)
+            return (await call).status
+        finally:
+            connections.close()
+            await runner.cleanup()
+
+    assert run_in_slept_loop(work) == 200

@@ -1,0 +1,55 @@
+"""Which kind of server listens at a URL, asked of the server:
+
+- the embedded one, SGLang's and vLLM's are told apart
+- what is no engine, and what is not there, is an EngineUnreachable that says so
+"""
+
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from areal_agent.engine.backend import find_backend
+from areal_agent.errors import EngineUnreachable
+
+from .sglang import scripted as sglang
+from .vllm import scripted as vllm
+
+
+async def test_the_embedded_engine(tiny, serve):
+    async with serve(tiny) as served:
+        assert await find_backend(served.engine.base_url) == "embedded"
+
+
+@pytest.mark.parametrize(("kind", "scripted"), [("sglang", sglang), ("vllm", vllm)])
+async def test_servers_that_are_not_ours(kind, scripted, tiny):
+    async with scripted.serving(scripted.ScriptedServer(str(tiny))) as url:
+        assert await find_backend(url) == kind
+
+
+@asynccontextmanager
+async def answering(body: object):
+    """A server that says the same to everything."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(body)
+
+    app = web.Application()
+    app.router.add_get("/{any:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("body", [{}, {"data": [{"owned_by": "somebody"}]}, {"data": "none"}])
+async def test_what_is_no_engine(body):
+    async with answering(body) as url:
+        with pytest.raises(EngineUnreachable, match="says neither in /server_info nor in /v1/models"):
+            await find_backend(url)
+
+
+async def test_nobody_is_there(unused_tcp_port):
+    with pytest.raises(EngineUnreachable, match="no answer"):
+        await find_backend(f"http://127.0.0.1:{unused_tcp_port}")
