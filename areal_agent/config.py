@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from areal_agent.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, before_preset
 from areal_agent.command import nearest
 from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.gpus import read_arguments
 from areal_agent.engine.vllm import ADAPTER_RANKS
 from areal_agent.errors import ConfigError
 from areal_agent.observe.config import ObserveConfig
@@ -108,7 +109,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         require_one_gpu(self)
-        require_a_group(self)
+        require_one_stage(self)
         require_adapters_applied(self)
         if self.is_online:
             require_online(self)
@@ -181,7 +182,7 @@ def require_online(config: Config) -> None:
         raise ValueError("trainer.oversized is 'refuse', which needs an engine of the run's own; give 'alone'")
     strangers = [name for name in ("workflow", "tasks") if getattr(config, name) is not None]
     strangers += ["eval.num_tasks"] * (config.eval.num_tasks != 0)
-    strangers += _not_default(config.engine, "engine.", ("url",))
+    strangers += _not_default(config.engine, "engine.", ("url", "backend"))
     strangers += _not_default(config.rollout, "rollout.", ONLINE_ROLLOUT_KEYS)
     if strangers:
         raise ValueError(
@@ -198,12 +199,13 @@ def require_one_client(config: Config) -> None:
         )
 
 
-def require_a_group(config: Config) -> None:
-    """SGLang writes what a process group brings into the weights that serve: nothing could be proved before."""
-    if config.trainer.transfer == "distributed" and config.engine.backend == "sglang":
+def require_one_stage(config: Config) -> None:
+    """SGLang answers for the first stage of a pipeline alone: whether the others have received all, nobody tells."""
+    stages = sorted({"--pp-size", "--pipeline-parallel-size"} & set(read_arguments(config.engine.server_args)))
+    if stages and config.trainer.transfer == "distributed" and config.engine.backend == "sglang":
         raise ValueError(
-            "trainer.transfer is 'distributed', which engine.backend sglang does not take; use 'shared_memory' or "
-            "'disk'"
+            f"trainer.transfer is 'distributed', which SGLang takes without {stages[0]} in engine.server_args; leave "
+            "that out, or use 'shared_memory' or 'disk'"
         )
 
 

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_agent.config import Config
-from areal_agent.engine.http import HttpEngine
+from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.served import ServedEngine
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, GatewayError
 from areal_agent.eval_report import EvalAnswer, EvalReport
 from areal_agent.gateway.admin_key import find_admin_key
@@ -44,7 +46,7 @@ class OnlineRollouts:
     """A `Source`: a gateway that stands alone; its agents, its engine and its ledger are somebody else's."""
 
     config: Config
-    engine: HttpEngine
+    engine: ServedEngine
     gateway: OnlineGateway
     step: int  # the version that was published last
     lease_wait_s: float = LEASE_WAIT_S
@@ -161,24 +163,44 @@ async def open_online_rollouts(config: Config, ledger: Ledger, step: int) -> Asy
 
     `ledger` is the run's own.
     """
-    assert config.engine.url is not None  # the config has seen to both
-    assert config.rollout.gateway_url is not None
+    assert config.rollout.gateway_url is not None  # the config has seen to it
     async with AsyncExitStack() as stack:
-        engine = HttpEngine(config.engine.url)
+        engine = await connect_engine(config.engine)
         stack.push_async_callback(engine.aclose)
         admin_key = find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
         trainer = await trainer_name(ledger)
         gateway = OnlineGateway(config.rollout.gateway_url, admin_key, trainer=trainer)
         stack.push_async_callback(gateway.aclose)
         try:
-            await engine.info()
             await gateway.check()
-        except EngineError as error:
-            raise ConfigError(f"engine.url: {error}") from error
         except GatewayError as error:
             raise ConfigError(f"rollout.gateway_url: {error}") from error
         await take_over(gateway, trainer, step)
         yield OnlineRollouts(config=config, engine=engine, gateway=gateway, step=step)
+
+
+async def connect_engine(config: EngineConfig) -> ServedEngine:
+    """The engine behind the gateway, whichever kind it is. Raises ConfigError.
+
+    No fleet: that would put its own weights back where another trainer has taken the engine over.
+    """
+    assert config.url is not None  # the config has seen to it
+    try:
+        address = await EngineAddress.of_server(config.url)
+        if config.backend not in ("embedded", address.backend):
+            raise ConfigError(
+                f"engine.backend is {config.backend!r}, and engine.url = {config.url} is {address.backend}; leave "
+                "engine.backend out"
+            )
+        engine = address.client()(config.url)
+        try:
+            await engine.info()
+        except BaseException:
+            await engine.aclose()
+            raise
+    except EngineError as error:
+        raise ConfigError(f"engine.url: {error}") from error
+    return engine
 
 
 async def trainer_name(ledger: Ledger) -> str:

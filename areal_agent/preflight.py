@@ -145,7 +145,7 @@ def check_engine(config: Config) -> None:
     if python is not None and shutil.which(python) is None:
         raise ConfigError(
             f"engine.python = {python!r}: there is no such program; give the Python of an environment that has "
-            f"{config.engine.backend}"
+            f"{config.engine.backend}: on a CPU, make one by tests/engine/{config.engine.backend}/make_environment.sh"
         )
 
 

@@ -26,8 +26,9 @@ from typing import Any, Self
 
 from areal_agent.cancellation import uninterrupted
 from areal_agent.cluster.adapters import engine_weights
-from areal_agent.cluster.local import start_trainer, weights_folder
+from areal_agent.cluster.local import start_trainer
 from areal_agent.cluster.models import obtain_model, require_same_tokenizer
+from areal_agent.cluster.weights_folder import weights_folder
 from areal_agent.commits import Beginning, begin
 from areal_agent.config import Config
 from areal_agent.engine.gpus import may_be_on

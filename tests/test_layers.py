@@ -40,7 +40,9 @@ TORCH_ROOMS = (
     "models",
     "engine.embedded",
     "engine.__main__",
+    "engine.foreign.reception",
     "engine.sglang.launcher",
+    "engine.sglang.scheduler_extension",
     "engine.vllm.worker_extension",
 )
 

@@ -20,6 +20,8 @@ from areal_agent.observe.metrics import read_metrics
 from areal_agent.observe.rows import evaluation_rows, step_rows
 from areal_agent.run import Run
 
+pytestmark = pytest.mark.slow  # a run of its own
+
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 LINE = re.compile(r"^\| `(?P<name>[^`]*/[^`]*)` \|[^|]*\| (?P<meaning>.*) \|$", re.MULTILINE)
 PLACEHOLDER = re.compile(r"<\w+>")

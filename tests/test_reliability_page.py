@@ -1,12 +1,14 @@
-"""docs/reliability.md names tests that exist."""
+"""docs/reliability.md names tests that exist, and says which of them `pytest` leaves out by default (slow)."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "reliability.md").read_text())
+NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`( \(slow\))?", (ROOT / "docs" / "reliability.md").read_text())
+SLOW = "pytest.mark.slow"
 
 
 def test_every_row_names_a_test() -> None:
@@ -15,6 +17,11 @@ def test_every_row_names_a_test() -> None:
     assert len(faults) == len(NAMED) > 0
 
 
-@pytest.mark.parametrize(("path", "name"), NAMED)
-def test_it_exists(path: str, name: str) -> None:
-    assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path} has no {name}"
+@pytest.mark.parametrize(("path", "name", "mark"), NAMED)
+def test_it_exists_and_is_slow_where_it_says_so(path: str, name: str, mark: str) -> None:
+    statements = ast.parse((ROOT / path).read_text()).body
+    tests = [one for one in statements if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and one.name == name]
+    assert len(tests) == 1, f"{path} has no {name}"
+    marks = [ast.unparse(decorator) for decorator in tests[0].decorator_list]
+    of_all = [ast.unparse(one) for one in statements if isinstance(one, ast.Assign)]
+    assert (SLOW in marks or f"pytestmark = {SLOW}" in of_all) == bool(mark)

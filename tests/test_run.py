@@ -193,6 +193,7 @@ async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: P
     assert verify(run.folder.ledger).is_ok
 
 
+@pytest.mark.slow
 async def test_a_server_joins_and_another_leaves_while_it_trains(tmp_path: Path, small_model: Path) -> None:
     runner = ModelRunner.load(str(small_model), device="cpu", num_slots=8, max_context_tokens=256)
     server = await EngineServer.start(runner, version=WeightVersion(incarnation=5, step=5))

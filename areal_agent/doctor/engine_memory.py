@@ -84,6 +84,7 @@ class EngineMemory:
                 free_bytes=place - weights,
                 all_bytes=place,
                 leave_bytes=None if leave_gib is None else int(leave_gib * GIB),
+                num_sharing=self._plan.num_sharing,
                 token_bytes=token,
                 num_slots=self.config.engine.max_running_requests,
                 max_context_tokens=self.config.engine.max_context_tokens,

@@ -88,7 +88,9 @@ class Examination:
     def _machine_finding(self, machine: Machine) -> Finding:
         """What it has, and whether its cores are enough for what computes on them."""
         if self.planned is not None:
-            return Finding(check="machine", state=State.OK, found=f"planned: {machine.summary}")
+            own = "memory, disk and /dev/shm" if machine.num_gpus else "disk and /dev/shm"
+            found = f"planned: {machine.summary}; {own} are this machine's"
+            return Finding(check="machine", state=State.OK, found=found)
         config, cores = self.config, num_cores()
         found = f"{machine.summary}, {cores} cores"
         trainer = 0 if uses_gpu(config.trainer.device, machine) else config.trainer.threads * config.trainer.num_ranks

@@ -36,7 +36,7 @@ micro-batch, or the longest context where that may go alone. Bytes:
 
     new weights on their way            2 e P           in shared memory (two slots), and e P once more in the engine;
                                           e P           with `cuda_ipc`, `distributed`: in the trainer and the engine
-                                        2 e P           with `distributed`: in each process of a vLLM server
+                                        2 e P           with `distributed`: in each process of SGLang's, vLLM's
 
 Where an engine lends the memory of its keys (`engine.release_kv`), they and a train step are never there at once.
 

@@ -40,7 +40,7 @@ def _checkpoints(memory: TrainerMemory, config: Config) -> Finding:
             check="disk",
             state=State.FAIL,
             found=found,
-            change="free some, or set run_dir to another disk, or keep_last=1",
+            change="free some, or set run_dir to another disk, or trainer.keep_last=1",
         )
     return Finding(check="disk", state=State.OK, found=found)
 

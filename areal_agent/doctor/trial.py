@@ -13,7 +13,8 @@ from pathlib import Path
 
 from areal_agent.cluster.adapters import engine_weights
 from areal_agent.cluster.engines import open_engine
-from areal_agent.cluster.local import start_trainer, weights_folder
+from areal_agent.cluster.local import start_trainer
+from areal_agent.cluster.weights_folder import weights_folder
 from areal_agent.config import Config
 from areal_agent.doctor.attempt import attempt, examined
 from areal_agent.doctor.finding import Finding, State
@@ -21,10 +22,10 @@ from areal_agent.doctor.pushing import parity_finding, push_findings, push_once
 from areal_agent.doctor.report import Report
 from areal_agent.doctor.rollouts import batch_of
 from areal_agent.doctor.sampling import Asker, Sampled, interruption_findings, sample, sampling_finding
-from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.gpus import may_be_on
 from areal_agent.engine.served import ServedEngine
 from areal_agent.errors import ConfigError
+from areal_agent.online_rollouts import connect_engine
 from areal_agent.protocols import MemoryHolder
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.client import TrainerClient
@@ -55,11 +56,10 @@ class Trial:
                 await self._try_here(stack)
 
     async def _ask_elsewhere(self, stack: AsyncExitStack) -> None:
-        url = self.config.engine.url
-        assert url is not None  # the config has seen to it
-        engine = EngineAddress(backend="embedded", urls=(url,)).connect()
-        stack.push_async_callback(engine.aclose)
-        await attempt(self.report, "engine", self._ask(engine))
+        engine = await attempt(self.report, "engine", connect_engine(self.config.engine))
+        if engine is not None:
+            stack.push_async_callback(engine.aclose)
+            await attempt(self.report, "engine", self._ask(engine))
         self.report.skip("interruption", "trainer", "push", why="agents are at work with that engine")
 
     async def _try_here(self, stack: AsyncExitStack) -> None:

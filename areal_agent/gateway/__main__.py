@@ -57,7 +57,12 @@ def _parser() -> Parser:
     def add(name: str, text: str, **options: Any) -> None:
         parser.add_argument(name, help=text, **options)
 
-    add("--engine", "an engine on SGLang's wire, for example http://127.0.0.1:30000", metavar="URL", required=True)
+    add(
+        "--engine",
+        "a running engine: areal_agent.engine, SGLang or vLLM, for example http://127.0.0.1:30000",
+        metavar="URL",
+        required=True,
+    )
     add("--tokenizer", "a folder with the model's tokenizer", type=Path, metavar="PATH", required=True)
     add(
         "--history-thinking",
@@ -186,7 +191,8 @@ def _welcome(standalone: Standalone, place: Place, admin_key: AdminKey) -> str:
     return "\n".join(
         (
             f"gateway ready at {url}",
-            f"model {standalone.model_name!r} by the engine at {place.engine_url}; admin key {admin_key.source}",
+            f"model {standalone.model_name!r} by the engine at {place.engine_url}, which is {standalone.backend}",
+            f"admin key {admin_key.source}",
             f"ledger {place.ledger}: {standalone.num_waiting} rollouts wait to be trained, "
             f"{standalone.num_orphans} were cut off and are orphans",
             f"next: POST {url}/rl/start_session with the admin key and a task_id gives an agent its base_url and key;",

@@ -1,6 +1,5 @@
 """Where the admin key of a gateway that stands alone comes from. It never says a key, only where it is."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Self
 from areal_agent.errors import ConfigError
 from areal_agent.gateway.auth import new_key
 from areal_agent.gateway.hosts import LOOPBACK_NAMES
+from areal_agent.gateway.private_file import create_private
 
 VARIABLE = "AREAL_AGENT_ADMIN_KEY"
 FILE_NAME = "admin_key"
@@ -54,9 +54,7 @@ class AdminKey:
         if self.file is None or not self.is_new:
             return
         try:
-            fd = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(fd, "w") as file:
-                file.write(self.key + "\n")
+            create_private(self.file, self.key)
         except OSError as error:
             raise ConfigError(f"the admin key file {self.file} cannot be written: {error.strerror}") from None
 

@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import EngineInfo
+from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.backend import Backend
 from areal_agent.errors import ConfigError, EngineError, LedgerError
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.limits import Limits
@@ -53,6 +53,7 @@ class Standalone:
 
     gateway: Gateway
     base_url: str
+    backend: Backend  # of the engine, as it says itself
     model_name: str
     num_orphans: int
     num_waiting: int
@@ -69,9 +70,13 @@ async def open_standalone(place: Place) -> AsyncGenerator[Standalone]:
             tool_format=place.tool_format,
             reasoning_format=place.reasoning_format,
         )
-        engine = HttpEngine(place.engine_url)
-        stack.push_async_callback(engine.aclose)
-        info = await _info(engine)
+        try:
+            address = await (await EngineAddress.of_server(place.engine_url)).where_others_push()
+            engine = address.connect()
+            stack.push_async_callback(engine.aclose)
+            info = await engine.info()
+        except EngineError as error:
+            raise ConfigError(f"--engine {place.engine_url}: {error}") from error
         try:
             ledger = await Ledger.open(place.ledger, create=True)
             stack.push_async_callback(ledger.aclose)
@@ -99,14 +104,8 @@ async def open_standalone(place: Place) -> AsyncGenerator[Standalone]:
         yield Standalone(
             gateway=gateway,
             base_url=served.base_url,
+            backend=address.backend,
             model_name=model_name,
             num_orphans=incarnation.num_orphans,
             num_waiting=consumer.state().num_finished,
         )
-
-
-async def _info(engine: HttpEngine) -> EngineInfo:
-    try:
-        return await engine.info()
-    except EngineError as error:
-        raise ConfigError(f"--engine {engine.base_url}: {error}") from error

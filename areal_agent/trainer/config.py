@@ -83,7 +83,8 @@ class TrainerConfig(Section):
     """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
     temporary directory, for where /dev/shm is too small, as it is in many containers. `cuda_ipc`: within the memory of
     the one GPU that the trainer and the embedded engine share. `distributed`: by torch.distributed, in a process group
-    of the trainer and a server, to the embedded engine and to vLLM: NCCL where each has a GPU of its own, else gloo."""
+    of the trainer and a server: NCCL where each has a GPU of its own, else gloo. Servers of `engine.urls` take it that
+    were started by areal_agent's launcher for them."""
     transfer_host: str = "127.0.0.1"
     """With `transfer: distributed`: the address of this machine at which servers find the trainer. Whoever reaches it
     can read the weights."""

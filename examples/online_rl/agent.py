@@ -3,9 +3,10 @@
     python examples/online_rl/agent.py --gateway http://127.0.0.1:8000 --key-file runs/gateway/admin_key
 
 Endlessly, a group of siblings at a time: start a session, let the model solve a question of the calculator with its
-Python tool, say what it earned, end. At the staleness bound the gateway answers 429, and while it is restarted it does
-not answer: either way the agents ask again. A rollout that fails is ended as an error, and its siblings go on without
-it. Ctrl-C ends what is open: a session that is left open holds room under the bound until the gateway's time-out.
+Python tool, say what it earned, end. Each group is told in a line. At the staleness bound the gateway answers 429, and
+while it is restarted it does not answer: either way the agents ask again. A rollout that fails is ended as an error,
+and its siblings go on without it. Ctrl-C ends what is open: a session that is left open holds room under the bound
+until the gateway's time-out.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from contextlib import aclosing, suppress
 from http import HTTPStatus
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -58,19 +60,23 @@ class Agents:
     async def play_forever(self, tasks: list[dict[str, Any]], numbers: Iterable[int]) -> None:
         """One group after the other, whatever becomes of each. Raises Refused, alone or in an ExceptionGroup."""
         for number in numbers:
-            async with asyncio.TaskGroup() as siblings:
-                for _ in range(self._group_size):
-                    siblings.create_task(self._play(tasks[number % len(tasks)], f"{self._name}-{number}"))
+            task, group_id = tasks[number % len(tasks)], f"{self._name}-{number}"
+            async with asyncio.TaskGroup() as group:
+                siblings = [group.create_task(self._play(task, group_id)) for _ in range(self._group_size)]
+            rewards = [one for sibling in siblings if (one := sibling.result()) is not None]
+            mean = f", mean reward {fmean(rewards):.2f}" if rewards else ""
+            _tell(f"{group_id}: {len(rewards)} of {self._group_size} rollouts are done{mean}")
 
-    async def _play(self, task: dict[str, Any], group_id: str) -> None:
-        """One rollout. Whatever goes wrong in it is the end of this one alone."""
+    async def _play(self, task: dict[str, Any], group_id: str) -> float | None:
+        """The reward of one rollout, None where there is none. What goes wrong in it is the end of this one alone."""
         session = await self._start(task, group_id)
         if session is None:
-            return
+            return None
         try:
             reward = await self._solve(task, session)
             await self._say(session, "/rl/set_reward", reward=reward)
             await self._say(session, "/rl/end_session")
+            return reward
         except asyncio.CancelledError:
             await self._leave(session, status="cancelled")
             raise
@@ -79,6 +85,7 @@ class Agents:
             _tell(f"{session['session_id']} of {group_id} is given up: {cause}")
             await self._leave(session, status="error", error=cause)
             await asyncio.sleep(RETRY_S)  # a cause that stays must not make failures by the thousand
+            return None
 
     async def _start(self, task: dict[str, Any], group_id: str) -> dict[str, Any] | None:
         """A session, as soon as the gateway is there and the bound has room; None when the group takes no more."""

@@ -10,7 +10,7 @@ from areal_agent.doctor.machine import GIB, Machine
 from areal_agent.doctor.memory_check import memory_findings
 from areal_agent.doctor.shape import ModelShape
 from areal_agent.preflight import load_eval_tasks
-from areal_agent.rollout.tasks.loading import load_tasks
+from areal_agent.rollout.tasks.loading import load_tasks, require_json
 from areal_agent.rollout.workflow import load_workflow
 from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
 
@@ -40,6 +40,8 @@ async def test_it_fits(name: str, shape: ModelShape, num_gpus: int, gib: int) ->
 def test_its_tasks_and_workflow_are_there(path: Path) -> None:
     config = Config.load(path)
     assert config.tasks is not None
-    assert len(load_tasks(config.tasks, "train", config.seed)) > 0
-    assert len(load_eval_tasks(config)) == config.eval.num_tasks
+    tasks, held_out = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
+    assert len(tasks) > 0
+    assert len(held_out) == config.eval.num_tasks
+    require_json((*tasks, *held_out))  # workers or not: one that adds them goes on
     assert callable(load_workflow(config.workflow))

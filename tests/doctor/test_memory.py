@@ -163,13 +163,26 @@ def test_the_embedded_engine_takes_two_contexts_a_slot() -> None:
 
 
 def test_several_embedded_engines_take_each_the_same() -> None:
-    one, three = (config(engine={"num_servers": number, "max_context_tokens": 512}) for number in (1, 3))
+    small = {"max_running_requests": 4, "max_context_tokens": 512}
+    one, three = (config(engine={**small, "num_servers": number}) for number in (1, 3))
     alone, together = parts_of(one, NO_GPU, None), parts_of(three, NO_GPU, None)
     of_engines = [what for what in alone if what.startswith("engine: ")]
     assert len(of_engines) == 5
     assert {what: together[what] for what in of_engines} == {what: 3 * alone[what] for what in of_engines}
     spread = config(engine={"num_servers": 2, "device": "cuda", "kv_tokens": 10_000}, trainer={"device": "cpu"})
     assert [need.gpu for need in estimate(QWEN3_06B, spread, EIGHT_GPUS)] == [None, 0, 1]
+
+
+def test_several_embedded_engines_divide_what_one_would_take_by_memory() -> None:
+    long = {"max_running_requests": 4096, "max_context_tokens": 32_768}
+    for machine, gpu in ((NO_GPU, None), (ONE_GPU, 0)):
+        one, three = (
+            parts_of(config(engine={**long, "num_servers": number}, trainer={"device": "cpu"}), machine, gpu)[
+                "engine: keys and values"
+            ]
+            for number in (1, 3)
+        )
+        assert one - 3 * 2 * 114_688 * 2 < three <= one, "but for what is no whole token"
 
 
 def test_keys_that_are_lent_are_not_there_while_the_trainer_trains() -> None:

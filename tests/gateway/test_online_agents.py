@@ -2,7 +2,8 @@
 
 1. a call that fails ends its rollout as an error: its siblings make the group, and the next groups are played; 2. a
 rollout that fails before its first call leaves nothing open either; 3. a group that takes no more is passed over;
-4. interrupted, they end every session that is open; 5. a key that the gateway refuses ends them, with its message.
+4. interrupted, they end every session that is open; 5. a key that the gateway refuses ends them, with its message;
+6. each group is told, with what it earned.
 """
 
 import asyncio
@@ -80,11 +81,16 @@ async def test_a_call_that_fails_costs_one_rollout(open_place: Callable[..., Any
     assert sorted(len(group.trajectories) for group in decode_lease(body).groups) == [2, 3]
 
 
-async def test_a_rollout_that_is_cut_before_its_first_call(open_place: Callable[..., Any]) -> None:
+async def test_a_rollout_that_is_cut_before_its_first_call(
+    open_place: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     place: Place = await open_place()
     agents = place.agents(OneIsCut)
     await agents.play_forever(TASKS, range(2))
     await agents.aclose()
+    told = capsys.readouterr().err
+    assert "-0: 2 of 3 rollouts are done, mean reward 0.00\n" in told
+    assert "-1: 3 of 3 rollouts are done, mean reward 0.00\n" in told
     state = place.consumer.state()
     assert (state.statuses, state.num_running) == ({"completed": 5, "error": 1}, 0)
 

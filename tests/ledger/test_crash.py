@@ -63,7 +63,14 @@ async def test_what_was_acknowledged_survives_a_kill(path: Path) -> None:
 
 
 # One cycle of the worker has at most 7 points: these visit each, in the first step and across restarts.
-@pytest.mark.parametrize("points", [range(1, 8), range(8, 14), [14, 3, 9, 6, 11, 2]], ids=["early", "late", "mixed"])
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(range(1, 8), id="early", marks=pytest.mark.slow),
+        pytest.param(range(8, 14), id="late", marks=pytest.mark.slow),
+        pytest.param([14, 3, 9, 6, 11, 2], id="mixed"),
+    ],
+)
 def test_every_trajectory_is_trained_once_however_the_trainer_dies(path: Path, points) -> None:
     for point in points:
         with start("train", path, point, NUM_STEPS) as worker:

@@ -47,6 +47,7 @@ def fork(folder: Path, tokenizer: Path, num_steps: int, fatal: str, number: int)
         return pid
     status = 1
     try:
+        tell(f"pid {os.getpid()}")  # itself: its parent may be late, and this has to come first
         run(folder, tokenizer, num_steps, fatal, number)
         status = 0
     except BaseException:
@@ -61,7 +62,6 @@ def main() -> None:
     for line in sys.stdin:
         folder, num_steps, fatal, number = line.split()
         pid = fork(Path(folder), tokenizer, int(num_steps), fatal, int(number))
-        tell(f"pid {pid}")
         _, status = os.waitpid(pid, 0)
         tell(f"dead {os.waitstatus_to_exitcode(status)}")
 

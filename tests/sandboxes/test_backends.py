@@ -10,7 +10,7 @@ import logging
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes.backends import least_isolation, start_strongest
+from sandboxes.backends import start_strongest
 from sandboxes.base import Provider
 from sandboxes.spec import Isolation
 from sandboxes.subprocess import SubprocessProvider
@@ -26,13 +26,13 @@ async def working() -> Provider:
 
 @pytest.mark.parametrize("backend", ["auto", "embedded"])
 async def test_plain_processes_are_never_taken_unasked(backend: str) -> None:
-    with pytest.raises(SandboxError, match=r"no daemon answers.*min_isolation='process'"):
-        await start_strongest([(Isolation.CONTAINER, broken)], least_isolation(backend, None))
+    with pytest.raises(SandboxError, match=rf"no daemon answers.*the {backend} backend .*sandbox\.min_isolation=none"):
+        await start_strongest(backend, [(Isolation.CONTAINER, broken)], None)
 
 
 async def test_where_they_are_allowed_a_warning_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        provider = await start_strongest([(Isolation.CONTAINER, broken)], least_isolation("auto", Isolation.NONE))
+        provider = await start_strongest("auto", [(Isolation.CONTAINER, broken)], Isolation.NONE)
     try:
         assert provider.capabilities().isolation is Isolation.PROCESS
         assert "subprocess, for no daemon answers" in caplog.text
@@ -43,6 +43,6 @@ async def test_where_they_are_allowed_a_warning_says_why(caplog: pytest.LogCaptu
 async def test_the_next_strongest_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     isolating = [(Isolation.CONTAINER, broken), (Isolation.NAMESPACES, working)]
     with caplog.at_level(logging.WARNING):
-        provider = await start_strongest(isolating, least_isolation("auto", None))
+        provider = await start_strongest("auto", isolating, None)
     await provider.close()
     assert "subprocess, for" not in caplog.text

@@ -122,6 +122,7 @@ async def test_killed_jail_fails_its_calls_and_is_gone(pool: Pool) -> None:
         assert (await box.exec_python("")).is_ok
 
 
+@pytest.mark.slow
 async def test_jail_that_does_not_answer_is_killed(pool: Pool) -> None:
     before = children()
     async with pool.acquire() as box:

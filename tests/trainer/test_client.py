@@ -113,7 +113,7 @@ async def test_weights_may_go_through_a_disk(client, model_folder, tmp_path):
     assert isinstance(published, DiskWeights)
     assert Path(published.path).is_relative_to(tmp_path / "here")
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    taken = take_weights(published, WeightLayout.of(model))
+    taken = take_weights(published, WeightLayout.of(model), torch.device("cpu"))
     assert all(torch.equal(taken[name], initial) for name, initial in model.named_parameters())
 
 

@@ -66,6 +66,7 @@ async def two_ranks(model: Path, folder: Path, config: TrainerConfig = GRADIENT_
         await process.aclose()
 
 
+@pytest.mark.slow
 async def test_two_ranks_train_as_one_until_one_is_killed(model_folder, make_batch, as_input, tmp_path):
     batch = make_batch(1)
     alone = Lab(model_folder)
@@ -122,6 +123,7 @@ async def test_no_rank_is_left_when_rank_0_is_killed(model_folder, tmp_path):
         await started.gone()
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_more_ranks_than_cuda_devices_are_refused():
     with pytest.raises(ConfigError, match=r"trainer\.num_ranks is 1025, but torch sees \d+ CUDA devices"):

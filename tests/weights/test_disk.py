@@ -21,7 +21,7 @@ from tests.weights.test_shared_memory import Tied, parameters
 
 def as_taken(weights: DiskWeights) -> dict[str, Tensor]:
     """By the engine's own reader, which checks every digest."""
-    return dict(take_weights(weights, WeightLayout.of(Tied(0))))
+    return dict(take_weights(weights, WeightLayout.of(Tied(0)), torch.device("cpu")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

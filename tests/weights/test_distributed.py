@@ -26,6 +26,7 @@ from areal_agent.engine_types import DistributedWeights
 from areal_agent.errors import WeightUpdateError
 from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.shared_memory import layout
+from tests.engine.transfers import damaged, from_nobody, lacking_a_tensor
 from tests.weights.test_shared_memory import Tied, parameters
 
 HOST = "127.0.0.1"
@@ -77,10 +78,6 @@ def test_what_was_written_before_is_offered_no_more(channel):
     assert is_of(as_taken(second), 2)
 
 
-def damaged(weights: DistributedWeights) -> DistributedWeights:
-    return dataclasses.replace(weights, checksum=weights.checksum ^ 1)
-
-
 def too_short(weights: DistributedWeights) -> DistributedWeights:
     return dataclasses.replace(weights, num_bytes=0)
 
@@ -94,10 +91,6 @@ def misplaced(weights: DistributedWeights) -> DistributedWeights:
     return dataclasses.replace(weights, entries=(dataclasses.replace(first, offset=2), *rest))
 
 
-def lacking(weights: DistributedWeights) -> DistributedWeights:
-    return dataclasses.replace(weights, entries=weights.entries[1:])
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -105,7 +98,7 @@ def lacking(weights: DistributedWeights) -> DistributedWeights:
         (too_short, "do not lie within"),
         (half_a_block, "do not lie within"),
         (misplaced, "do not lie within"),
-        (lacking, "lack 1 tensors"),
+        (lacking_a_tensor, "lack 1 tensors"),
     ],
 )
 def test_what_is_damaged_is_refused_and_the_next_is_taken(channel, spoil, message):
@@ -137,11 +130,8 @@ def test_a_member_that_fails_costs_nobody_else(fails, channel):
 
 
 def test_a_trainer_that_is_gone_is_told(channel):
-    weights = channel.write(parameters(1))
-    with socket.create_server((HOST, 0)) as nobody:
-        port = nobody.getsockname()[1]
-    gone = dataclasses.replace(weights, port=port, timeout_s=0.5)
-    with pytest.raises(WeightUpdateError, match=f"trainer at {HOST}:{port} did not send"):
+    gone = from_nobody(channel.write(parameters(1)))
+    with pytest.raises(WeightUpdateError, match=f"trainer at {HOST}:{gone.port} did not send"):
         as_taken(gone)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
-import orjson
+from pydantic_core import from_json, to_json
 
 from areal_agent.errors import ConfigError
 from areal_agent.rollout.tasks.config import SourceConfig, TasksConfig
@@ -92,8 +92,9 @@ def require_json(tasks: Iterable[Task]) -> None:
     """Raise ConfigError for a task that would reach another process changed: rollout workers get it as JSON."""
     for task in tasks:
         try:
-            is_kept = all(orjson.loads(orjson.dumps(one)) == one for one in (task.data, task.metadata))
-        except (TypeError, orjson.JSONDecodeError):
+            # as the messages to workers are written: integers keep all their digits, infinity becomes null
+            is_kept = all(from_json(to_json(one, inf_nan_mode="null")) == one for one in (task.data, task.metadata))
+        except ValueError:
             is_kept = False
         if not is_kept:
             raise ConfigError(
