@@ -36,8 +36,8 @@ async def start_provider(backend: Backend, min_isolation: Isolation | None) -> P
         raise ValueError(f"sandbox backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
     if backend in ("auto", "embedded"):
         isolating = (_CONTAINERS, _JAILS) if backend == "auto" else (_JAILS,)
-        return await start_strongest(isolating, least_isolation(backend, min_isolation))
-    refuse_less(backend, ISOLATION_OF[backend], least_isolation(backend, min_isolation))
+        return await start_strongest(backend, isolating, min_isolation)
+    refuse_less(backend, ISOLATION_OF[backend], min_isolation or Isolation.NONE)
     if backend == "docker":
         return await DockerProvider.start()
     if backend == "subprocess":
@@ -45,30 +45,28 @@ async def start_provider(backend: Backend, min_isolation: Isolation | None) -> P
     return await BubblewrapProvider.start((Walls.NAMESPACES,) if backend == "namespaces" else tuple(Walls))
 
 
-def least_isolation(backend: Backend, min_isolation: Isolation | None) -> Isolation:
-    """What there must be. Plain processes have to be asked for: by their name, or by a `min_isolation` that lets `auto`
-    and `embedded` fall back on them.
-
-    >>> least_isolation("auto", None), least_isolation("auto", Isolation.NONE), least_isolation("subprocess", None)
-    (<Isolation.NAMESPACES: 'namespaces'>, <Isolation.NONE: 'none'>, <Isolation.NONE: 'none'>)
-    """
-    if min_isolation is not None:
-        return min_isolation
-    return Isolation.NAMESPACES if backend in ("auto", "embedded") else Isolation.NONE
-
-
-async def start_strongest(isolating: Sequence[tuple[Isolation, _Start]], min_isolation: Isolation) -> Provider:
-    """The first of these, strongest first, that works; else plain processes, as far as `min_isolation` lets."""
-    refuse_less("strongest", isolating[0][0], min_isolation)
+async def start_strongest(
+    backend: str, isolating: Sequence[tuple[Isolation, _Start]], min_isolation: Isolation | None
+) -> Provider:
+    """The first of these, strongest first, that works; else plain processes, where `min_isolation` lets. None does not:
+    they have to be asked for, by that or by the name of their backend."""
+    least = min_isolation or Isolation.NAMESPACES
+    refuse_less("strongest", isolating[0][0], least)
     reasons: list[str] = []
     for isolation, start in isolating:
-        refuse_less(f"strongest that works here ({'; '.join(reasons)})", isolation, min_isolation)
+        refuse_less(_strongest_here(reasons), isolation, least)
         try:
             return await start()
         except SandboxError as error:
             reasons.append(str(error))
             logger.info("sandbox backend: not %s, for %s", isolation.value, error)
-    refuse_less(f"strongest that works here ({'; '.join(reasons)})", Isolation.PROCESS, min_isolation)
+    if min_isolation is None:
+        raise SandboxError(
+            f"no sandbox that isolates works here ({'; '.join(reasons)}), and the {backend} backend does not go "
+            "without unless it is told to; see python -m sandboxes doctor, or set min_isolation='none' (in the config "
+            "of a run sandbox.min_isolation=none): programs are then limited, and not isolated from this machine"
+        )
+    refuse_less(_strongest_here(reasons), Isolation.PROCESS, least)
     logger.warning("sandbox backend: subprocess, for %s", "; ".join(reasons))
     return await SubprocessProvider.start()
 
@@ -80,3 +78,7 @@ def refuse_less(backend: str, isolation: Isolation, min_isolation: Isolation) ->
             f"min_isolation is {min_isolation.value!r}, the {backend} backend gives only {isolation.value!r}; "
             f"use a stronger backend, or ask for less (min_isolation={isolation.value!r})"
         )
+
+
+def _strongest_here(reasons: Sequence[str]) -> str:
+    return f"strongest that works here ({'; '.join(reasons)})"

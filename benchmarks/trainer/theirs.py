@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from records import GROUP_SIZE, read_records
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -60,72 +60,91 @@ class Measured(GRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-def main(folder: Path, num_steps: int, rows: int) -> None:
-    torch.set_num_threads(1)
-    prompts, completions, rewards = read_records(folder)
-    order = {tuple(ids.tolist()): index for index, ids in enumerate(completions)}
+class Replay:
+    """The records in the place of a model that answers: what each prompt was answered with, and what that earned."""
 
-    def roll_out(texts, trainer):
+    def __init__(self, folder: Path) -> None:
+        self.prompts, self.completions, self.rewards = read_records(folder)
+        self._order = {tuple(ids.tolist()): index for index, ids in enumerate(self.completions)}
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences."""
+        return sum(len(one) for one in self.completions) + GROUP_SIZE * sum(len(one) for one in self.prompts)
+
+    def dataset(self) -> Dataset:
+        """Each prompt as the word that `roll_out` knows it by."""
+        return Dataset.from_list([{"prompt": f"w{index}"} for index in range(len(self.prompts))])
+
+    def roll_out(self, texts, trainer):
         seen = {text: count() for text in texts}
         chosen = [int(text.removeprefix("w")) * GROUP_SIZE + next(seen[text]) for text in texts]
         return {
-            "prompt_ids": [prompts[index // GROUP_SIZE].tolist() for index in chosen],
-            "completion_ids": [completions[index].tolist() for index in chosen],
-            "logprobs": [[0.0] * len(completions[index]) for index in chosen],
+            "prompt_ids": [self.prompts[index // GROUP_SIZE].tolist() for index in chosen],
+            "completion_ids": [self.completions[index].tolist() for index in chosen],
+            "logprobs": [[0.0] * len(self.completions[index]) for index in chosen],
         }
 
-    def reward(prompts, completions, completion_ids, **kwargs):
-        return [float(rewards[order[tuple(ids)]]) for ids in completion_ids]
+    def reward(self, prompts, completions, completion_ids, **kwargs):
+        return [float(self.rewards[self._order[tuple(ids)]]) for ids in completion_ids]
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    before_mb = peak_mb()
+
+def config_of(folder: Path, replay: Replay, num_steps: int, rows: int) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=len(replay.completions) // rows,
+        steps_per_generation=1,  # rows are padded to the longest that are prepared together: the fewer, the less
+        num_generations=GROUP_SIZE,
+        max_completion_length=256,
+        max_steps=num_steps + 1,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        beta=0.0,
+        loss_type="grpo",
+        scale_rewards="none",
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+
+
+def train(folder: Path, model: PreTrainedModel, replay: Replay, num_steps: int, rows: int) -> Measured:
     meter = Meter()
     trainer = Measured(
         model=model,
-        reward_funcs=reward,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list([{"prompt": f"w{index}"} for index in range(len(prompts))]),
-        rollout_func=roll_out,
+        reward_funcs=replay.reward,
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        train_dataset=replay.dataset(),
+        rollout_func=replay.roll_out,
         callbacks=[meter],
-        args=GRPOConfig(
-            output_dir=str(folder / "trl"),
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=len(completions) // rows,
-            steps_per_generation=1,  # rows are padded to the longest that are prepared together: the fewer, the less
-            num_generations=GROUP_SIZE,
-            max_completion_length=256,
-            max_steps=num_steps + 1,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            beta=0.0,
-            loss_type="grpo",
-            scale_rewards="none",
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=1,
-            disable_tqdm=True,
-        ),
+        args=config_of(folder, replay, num_steps, rows),
     )
     trainer.meter = meter
     trainer.train()
-    torch.save(meter.gradient, folder / "trl.pt")
-    num_tokens = sum(len(one) for one in completions) + GROUP_SIZE * sum(len(one) for one in prompts)
-    print(
-        json.dumps(
-            {
-                "tokens_per_cpu_s": num_tokens * num_steps / sum(meter.steps_s[1:]),
-                "padding": 1.0 - trainer.num_tokens / trainer.num_cells,
-                "micro_batches": len(completions) // rows,
-                "peak_mb": peak_mb() - before_mb,
-                "loss": trainer.state.log_history[0]["loss"],
-            }
-        )
-    )
+    return trainer
+
+
+def main(folder: Path, num_steps: int, rows: int) -> None:
+    torch.set_num_threads(1)
+    replay = Replay(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    before_mb = peak_mb()
+    trainer = train(folder, model, replay, num_steps, rows)
+    torch.save(trainer.meter.gradient, folder / "trl.pt")
+    found = {
+        "tokens_per_cpu_s": replay.num_tokens * num_steps / sum(trainer.meter.steps_s[1:]),
+        "padding": 1.0 - trainer.num_tokens / trainer.num_cells,
+        "micro_batches": len(replay.completions) // rows,
+        "peak_mb": peak_mb() - before_mb,
+        "loss": trainer.state.log_history[0]["loss"],
+    }
+    print(json.dumps(found))
 
 
 def peak_mb() -> float:
