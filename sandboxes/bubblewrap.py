@@ -23,6 +23,7 @@ from sandboxes.link import LauncherLink
 from sandboxes.proxy import FilteringProxy, proxy_environment
 from sandboxes.reap import reap_groups
 from sandboxes.spec import CellSpec, Isolation
+from sandboxes.zygote import Zygotes
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +36,17 @@ Answer = TypeVar("Answer")
 async def find_walls(candidates: Sequence[Walls] = tuple(Walls)) -> Walls:
     """The first walls that stand on this machine, by building them; SandboxError with every reason when none does."""
     reasons: list[str] = []
+    zygotes = Zygotes()
     for walls in candidates:
         try:
-            link = await LauncherLink.start(
-                Jail(walls=walls, spec=CellSpec(limits=Limits())).command, shares_pids=False
-            )
+            link = await zygotes.fork(Jail(walls=walls, spec=CellSpec(limits=Limits())))
         except SandboxError as error:
             reasons.append(f"{walls.value}: {error}")
         else:
             await link.aclose()
             return walls
+        finally:
+            await zygotes.aclose()
     raise SandboxError(
         f"no jail can be built on this machine ({'; '.join(reasons)}); run as root, allow user namespaces "
         "(sysctl user.max_user_namespaces), or use the subprocess backend"
@@ -57,6 +59,7 @@ class BubblewrapProvider:
     def __init__(self, walls: Walls, groups: GroupTree | None) -> None:
         self._walls = walls
         self._groups = groups
+        self._zygotes = Zygotes()
         self._cells: set[LaunchedCell] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -86,7 +89,7 @@ class BubblewrapProvider:
         self.check(spec)
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed; open another")
-        ground = await JailGround.start(Jail(walls=self._walls, spec=spec), self._groups)
+        ground = await JailGround.start(self._zygotes, Jail(walls=self._walls, spec=spec), self._groups)
         cell = LaunchedCell(ground, spec.limits, self._cells.discard)
         if self._closing is not None:
             await ground.aclose()
@@ -104,6 +107,7 @@ class BubblewrapProvider:
 
     async def _close(self) -> None:
         await asyncio.gather(*(cell.close() for cell in self._cells))
+        await self._zygotes.aclose()
         if self._groups is not None:
             await self._groups.aclose()
 
@@ -112,7 +116,7 @@ class JailGround:
     """One jail, with a launcher as its first process, and its way to the network, if it has one."""
 
     def __init__(self, jail: Jail, link: LauncherLink, groups: GroupTree | None, proxy: FilteringProxy | None) -> None:
-        self.home = jail.home
+        self.home = jail.kind.home
         self.env = proxy_environment() if proxy else {}
         self._limits = jail.spec.limits
         self._link = link
@@ -120,8 +124,8 @@ class JailGround:
         self._proxy = proxy
 
     @classmethod
-    async def start(cls, jail: Jail, groups: GroupTree | None) -> Self:
-        link = await LauncherLink.start(jail.command, shares_pids=False)
+    async def start(cls, zygotes: Zygotes, jail: Jail, groups: GroupTree | None) -> Self:
+        link = await zygotes.fork(jail)
         try:
             listener = link.take_listener()
             proxy = None

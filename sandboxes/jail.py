@@ -1,4 +1,4 @@
-"""How a launcher is started behind walls: what of the host a jail shows, and the commands that build it.
+"""How jails are started: what of the host they show, and the command of the zygote that forks them behind its walls.
 
 Two ways to the same walls: bubblewrap, or namespaces by system calls (`inner/enter.py`). It starts nothing itself.
 """
@@ -52,30 +52,17 @@ class Walls(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Jail:
-    """The command that starts a launcher in a jail of its own."""
+class JailKind:
+    """What one zygote's jails have in common. `home`: the working directory."""
 
     walls: Walls
-    spec: CellSpec
-
-    @property
-    def home(self) -> str:
-        """The working directory."""
-        return self.spec.workdir or DEFAULT_WORKDIR
-
-    @property
-    def env(self) -> dict[str, str]:
-        """What its programs find."""
-        return {**base_environment(self.home), **(proxy_environment() if self.has_proxy else {})}
-
-    @property
-    def has_proxy(self) -> bool:
-        return self.spec.network is not None and self.spec.network.access is not Access.NONE
+    home: str
+    has_proxy: bool
 
     def command(self, control: int) -> list[str]:
-        """`control`: the descriptor of the control socket, which the launcher inherits."""
+        """Starts the zygote. `control`: the descriptor of its control socket, which it inherits."""
         if self.walls is Walls.BUBBLEWRAP:
-            python = python_on("inside", interpreter(), INNER_INSIDE)
+            python = python_on("zygote", interpreter(), INNER_INSIDE)
             return [*self._bubblewrap(), *python, str(control), self._config()]
         return [*python_on("enter", interpreter()), str(control), self._config()]
 
@@ -84,14 +71,12 @@ class Jail:
         return json.dumps(
             {
                 "uid": JAIL_UID,
-                "disk_bytes": self.spec.limits.disk_bytes or DEFAULT_DISK_BYTES,
-                "inodes": self.spec.limits.inodes or DEFAULT_INODES,
                 "filter": denying_filter(platform.machine()).hex(),
                 "shown": shown,
                 "devices": DEVICES,
                 "links": links,
                 "workdir": self.home,
-                "env": self.env,
+                "env": {**base_environment(self.home), **(proxy_environment() if self.has_proxy else {})},
                 "proxy_port": PROXY_PORT if self.has_proxy else None,
             }
         )
@@ -118,7 +103,9 @@ class Jail:
             arguments += ["--symlink", target, place]
         for place in ("/tmp", self.home, "/dev/shm"):
             arguments += ["--dir", place]
+        # What the zygote needs to put walls between its jails; `inside.py` gives all of it up in each.
         arguments += ["--remount-ro", "/", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+        arguments += ["--cap-add", "CAP_NET_ADMIN"]
         if os.getuid() == 0:  # `inside.py` becomes another user; the filter denies namespaces of users
             arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_CHOWN"]
         else:
@@ -133,6 +120,29 @@ class Jail:
                 "CAP_SYS_RESOURCE",
             ]
         return [*arguments, "--"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Jail:
+    """One jail: its kind, and what is its own."""
+
+    walls: Walls
+    spec: CellSpec
+
+    @property
+    def kind(self) -> JailKind:
+        network = self.spec.network
+        return JailKind(
+            walls=self.walls,
+            home=self.spec.workdir or DEFAULT_WORKDIR,
+            has_proxy=network is not None and network.access is not Access.NONE,
+        )
+
+    @property
+    def particulars(self) -> dict[str, int]:
+        """What the zygote is told of it."""
+        limits = self.spec.limits
+        return {"disk_bytes": limits.disk_bytes or DEFAULT_DISK_BYTES, "inodes": limits.inodes or DEFAULT_INODES}
 
 
 def check_workdir(workdir: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The host's end of one launcher process: starts it, sends requests, hands out what it reports.
+"""The host's end of one launcher process: sends requests, hands out what it reports.
 
 It knows nothing of sandboxes, limits or output. All of it runs on the event loop; no thread waits for a program.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.inner.processes import children_of
-from sandboxes.inner.wire import REPORT, REQUEST, ReportKind, RequestKind
+from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
+from sandboxes.launcher_process import ForkedProcess, LauncherProcess, start_process
 
 START_TIMEOUT_S = 30.0
 MAX_ON_THE_WAY = 32
@@ -59,16 +59,19 @@ class Run:
         self.started_s = 0.0  # by the loop's clock
 
 
-class LauncherLink:
-    """Make it with `start`, end it with `aclose`. A launcher that has died stays dead: make another."""
+class LauncherTimeoutError(SandboxError):
+    """A launcher did not say that it is ready."""
 
-    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, shares_pids: bool) -> None:
+
+class LauncherLink:
+    """Make it with `start` or `follow`, end it with `aclose`. A launcher that has died stays dead: make another."""
+
+    def __init__(self, control: socket.socket, process: LauncherProcess | None) -> None:
         self.landlock_version = 0
         self.folder: int | None = None  # where the programs of a jail work, open until `aclose`
         self._listener: socket.socket | None = None  # of a jail: its programs' way to the network, if they have one
-        self._shares_pids = shares_pids
         self._loop = asyncio.get_running_loop()
-        self._process = process
+        self._process = process  # of a jail: None until it tells
         self._control = control
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._runs: dict[int, Run] = {}
@@ -78,42 +81,28 @@ class LauncherLink:
         self._received = b""
         self._is_alive = True
         self._loop.add_reader(control, self._on_readable)
-        self._watch = self._loop.create_task(self._watch_process())
+        self._watch = None if process is None else self._loop.create_task(self._watch_process(process))
 
     @classmethod
-    async def start(cls, command: Callable[[int], Sequence[str]], *, shares_pids: bool) -> Self:
-        """Start a launcher by the command for the descriptor of its control socket.
+    async def start(cls, command: Callable[[int], Sequence[str]]) -> Self:
+        """Start a launcher by the command for the descriptor of its control socket. SandboxError when it cannot be."""
+        process, control = await start_process(command, socket.SOCK_STREAM)
+        return await cls(control, process)._ready()
 
-        `shares_pids`: whether a process has the same number for the launcher as for us.
-        """
-        ours, theirs = socket.socketpair()
+    @classmethod
+    async def follow(cls, control: socket.socket) -> Self:
+        """A launcher that another process starts, at our end of its control socket, ours from now on."""
+        return await cls(control, None)._ready()
+
+    async def _ready(self) -> Self:
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,  # stderr stays ours: a traceback of the launcher is a bug to be seen
-                env={},
-                cwd="/",
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )  # fmt: skip
+            await asyncio.wait_for(self._hello, START_TIMEOUT_S)
         except BaseException as error:
-            ours.close()
-            if isinstance(error, OSError):
-                raise SandboxError(f"the sandbox launcher could not be started: {error}") from error
-            raise
-        finally:
-            theirs.close()
-        ours.setblocking(False)
-        link = cls(process, ours, shares_pids)
-        try:
-            await asyncio.wait_for(link._hello, START_TIMEOUT_S)
-        except BaseException as error:
-            await link.aclose()
+            await self.aclose()
             if isinstance(error, TimeoutError):
-                raise SandboxError(f"the sandbox launcher did not start within {START_TIMEOUT_S:g} s") from None
+                raise LauncherTimeoutError(f"the sandbox launcher did not start within {START_TIMEOUT_S:g} s") from None
             raise
-        return link
+        return self
 
     @property
     def is_alive(self) -> bool:
@@ -160,36 +149,27 @@ class LauncherLink:
 
     def abandon(self) -> None:
         """Kill a launcher that no longer answers; every run of it fails."""
-        self._kill_process()
+        if self._process is not None:
+            self._process.kill()
         self._fail("the sandbox launcher did not answer and was killed")
 
     async def aclose(self) -> None:
         """End the launcher and all of its programs."""
         self._fail("the sandbox launcher was closed")
-        done, _ = await asyncio.wait([self._watch], timeout=STOP_TIMEOUT_S)
-        if not done:
-            self._kill_process()
-            await self._watch
+        if self._process is not None and self._watch is not None:
+            done, _ = await asyncio.wait([self._watch], timeout=STOP_TIMEOUT_S)
+            if not done:
+                self._process.kill()
+                await self._watch
         if (listener := self.take_listener()) is not None:
             listener.close()
         if self.folder is not None:
             folder, self.folder = self.folder, None
             os.close(folder)
 
-    async def _watch_process(self) -> None:
-        """Until the process has ended: a jail whose outer process is gone gets the end of its control socket."""
-        await self._process.wait()
+    async def _watch_process(self, process: LauncherProcess) -> None:
+        await process.wait()
         self._fail("the sandbox launcher died")
-
-    def _kill_process(self) -> None:
-        """The process that was started; of a jail, the first process inside too, which is its child."""
-        if self._process.returncode is not None:
-            return
-        if not self._shares_pids:
-            for child in children_of(self._process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-        self._process.kill()
 
     def _write_kills(self) -> None:
         if not self._is_alive or not self._unwritten:
@@ -223,9 +203,11 @@ class LauncherLink:
 
     def _receive_with_descriptors(self) -> bytes:
         """With the first report come those of a jail."""
-        data, descriptors, _, _ = socket.recv_fds(self._control, RECEIVE_BYTES, 2)
+        data, descriptors, _, _ = socket.recv_fds(self._control, RECEIVE_BYTES, MAX_DESCRIPTORS)
         if descriptors:
-            self.folder, *listeners = descriptors
+            self.folder, process, *listeners = descriptors
+            self._process = ForkedProcess(process)
+            self._watch = self._loop.create_task(self._watch_process(self._process))
             self._listener = socket.socket(fileno=listeners[0]) if listeners else None
         return data
 
@@ -264,7 +246,7 @@ class LauncherLink:
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
             run.turn.end()
-            if self._shares_pids:
+            if self._process is not None and self._process.shares_pids:
                 _kill_orphans(run)
             _settle(run.ended, SandboxError(f"{reason} while a program ran"))
         _settle(self._hello, SandboxError(f"{reason} before it was ready"))

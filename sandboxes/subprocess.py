@@ -151,7 +151,7 @@ class SharedGround:
 async def start_launcher(root: Path) -> LauncherLink:
     """A launcher whose last act is to remove `root`."""
     python = python_on("launcher", sys.executable)
-    return await LauncherLink.start(lambda control: [*python, str(control), str(root)], shares_pids=True)
+    return await LauncherLink.start(lambda control: [*python, str(control), str(root)])
 
 
 def refuse_what_is_not_enforced(limits: Limits) -> None:

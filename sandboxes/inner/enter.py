@@ -1,12 +1,9 @@
-"""The walls of a jail without bubblewrap: namespaces by system calls, a root of its own, then `inside.py`.
+"""The walls around jails without bubblewrap: namespaces by system calls, a root of their own, then `zygote.py`.
 
 Run on the host, as root or, where the kernel lets users make namespaces, as anybody. It stands alone (standard library,
-and its neighbours `inside.py` and `launcher.py`). The process that is started stays outside and waits; its child is the
-first process of the jail.
+and its neighbours). The process that is started stays outside and waits; its child is the first process inside.
 """
 
-import ctypes
-import fcntl
 import json
 import os
 import signal
@@ -15,26 +12,33 @@ import struct
 import sys
 from typing import Any
 
-from sandboxes.inner.inside import MS_BIND, MS_NODEV, MS_NOSUID, mount, serve, telling_the_host
+from sandboxes.inner.inside import telling_the_host
 from sandboxes.inner.kernel import LIBC, PR_SET_PDEATHSIG, check, prctl, syscall
 from sandboxes.inner.launcher import control_socket
+from sandboxes.inner.namespaces import (
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_RDONLY,
+    MS_REC,
+    MS_REMOUNT,
+    NEW_CGROUP,
+    NEW_IPC,
+    NEW_MOUNTS,
+    NEW_NET,
+    NEW_PIDS,
+    NEW_USER,
+    NEW_UTS,
+    keep_mounts_here,
+    mount,
+    mount_processes,
+    pivot_root,
+    unshare,
+)
+from sandboxes.inner.zygote import serve
 
-NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = (
-    0x0002_0000, 0x0200_0000, 0x0400_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000,
-)  # fmt: skip
-MS_RDONLY, MS_NOEXEC, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 8, 32, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
-
-
-def unshare(flags: int) -> None:
-    check(LIBC.unshare(ctypes.c_int(flags)))
-
-
-def pivot_root(new: str, old: str) -> None:
-    syscall(PIVOT_ROOT[os.uname().machine], new.encode(), old.encode())
 
 
 def write(path: str, text: str) -> None:
@@ -55,7 +59,7 @@ def leave_the_host(uid: int) -> None:
 
 def build_root(shown: dict[str, str], devices: list[str], links: dict[str, str], workdir: str) -> None:
     """A root with `shown` (place: path of the host), read-only, and with nothing else of the host's."""
-    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    keep_mounts_here()
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=0755")
     os.mkdir("/tmp/host")
     pivot_root("/tmp", "/tmp/host")
@@ -69,7 +73,7 @@ def build_root(shown: dict[str, str], devices: list[str], links: dict[str, str],
         os.symlink(target, f"/jail{place}")
     for folder in ("/dev/shm", "/tmp", workdir, "/proc"):
         os.makedirs(f"/jail{folder}", exist_ok=True)
-    mount("proc", "/jail/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    mount_processes("/jail/proc")
     mount("none", "/jail", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir("/jail")
     pivot_root(".", ".")  # the old root now lies over the new one
@@ -91,12 +95,6 @@ def show(path: str, place: str, *, is_read_only: bool) -> None:
         syscall(MOUNT_SETATTR, AT_FDCWD, place.encode(), AT_RECURSIVE, attributes, len(attributes))
 
 
-def start_loopback() -> None:
-    """The only network interface of the jail, its own."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
-        fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP_AND_RUNNING))
-
-
 def main() -> None:
     control = control_socket(int(sys.argv[1]))
     config: dict[str, Any] = json.loads(sys.argv[2])
@@ -111,6 +109,5 @@ def main() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with telling_the_host(control):
         socket.sethostname("sandbox")
-        start_loopback()
         build_root(config["shown"], config["devices"], config["links"], config["workdir"])
     serve(control, config)

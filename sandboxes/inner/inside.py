@@ -1,38 +1,43 @@
-"""The last steps inside a jail, between its walls and its first program: disk, user, filter; then the launcher serves.
+"""The walls of one jail among others, between its first process and its first program; then the launcher serves.
 
-Run by `bubblewrap` or by `enter.py` as the first process of the jail, with the capabilities that these steps need; none
-is left after them. Nothing of the host is in this process.
+The zygote has forked this process into a namespace of processes of its own, with the capabilities that these steps
+need; none is left after them. Nothing of the host is in this process.
 """
 
 import contextlib
-import ctypes
-import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Generator
-from typing import Any
+from typing import Any, NoReturn
 
-from sandboxes.inner.kernel import (
-    LIBC,
-    PR_SET_DUMPABLE,
-    PR_SET_PDEATHSIG,
-    check,
-    drop_privileges,
-    load_filter,
-    prctl,
+from sandboxes.inner.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, drop_privileges, load_filter, prctl
+from sandboxes.inner.launcher import Launcher
+from sandboxes.inner.namespaces import (
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    NEW_IPC,
+    NEW_MOUNTS,
+    NEW_NET,
+    NEW_UTS,
+    keep_mounts_here,
+    mount,
+    mount_processes,
+    start_loopback,
+    unshare,
 )
-from sandboxes.inner.launcher import Launcher, control_socket, forget_package
 from sandboxes.inner.program import Interpreter
 from sandboxes.inner.wire import REPORT, ReportKind
 
-MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
 
-
-def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
-    check(LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]))
+def leave_the_others() -> None:
+    """Nothing of another jail is seen or reached."""
+    os.setsid()
+    unshare(NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_NET)
+    keep_mounts_here()
+    mount_processes("/proc")
+    start_loopback()
 
 
 def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
@@ -63,36 +68,37 @@ def become_nobody(uid: int) -> None:
     drop_privileges()
 
 
+def tell_failure(control: socket.socket, error: OSError) -> None:
+    """The host learns what the system has refused."""
+    with contextlib.suppress(ConnectionError):  # it is gone
+        control.sendall(REPORT.pack(ReportKind.FAILED, 0, error.errno or 0, 0, 0))
+
+
 @contextlib.contextmanager
 def telling_the_host(control: socket.socket) -> Generator[None, None, None]:
-    """A step that the system refuses is the end of this process, and its host learns why."""
+    """A step that the system refuses is the end of this process."""
     try:
         yield
     except OSError as error:
-        control.sendall(REPORT.pack(ReportKind.FAILED, 0, error.errno or 0, 0, 0))
+        tell_failure(control, error)
         os._exit(1)
 
 
-def serve(control: socket.socket, config: dict[str, Any]) -> None:
-    """Close the jail from inside and serve until the host is gone: the end of this process ends all others."""
-    listener: socket.socket | None = None
+def serve_cell(control: socket.socket, interpreter: Interpreter, config: dict[str, Any]) -> NoReturn:
+    """Close the jail from inside and serve until the host is gone: the end of this process ends all others in it."""
     with telling_the_host(control):
+        leave_the_others()
+        listeners: list[int] = []
         if config["proxy_port"] is not None:
-            listener = socket.create_server(("127.0.0.1", config["proxy_port"]))
+            listeners.append(socket.create_server(("127.0.0.1", config["proxy_port"])).detach())
         make_disk(config["disk_bytes"], config["inodes"], config["uid"], config["workdir"])
         forbid_user_namespaces()
         become_nobody(config["uid"])
         prctl(PR_SET_DUMPABLE, 0)  # no program may look into this process, though it has the same user
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # anew: a change of user forgets it
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which forgets it
+        process = os.pidfd_open(os.getpid())
         load_filter(bytes.fromhex(config["filter"]))
         os.chdir(config["workdir"])
-    interpreter = Interpreter(config["env"])
-    forget_package()
-    folder = os.open(config["workdir"], os.O_RDONLY | os.O_DIRECTORY)
-    Launcher(control, interpreter, jail_folder=folder, listener=listener).serve()
+        folder = os.open(config["workdir"], os.O_RDONLY | os.O_DIRECTORY)
+    Launcher(control, interpreter, [folder, process, *listeners]).serve()
     os._exit(0)
-
-
-def main() -> None:
-    control = control_socket(int(sys.argv[1]))
-    serve(control, json.loads(sys.argv[2]))

@@ -15,7 +15,7 @@ When the host goes, however it goes, the control socket closes: the launcher kil
 and is gone.
 
 In a jail (`inside.py`) it is the first process, and walls stand around it: it then needs no Landlock, hands its host
-the folder in which programs work, and ends without sweeping, for all else ends with it.
+the folder in which programs work and itself, and ends without sweeping, for all else ends with it.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ import stat
 import sys
 import time
 import types
+from collections.abc import Sequence
 from typing import Any
 
 from sandboxes.inner.bounds import count_user_tasks, set_limits
@@ -59,18 +60,18 @@ class Launcher:
         self,
         control: socket.socket,
         interpreter: Interpreter,
-        jail_folder: int | None = None,
-        listener: socket.socket | None = None,
+        handed: Sequence[int] = (),
     ) -> None:
+        """`handed`: in a jail, the descriptors that the host gets."""
         self._control = control
         self._interpreter = interpreter
         self._decoder = json.JSONDecoder()
-        self._jail_folder = jail_folder  # open; None outside a jail
-        self._listener = listener  # for the host, not for us
+        self._handed = handed
+        self._is_jailed = bool(handed)
         self._pid = os.getpid()
         self._pids: dict[int, int] = {}  # by run id
         self._runs: dict[int, int] = {}  # run id by pid
-        self._landlock = landlock_version() if jail_folder is None else 0
+        self._landlock = 0 if self._is_jailed else landlock_version()
         self._num_processes = 0  # of this user; 0: not known
         self._counted_s = float("-inf")
         self._wake_read, self._wake_write = os.pipe()
@@ -158,7 +159,7 @@ class Launcher:
         return request
 
     def _confine(self, request: dict[str, Any]) -> None:
-        if self._jail_folder is not None:  # there the launcher has no privilege itself, and nothing survives it
+        if self._is_jailed:  # there the launcher has no privilege itself, and nothing survives it
             prctl(PR_SET_DUMPABLE, 1)  # as the launcher is not
         elif IS_LINUX:
             drop_privileges()
@@ -214,13 +215,10 @@ class Launcher:
             return False
 
     def _greet(self) -> None:
-        descriptors = [] if self._jail_folder is None else [self._jail_folder]
-        if self._listener is not None:
-            descriptors.append(self._listener.fileno())
         with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
-            socket.send_fds(self._control, [REPORT.pack(ReportKind.HELLO, 0, self._landlock, 0, 0)], descriptors)
-        if self._listener is not None:
-            self._listener.close()
+            socket.send_fds(self._control, [REPORT.pack(ReportKind.HELLO, 0, self._landlock, 0, 0)], self._handed)
+        for descriptor in self._handed:
+            os.close(descriptor)
 
     def _report(self, kind: ReportKind, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
         with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so

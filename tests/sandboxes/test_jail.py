@@ -1,13 +1,14 @@
 """Sandboxes that are jails, by bubblewrap and by system calls.
 
 1. Nothing is left when the pool is closed; 2. when the host is killed, processes and control groups go too; 3. a jail
-that is killed fails its calls, and its files are gone; 4. one that does not answer is killed; 5. cancelling a call
+that is killed fails its calls, and its files are gone; 4. one that does not answer is killed; of its zygote's other
+jails none suffers, and a zygote that is killed or does not answer is replaced; 5. cancelling a call
 kills its program; 6. programs of one sandbox share files, of two nothing; 7. what the host writes belongs to the
 programs; 8. a jail that cannot be built is an error with its reason; 9. limits of a whole sandbox are not taken for one
 program; 10. the disk is as large as asked; 11. more isolation than there is is refused, also by `auto`, which takes a
 jail where there is one; 12. a share of the CPUs slows a program down; 13. C compiles and runs; 14. 1,000
 programs at once need no thread each; 15. processes that make sessions and more processes are dead by the deadline;
-16. no descriptor stays open.
+16. no descriptor stays open; 17. jails of one zygote do not reach each other.
 """
 
 import asyncio
@@ -24,11 +25,14 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes import Isolation, Limits, Pool, SandboxSpec, Status, open_pool
+from sandboxes import Isolation, Limits, Pool, SandboxSpec, Status, link, open_pool
+from sandboxes import zygote as zygotes
 from sandboxes.cgroups import hierarchies_here
 from sandboxes.conformance.row import processes_left
 from sandboxes.inner.processes import children_of
 from sandboxes.owner import GROUP_PREFIX, own_tag
+
+GONE = r"launcher (died|is not running)|the jail of this sandbox is gone"
 
 
 @pytest.fixture(params=["namespaces", "bubblewrap"])
@@ -108,31 +112,122 @@ async def test_killed_host_leaves_nothing(backend: str) -> None:
     assert groups_of(tag) == []
 
 
-async def test_killed_jail_fails_its_calls_and_is_gone(pool: Pool) -> None:
+def is_process(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def first_processes(zygote: int) -> list[int]:
+    """Those of the jails of a zygote, by the process that we started for it."""
+    [behind_the_walls] = children_of(zygote)
+    return children_of(behind_the_walls)
+
+
+async def test_killed_jail_fails_its_calls_and_is_gone_and_no_other(pool: Pool) -> None:
     before = children()
-    async with pool.acquire() as box:
+    async with pool.acquire() as box, pool.acquire() as other:
         await box.write("file", b"x")
-        [jail] = children() - before
+        [zygote] = children() - before
+        [jail] = first_processes(zygote)
+        await other.write("file", b"y")
         os.kill(jail, signal.SIGKILL)
-        with pytest.raises(SandboxError, match=r"launcher (died|is not running)|the jail of this sandbox is gone"):
+        with pytest.raises(SandboxError, match=GONE):
             await box.exec_python("import time; time.sleep(1000)")
         with pytest.raises(SandboxError, match="and its files with it; acquire another"):
             await box.read("file")
+        assert await other.read("file") == b"y"
+        assert (await other.exec_python("")).is_ok
+
+
+async def test_killed_zygote_takes_its_jails_along_and_another_takes_its_place(pool: Pool) -> None:
+    before = children()
+    async with pool.acquire() as box:
+        await box.exec_python("")
+        [zygote] = children() - before
+        [jail] = first_processes(zygote)
+        os.kill(zygote, signal.SIGKILL)
+        with pytest.raises(SandboxError, match=GONE):
+            await box.exec_python("import time; time.sleep(1000)")
+    assert not is_process(jail)
     async with pool.acquire() as box:
         assert (await box.exec_python("")).is_ok
 
 
 @pytest.mark.slow
-async def test_jail_that_does_not_answer_is_killed(pool: Pool) -> None:
+async def test_jail_that_does_not_answer_is_killed_and_no_other(pool: Pool) -> None:
     before = children()
-    async with pool.acquire() as box:
+    async with pool.acquire() as box, pool.acquire() as other:
         await box.exec_python("")
-        [outer] = children() - before
-        [first] = children_of(outer)
-        os.kill(first, signal.SIGSTOP)
+        [zygote] = children() - before
+        [jail] = first_processes(zygote)
+        await other.exec_python("")
+        os.kill(jail, signal.SIGSTOP)
         with pytest.raises(SandboxError, match="did not answer and was killed"):
             await box.exec_python("print(1)", limits=Limits(wall_s=0.1))
-    assert children() == before
+        await box.close()
+        assert not is_process(jail)
+        assert (await other.exec_python("")).is_ok
+
+
+async def test_zygote_that_does_not_answer_is_replaced(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(zygotes, "STOP_TIMEOUT_S", 0.5)
+    before = children()
+    async with pool.acquire() as box, pool.acquire() as late:
+        await box.exec_python("")
+        [zygote] = children() - before
+        [behind_the_walls] = children_of(zygote)
+        os.kill(behind_the_walls, signal.SIGSTOP)
+        with pytest.raises(SandboxError, match=r"did not start within 0\.5 s"):
+            await late.exec_python("")
+        assert (await box.exec_python("")).is_ok  # what it has forked lives on
+        async with pool.acquire() as another:
+            assert (await another.exec_python("")).is_ok
+    await pool.close()
+    assert children() <= before
+
+
+async def test_zygotes_of_which_no_jail_lives_end_when_there_are_many(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygotes, "MAX_ZYGOTES", 2)
+    before = children()
+    async with pool.acquire(SandboxSpec(workdir="/first")) as first:
+        assert (await first.exec(["pwd"])).stdout == b"/first\n"
+        for name in ("second", "third", "fourth"):
+            async with pool.acquire(SandboxSpec(workdir=f"/{name}")) as box:
+                assert (await box.exec(["pwd"])).stdout == f"/{name}\n".encode()
+        assert len(children() - before) == 3  # the first, which is in use, and two of which the third was asked last
+        assert (await first.exec(["pwd"])).stdout == b"/first\n"
+
+
+NEIGHBOUR = """
+import ctypes, os, socket, sys
+abstract = socket.socket(socket.AF_UNIX); abstract.bind("\\0here"); abstract.listen()
+local = socket.create_server(("127.0.0.1", 4000))
+assert ctypes.CDLL(None).shmget(4000, 4096, 0o1600) >= 0
+print("ready", flush=True)
+sys.stdin.read()
+"""
+PROBE = """
+import ctypes, os, socket
+for family, address in ((socket.AF_UNIX, "\\0here"), (socket.AF_INET, ("127.0.0.1", 4000))):
+    try: socket.socket(family).connect(address)
+    except OSError as error: print(error.strerror)
+print(ctypes.CDLL(None).shmget(4000, 4096, 0o600))
+print(sorted(name for name in os.listdir("/proc") if name.isdigit()) == ["1", str(os.getpid())])
+try: os.kill(-1, 9)
+except OSError as error: print(error.strerror)
+"""
+
+
+async def test_jails_of_one_zygote_do_not_reach_each_other(pool: Pool) -> None:
+    async with pool.acquire() as box, pool.acquire() as other:
+        neighbour = await box.spawn([sys.executable.replace(sys.prefix, sys.base_prefix), "-c", NEIGHBOUR])
+        assert await anext(neighbour.stdout) == b"ready\n"
+        result = await other.exec_python(PROBE)
+        assert result.stdout.decode().splitlines()[:4] == ["Connection refused", "Connection refused", "-1", "True"]
+        await neighbour.close_stdin()
+        assert (await neighbour.wait()).is_ok
 
 
 async def test_cancelling_a_call_kills_its_program(pool: Pool) -> None:

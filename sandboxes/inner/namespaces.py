@@ -1,0 +1,57 @@
+"""Namespaces and mounts by system calls, and the network of a namespace. It knows no jail."""
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+
+from sandboxes.inner.kernel import LIBC, check, syscall
+
+NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = (
+    0x0002_0000, 0x0200_0000, 0x0400_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000,
+)  # fmt: skip
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1, 2, 4, 8, 32, 4096, 16384, 1 << 18,
+)  # fmt: skip
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
+
+
+def unshare(flags: int) -> None:
+    check(LIBC.unshare(ctypes.c_int(flags)))
+
+
+def own_processes() -> int:
+    """The namespace of processes that this one is in, open."""
+    return os.open("/proc/self/ns/pid", os.O_RDONLY)
+
+
+def start_children_in(processes: int) -> None:
+    """From now on, children of this process start in that namespace of processes."""
+    check(LIBC.setns(ctypes.c_int(processes), ctypes.c_int(NEW_PIDS)))
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    check(LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]))
+
+
+def mount_processes(target: str) -> None:
+    """The processes of this namespace, and no others."""
+    mount("proc", target, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+
+
+def keep_mounts_here() -> None:
+    """What is mounted from now on is seen by this namespace alone."""
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+
+
+def pivot_root(new: str, old: str) -> None:
+    syscall(PIVOT_ROOT[os.uname().machine], new.encode(), old.encode())
+
+
+def start_loopback() -> None:
+    """The only network interface of a new namespace, its own."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
+        fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP_AND_RUNNING))
