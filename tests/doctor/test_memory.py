@@ -9,6 +9,7 @@
 - an engine that lends its keys' memory has them when the trainer does not train
 - servers with shards stand on their GPUs, several embedded engines each on one; one that runs already takes nothing
 - a trainer's process on a CPU takes about what was estimated
+- new weights take as many copies as are on their way at once; an engine elsewhere may be of the kind that takes most
 - a config that does not fit is told so, with what would take the most off; one that needs a missing GPU, too
 """
 
@@ -25,6 +26,7 @@ from areal_agent.doctor.memory import estimate
 from areal_agent.doctor.memory_check import memory_findings
 from areal_agent.doctor.memory_parts import CUDA_CONTEXT_BYTES, SERVER_BYTES
 from areal_agent.doctor.shape import ModelShape
+from areal_agent.doctor.storage import storage_findings
 from areal_agent.doctor.trainer_memory import TrainerMemory
 from areal_agent.models.recipe import RECIPE
 from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
@@ -208,6 +210,21 @@ def test_servers_that_run_already_are_not_counted() -> None:
     asked = config(engine={"urls": ["http://127.0.0.1:1"]}, trainer={"device": "cpu"})
     assert [need.gpu for need in estimate(QWEN3_06B, asked, ONE_GPU)] == [None]
     assert not [what for what in parts_of(asked, ONE_GPU, None) if what.startswith("engine")]
+
+
+@pytest.mark.parametrize(
+    ("values", "copies"),
+    [
+        ({}, 2),
+        ({"engine": sglang()}, 4),
+        ({"tasks": None, "workflow": None, "rollout": {"gateway_url": "http://g"}, "engine": {"url": "http://e"}}, 4),
+        ({"trainer": {"transfer": "disk"}}, 3),
+    ],
+    ids=["embedded", "sglang", "online", "disk"],
+)
+async def test_copies_of_weights_on_their_way(values: dict[str, object], copies: int) -> None:
+    [_, transfer] = await storage_findings(QWEN3_06B, config(**values), NO_GPU)
+    assert f": {copies} copies of 2.2 GiB" in transfer.found
 
 
 @pytest.mark.slow
