@@ -54,7 +54,7 @@ def _weights(memory: TrainerMemory, config: Config) -> Finding:
     in_memory = config.trainer.transfer == "shared_memory" and os.access(SHARED_MEMORY, os.W_OK)
     place = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
     copies = NUM_SLOTS if config.trainer.transfer == "shared_memory" else FOLDERS_OF_DISK
-    may_load_folders = config.engine.backend != "embedded" or config.engine.url is not None  # whose kind only it can say
+    may_load_folders = config.engine.backend != "embedded" or config.engine.url is not None  # it says which
     if may_load_folders and config.trainer.transfer == "shared_memory":
         copies += FOLDERS_OF_SERVERS
     needed, free = copies * memory.published_bytes, shutil.disk_usage(place).free
