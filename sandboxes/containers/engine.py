@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import posixpath
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class Engine:
         """To the daemon that `DOCKER_HOST` names, or the one of this machine."""
         path = socket_path()
         try:
+            await asyncio.to_thread(knock, path)
             client = await asyncio.to_thread(open_client, path)
             return cls(client, path, await asyncio.to_thread(client.info))
         except (DockerException, requests.RequestException) as error:
@@ -168,8 +170,13 @@ class Engine:
 
     async def _call(self, act: Callable[[], Answer]) -> Answer:
         """In a thread. A cancelled caller does not wait for it."""
+
+        def knock_and_act() -> Answer:
+            knock(self.socket_path)
+            return act()
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, knock_and_act)
         except APIError as error:
             raise SandboxError(f"the container engine refused: {error.explanation or error}") from error
         except (DockerException, requests.RequestException) as error:
@@ -182,6 +189,16 @@ def socket_path() -> str:
     if not host.startswith(UNIX_SCHEME):
         raise SandboxError(f"DOCKER_HOST is {host!r}; only an engine of this machine is used: give unix:///path")
     return host.removeprefix(UNIX_SCHEME)
+
+
+def knock(path: str) -> None:
+    """requests.ConnectionError where nobody listens: the docker package would leave the refused socket unclosed."""
+    with socket.socket(socket.AF_UNIX) as door:
+        door.settimeout(CALL_TIMEOUT_S)
+        try:
+            door.connect(path)
+        except OSError as error:
+            raise requests.ConnectionError(f"{path}: {error}") from error
 
 
 def open_client(path: str) -> Any:
