@@ -1,17 +1,19 @@
 """A whole run with real processes and a small random model.
 
-1. it trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it;
-2. max_staleness 0 never mixes versions; 3. failing siblings leave the rest trained, and are counted; 4. it resumes, and
-steps after the checkpoint are trained again; 5. a trainer that dies ends it clearly, engines that die are started
-again, one or all of several; 6. a workflow that always fails ends it; 7. rollout_batch is synchronous;
-8. a trainer that is too slow to start is an error; 9. nothing is sampled greedily for training; 10. a server joins and
-another leaves while it trains.
+1. it trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it; 2. failing
+siblings leave the rest trained, and are counted; 3. it resumes: steps after the checkpoint are trained again, and what
+was waiting is trained; 4. a trainer that dies ends it clearly, engines that die are started again, one or all of
+several; 5. a workflow that always fails ends it; 6. rollout_batch is synchronous; 7. a trainer that is too slow to
+start is an error; 8. nothing is sampled greedily for training; 9. a server joins and another leaves while it trains.
+What max_staleness 0 means is in trainer/test_whole_runs.py.
 """
 
 import asyncio
 import json
 import os
 import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -62,6 +64,17 @@ def config(tmp_path: Path, model: Path, **values: object) -> Config:
     )
 
 
+@asynccontextmanager
+async def a_server(model: Path) -> AsyncGenerator[EngineServer]:
+    """An engine that the run does not start."""
+    runner = ModelRunner.load(str(model), device="cpu", num_slots=8, max_context_tokens=256)
+    server = await EngineServer.start(runner, version=WeightVersion(incarnation=5, step=5))
+    try:
+        yield server
+    finally:
+        await server.aclose()
+
+
 async def train(run: Run, steps: int) -> None:
     while run.step < steps:
         batch = await run.prepare_batch()
@@ -87,19 +100,6 @@ async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Pat
     assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows[:1])
     report = verify(run.folder.ledger)
     assert report.is_ok, report
-
-
-@pytest.mark.slow
-async def test_synchronous_mode_never_mixes_versions(tmp_path: Path, small_model: Path) -> None:
-    async with Run(config(tmp_path, small_model, max_staleness=0, steps=3), workflow=solve) as run:
-        while run.step < 3:
-            batch = await run.prepare_batch()
-            assert all(one.sampled_steps() == {run.step} for one in batch.trained)
-            await run.train_step(batch)
-            await run.push()
-        await end(run)
-    assert {row["staleness/max"] for row in step_rows(read_metrics(run.folder.metrics))} == {0}
-    assert verify(run.folder.ledger).is_ok
 
 
 @pytest.mark.slow
@@ -135,32 +135,23 @@ async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_mod
 
 
 @pytest.mark.slow
-async def test_it_resumes_and_trains_what_was_waiting(tmp_path: Path, small_model: Path) -> None:
-    settings = config(tmp_path, small_model)
-    async with Run(settings, workflow=solve) as run:
-        await train(run, 3)
-        await run.stop_producing()
-        await run.save()
-        await run.settle(is_completed=False)
-    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as resumed:
-        assert (resumed.step, resumed.version.incarnation, resumed.version.step) == (3, 1, 3)
-        await train(resumed, 5)
-        await end(resumed)
-    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3, 4, 5]
-    assert verify(run.folder.ledger).is_ok
-
-
-@pytest.mark.slow
-async def test_steps_after_the_checkpoint_are_trained_again(tmp_path: Path, small_model: Path) -> None:
+async def test_it_resumes_from_its_checkpoint_again_and_again(tmp_path: Path, small_model: Path) -> None:
     settings = config(tmp_path, small_model)
     async with Run(settings, workflow=solve) as run:
         await train(run, 2)
         await run.save()
         await train(run, 3)  # step 3 is in no checkpoint when the run is left
     async with Run(settings, workflow=solve, resume=str(run.folder.path)) as resumed:
-        assert resumed.step == 2
-        await train(resumed, 4)
-        await end(resumed)
+        assert (resumed.step, resumed.version.incarnation, resumed.version.step) == (2, 1, 2)
+        await train(resumed, 3)
+        await resumed.stop_producing()
+        await resumed.save()
+        await resumed.settle(is_completed=False)
+    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as again:
+        assert (again.step, again.version.incarnation, again.version.step) == (3, 2, 3)
+        await train(again, 5)
+        await end(again)
+    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3, 3, 4, 5]
     assert verify(run.folder.ledger).is_ok
 
 
@@ -195,27 +186,22 @@ async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: P
 
 @pytest.mark.slow
 async def test_a_server_joins_and_another_leaves_while_it_trains(tmp_path: Path, small_model: Path) -> None:
-    runner = ModelRunner.load(str(small_model), device="cpu", num_slots=8, max_context_tokens=256)
-    server = await EngineServer.start(runner, version=WeightVersion(incarnation=5, step=5))
-    try:
-        async with Run(config(tmp_path, small_model), workflow=solve) as run:
-            await train(run, 1)
-            (first,) = run._source.process_ids().values()
-            url, key = (getattr(run.folder, name).read_text().strip() for name in ("engines_url", "admin_key"))
-            async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as http:
-                http.headers["Authorization"] = f"Bearer {key}"
-                answer = await http.post("/rl/engines", json={"add": server.base_url})
-                assert answer.status_code == 200, answer.text
-                old, new = answer.json()["engines"]
-                assert (old["version"], new["version"], new["state"]) == ("0:1", "0:1", "serving")
-                answer = await http.post("/rl/engines", json={"remove": old["url"]})
-                assert [one["url"] for one in answer.json()["engines"]] == [server.base_url]
-            with pytest.raises(ProcessLookupError):
-                os.kill(first, 0)  # it was started by the run
-            await train(run, 3)
-            await end(run)
-    finally:
-        await server.aclose()
+    async with a_server(small_model) as server, Run(config(tmp_path, small_model), workflow=solve) as run:
+        await train(run, 1)
+        (first,) = run._source.process_ids().values()
+        url, key = (getattr(run.folder, name).read_text().strip() for name in ("engines_url", "admin_key"))
+        async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as http:
+            http.headers["Authorization"] = f"Bearer {key}"
+            answer = await http.post("/rl/engines", json={"add": server.base_url})
+            assert answer.status_code == 200, answer.text
+            old, new = answer.json()["engines"]
+            assert (old["version"], new["version"], new["state"]) == ("0:1", "0:1", "serving")
+            answer = await http.post("/rl/engines", json={"remove": old["url"]})
+            assert [one["url"] for one in answer.json()["engines"]] == [server.base_url]
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)  # it was started by the run
+        await train(run, 3)
+        await end(run)
     assert not run.folder.admin_key.exists() and not run.folder.engines_url.exists()
     assert verify(run.folder.ledger).is_ok
 
@@ -247,10 +233,13 @@ async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -
 
 @pytest.mark.slow
 async def test_a_trainer_that_is_too_slow_to_start_is_an_error(tmp_path: Path, small_model: Path) -> None:
-    settings = config(tmp_path, small_model, trainer={"startup_timeout_s": 1e-6})
-    with pytest.raises(TrainerError, match=r"trainer\.startup_timeout_s = 1e-06"):
-        async with Run(settings, workflow=solve):
-            pass
+    async with a_server(small_model) as server:
+        settings = config(
+            tmp_path, small_model, engine={"urls": [server.base_url]}, trainer={"startup_timeout_s": 1e-6}
+        )
+        with pytest.raises(TrainerError, match=r"trainer\.startup_timeout_s = 1e-06"):
+            async with Run(settings, workflow=solve):
+                pass
 
 
 def test_greedy_rollouts_cannot_be_trained(tmp_path: Path, small_model: Path) -> None:

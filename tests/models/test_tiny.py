@@ -175,8 +175,11 @@ def test_the_command_refuses_what_is_wrong(
 
 
 @pytest.mark.slow
-def test_the_recipe_teaches_copying(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path / "model"), "--seed", "11")
-    assert done.returncode == 0, done.stderr
-    assert "100% warm start" in done.stderr
-    assert json.loads((tmp_path / "model" / REPORT_NAME).read_text())["copy_accuracy"] >= 0.93
+def test_the_recipe_teaches_copying() -> None:
+    """The quickstart's own model: its place in the cache depends on all that decides it, so an older one is as good."""
+    folder = model_folder(RECIPE, 0, DEMONSTRATIONS)
+    if not folder.exists():
+        done = run("--out", str(folder), "--seed", "0", "--threads", "1")
+        assert done.returncode == 0, done.stderr
+        assert "100% warm start" in done.stderr
+    assert json.loads((folder / REPORT_NAME).read_text())["copy_accuracy"] >= 0.93

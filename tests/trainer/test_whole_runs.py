@@ -1,10 +1,16 @@
 """Whole runs by the command, in synchronous mode and of one seed.
 
-1. two of them end with identical weights, bit for bit; 2. with two ranks the first step's weights, made of the very
-same batch, are those of one rank within the tolerance of float32, and the run goes on to its end; 3. the ledger proves
-each; 4. the memory of every rank is told.
+1. two of them sample the same answers and end with identical weights, bit for bit; 2. each batch is sampled by the
+weights of the step before it alone; 3. with two ranks the first step's weights, made of the very same batch, are those
+of one rank within the tolerance of float32, and the run goes on to its end; 4. the ledger proves each; 5. the memory of
+every rank is told.
+
+A gateway serves all rollouts of a step at once: what they answer, in which order, and beside whom in a batch of the
+engine must not show in the weights. What is recorded of a token's probability does show it, in the last bits: so the
+loss is one that does not read that.
 """
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,8 +20,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.metrics import read_metrics
 from areal_agent.observe.rows import step_rows
+from areal_agent.types import Trajectory
 from tests.test_run import config
 
 ROOT = Path(__file__).parents[2]
@@ -66,13 +74,44 @@ def two(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
     return whole_run(tmp_path_factory.mktemp("two"), small_model, num_ranks=2)
 
 
+def trained(folder: Path) -> dict[int, list[Trajectory]]:
+    """By step: what it was trained on, in the order of its sessions."""
+
+    async def read() -> dict[int, list[Trajectory]]:
+        ledger = await Ledger.open(folder / "ledger.sqlite", create=False)
+        by_step: dict[int, list[Trajectory]] = {}
+        for session, step in sorted((await ledger.leases(0, NUM_STEPS)).items()):
+            by_step.setdefault(step, []).append(await ledger.trajectory(session))
+        await ledger.aclose()
+        return by_step
+
+    return asyncio.run(read())
+
+
+def sampled(folder: Path) -> dict[str, list[tuple[int, ...]]]:
+    """By session: the tokens of each answer."""
+    return {
+        one.session_id: [completion.token_ids for turn in one.turns for completion in turn.completions]
+        for batch in trained(folder).values()
+        for one in batch
+    }
+
+
 def weights_file(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step:06d}" / "model.safetensors"
 
 
 def test_two_runs_of_one_seed_end_with_identical_weights(one: Path, small_model: Path, tmp_path: Path) -> None:
     again = whole_run(tmp_path, small_model, num_ranks=1)
+    assert len(sampled(one)) == NUM_STEPS * 8
+    assert sampled(again) == sampled(one)
     assert weights_file(again, NUM_STEPS).read_bytes() == weights_file(one, NUM_STEPS).read_bytes()
+
+
+def test_synchronous_mode_never_mixes_versions(one: Path) -> None:
+    mixed = {step: {one.sampled_steps() for one in batch} for step, batch in trained(one).items()}
+    assert mixed == {step: {frozenset({step - 1})} for step in range(1, NUM_STEPS + 1)}
+    assert {row["staleness/max"] for row in step_rows(read_metrics(one / "metrics.jsonl"))} == {0}
 
 
 def test_two_ranks_make_the_weights_of_one(one: Path, two: Path, small_model: Path) -> None:
