@@ -73,12 +73,22 @@ class ForkedProcess:
         self._ended.set_result(None)
 
 
+def control_sockets(kind: int) -> tuple[socket.socket, socket.socket]:
+    """Ours, and that of a launcher or zygote. SandboxError when this process may have no more files open."""
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    except OSError as error:
+        raise SandboxError(f"the sandbox launcher could not be started: {error}") from error
+    ours.setblocking(False)
+    return ours, theirs
+
+
 async def start_process(command: Callable[[int], Sequence[str]], kind: int) -> tuple[ChildProcess, socket.socket]:
     """A process of `inner/` and our end of its control socket. `command` takes the descriptor of its own end.
 
     Raises: SandboxError.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    ours, theirs = control_sockets(kind)
     try:
         process = await asyncio.create_subprocess_exec(
             *command(theirs.fileno()),
@@ -96,5 +106,4 @@ async def start_process(command: Callable[[int], Sequence[str]], kind: int) -> t
         raise
     finally:
         theirs.close()
-    ours.setblocking(False)
     return ChildProcess(process), ours

@@ -22,6 +22,7 @@ MAX_ON_THE_WAY = 32
 """Programs that are sent and not started: they fit the socket, and the kernel's bound on descriptors on their way."""
 STOP_TIMEOUT_S = 10.0
 RECEIVE_BYTES = 65_536
+NO_ROOM = "the jail has been given up, for this process may have no more files open; raise the limit (ulimit -n)"
 
 Outcome = TypeVar("Outcome")
 
@@ -203,8 +204,12 @@ class LauncherLink:
 
     def _receive_with_descriptors(self) -> bytes:
         """With the first report come those of a jail."""
-        data, descriptors, _, _ = socket.recv_fds(self._control, RECEIVE_BYTES, MAX_DESCRIPTORS)
-        if descriptors:
+        data, descriptors, flags, _ = socket.recv_fds(self._control, RECEIVE_BYTES, MAX_DESCRIPTORS)
+        if flags & socket.MSG_CTRUNC:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            _settle(self._hello, SandboxError(NO_ROOM))
+        elif descriptors:
             self.folder, process, *listeners = descriptors
             self._process = ForkedProcess(process)
             self._watch = self._loop.create_task(self._watch_process(self._process))

@@ -51,7 +51,12 @@ class FilteringProxy:
         """`listener` becomes its own."""
         proxy = cls(network)
         listener.setblocking(False)
-        proxy._server = await asyncio.start_server(proxy.take, sock=listener, limit=MAX_HEAD_BYTES)
+        proxy._server = await asyncio.start_server(proxy.take, sock=listener, limit=MAX_HEAD_BYTES, start_serving=False)
+        try:
+            await proxy._server.start_serving()
+        except BaseException:
+            await proxy.aclose()
+            raise
         return proxy
 
     async def aclose(self) -> None:

@@ -12,7 +12,7 @@ from areal_agent.errors import SandboxError
 from sandboxes.inner.processes import children_of
 from sandboxes.inner.wire import REPORT, ReportKind
 from sandboxes.jail import Jail, JailKind
-from sandboxes.launcher_process import ChildProcess, start_process
+from sandboxes.launcher_process import ChildProcess, control_sockets, start_process
 from sandboxes.link import START_TIMEOUT_S, STOP_TIMEOUT_S, LauncherLink, LauncherTimeoutError
 
 MAX_ZYGOTES = 8
@@ -66,8 +66,7 @@ class Zygote:
         return link
 
     async def _fork(self, jail: Jail) -> LauncherLink:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        ours, theirs = control_sockets(socket.SOCK_STREAM)
         try:
             await self._send(json.dumps(jail.particulars).encode(), theirs.fileno())
         except BaseException as error:

@@ -27,13 +27,14 @@ from sandboxes.inner.namespaces import (
     NEW_MOUNTS,
     NEW_NET,
     NEW_PIDS,
-    NEW_USER,
     NEW_UTS,
     keep_mounts_here,
     mount,
     mount_processes,
+    own_users,
     pivot_root,
     unshare,
+    write,
 )
 from sandboxes.inner.zygote import serve
 
@@ -41,19 +42,10 @@ MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 
 
-def write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-
-
 def leave_the_host(uid: int) -> None:
     """Namespaces of its own. A user without root needs one of users first."""
-    host_uid, host_gid = os.getuid(), os.getgid()
-    if host_uid != 0:
-        unshare(NEW_USER)
-        write("/proc/self/setgroups", "deny")
-        write("/proc/self/uid_map", f"{uid} {host_uid} 1")
-        write("/proc/self/gid_map", f"{uid} {host_gid} 1")
+    if os.getuid() != 0:
+        own_users(uid)
     unshare(NEW_MOUNTS | NEW_CGROUP | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NET)
 
 

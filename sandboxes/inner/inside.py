@@ -24,8 +24,10 @@ from sandboxes.inner.namespaces import (
     keep_mounts_here,
     mount,
     mount_processes,
+    own_users,
     start_loopback,
     unshare,
+    write,
 )
 from sandboxes.inner.program import Interpreter
 from sandboxes.inner.wire import REPORT, ReportKind
@@ -52,11 +54,14 @@ def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
         mount(folder, place, None, MS_BIND)
 
 
-def forbid_user_namespaces() -> None:
-    """Within the namespace of users that a host without root made; under root there is none, and the filter must do."""
+def be_counted_alone(uid: int) -> None:
+    """The kernel counts the processes of a user in each namespace of users. Further ones are forbidden.
+
+    Under root there is none: control groups count, and the filter forbids.
+    """
     if os.getuid() != 0:
-        with open("/proc/sys/user/max_user_namespaces", "w") as file:
-            file.write("0")
+        own_users(uid)
+        write("/proc/sys/user/max_user_namespaces", "0")
 
 
 def become_nobody(uid: int) -> None:
@@ -92,7 +97,7 @@ def serve_cell(control: socket.socket, interpreter: Interpreter, config: dict[st
         if config["proxy_port"] is not None:
             listeners.append(socket.create_server(("127.0.0.1", config["proxy_port"])).detach())
         make_disk(config["disk_bytes"], config["inodes"], config["uid"], config["workdir"])
-        forbid_user_namespaces()
+        be_counted_alone(config["uid"])
         become_nobody(config["uid"])
         prctl(PR_SET_DUMPABLE, 0)  # no program may look into this process, though it has the same user
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which forgets it

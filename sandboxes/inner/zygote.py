@@ -10,6 +10,7 @@ alone sends, and no program runs in it. `zygote.py` one folder up is the host's 
          ◀── HELLO, once ───────────────────────           ◀── its end ──
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -31,7 +32,8 @@ def serve(control: socket.socket, config: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     with telling_the_host(control):
         processes = own_processes()
-    control.sendall(REPORT.pack(ReportKind.HELLO, 0, 0, 0, 0))
+    with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
+        control.sendall(REPORT.pack(ReportKind.HELLO, 0, 0, 0, 0))
     while True:
         frame, descriptors, _, _ = socket.recv_fds(control, MAX_CELL, 1)
         if not frame:

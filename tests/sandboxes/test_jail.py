@@ -8,7 +8,8 @@ programs; 8. a jail that cannot be built is an error with its reason; 9. limits 
 program; 10. the disk is as large as asked; 11. more isolation than there is is refused, also by `auto`, which takes a
 jail where there is one; 12. a share of the CPUs slows a program down; 13. C compiles and runs; 14. 1,000
 programs at once need no thread each; 15. processes that make sessions and more processes are dead by the deadline;
-16. no descriptor stays open; 17. jails of one zygote do not reach each other.
+16. no descriptor stays open, neither when a process may have no more; 17. jails of one zygote do not reach each other,
+nor use up the processes of each other where a user without root has no control groups.
 """
 
 import asyncio
@@ -19,17 +20,18 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes import Isolation, Limits, Pool, SandboxSpec, Status, link, open_pool
+from sandboxes import Isolation, Limits, Network, Pool, SandboxSpec, Status, link, open_pool
 from sandboxes import zygote as zygotes
 from sandboxes.cgroups import hierarchies_here
 from sandboxes.conformance.row import processes_left
 from sandboxes.inner.processes import children_of
+from sandboxes.jail import Jail, Walls
 from sandboxes.owner import GROUP_PREFIX, own_tag
 
 GONE = r"launcher (died|is not running)|the jail of this sandbox is gone"
@@ -85,6 +87,44 @@ async def test_no_descriptor_stays_open(backend: str) -> None:
         await box.exec(["sleep", "1000"], limits=Limits(wall_s=0.1))
         assert (await box.exec(["readlink", "/proc/self/fd/0"])).is_ok
     assert descriptors() <= before
+
+
+@contextlib.contextmanager
+def room_for(num_descriptors: int) -> Iterator[None]:
+    """This process may open so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
+    held: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for _ in range(num_descriptors):
+            os.close(held.pop())
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("network", [Network.none(), Network.full()])
+async def test_no_jail_where_no_more_files_may_be_open(backend: str, network: Network) -> None:
+    jail = Jail(walls=Walls(backend), spec=SandboxSpec(network=network).cell(Limits()))
+    zygote = await zygotes.Zygote.start(jail.kind)
+    before = len(os.listdir("/proc/self/fd"))
+    num_handed = 3 if jail.kind.has_proxy else 2
+    for num_free in range(num_handed + 2):
+        is_enough = num_free > num_handed  # and our end of the control socket
+        with (
+            room_for(num_free),
+            contextlib.nullcontext() if is_enough else pytest.raises(SandboxError, match=r"open files|files open"),
+        ):
+            await (await zygote.fork(jail)).aclose()
+        assert zygote.is_usable
+        assert len(os.listdir("/proc/self/fd")) == before
+    await zygote.aclose()
 
 
 HOST = """
@@ -228,6 +268,40 @@ async def test_jails_of_one_zygote_do_not_reach_each_other(pool: Pool) -> None:
         assert result.stdout.decode().splitlines()[:4] == ["Connection refused", "Connection refused", "-1", "True"]
         await neighbour.close_stdin()
         assert (await neighbour.wait()).is_ok
+
+
+PROCESSES_OF_A_USER = """
+import asyncio, os, sys
+from areal_agent.errors import SandboxError
+from sandboxes import Limits, open_pool
+
+async def main():
+    try:
+        async with open_pool(backend=sys.argv[1], wall_s=20.0) as pool, pool.acquire() as box, pool.acquire() as other:
+            crowd = await box.spawn(["sh", "-c", "for i in $(seq 20); do sleep 1000 & done; echo ready; wait"])
+            assert await anext(crowd.stdout) == b"ready\\n"
+            for num_processes in (4, 40):
+                source = f"import os, time\\nfor _ in range({num_processes}): os.fork() or time.sleep(1000)"
+                print((await other.exec_python(source, limits=Limits(pids=16))).exit_code)
+    except SandboxError as error:
+        print(error)
+
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+asyncio.run(main())
+"""
+
+
+async def test_jails_of_a_user_have_processes_of_their_own(backend: str) -> None:
+    """The kernel counts them by user where no control group does."""
+    pipe = asyncio.subprocess.PIPE
+    host = await asyncio.create_subprocess_exec(sys.executable, "-c", PROCESSES_OF_A_USER, backend, stdout=pipe)
+    said, _ = await host.communicate()
+    if b"no jail can be built" in said:  # he may not make namespaces, or not read this Python
+        pytest.skip(said.decode())
+    assert said == b"0\n1\n"
 
 
 async def test_cancelling_a_call_kills_its_program(pool: Pool) -> None:
