@@ -107,8 +107,7 @@ class KeptServers:
     async def aclose(self) -> None:
         for url in list(self._keepers):
             await self._end_keeper(url)
-        for server in self._servers:
-            await server.aclose()
+        await asyncio.gather(*(server.aclose() for server in self._servers))  # each may take seconds to end
 
     async def _end_keeper(self, url: str) -> None:
         keeper = self._keepers.pop(url, None)

@@ -4,12 +4,13 @@
 - one that dies too often is given up; when all are, that is a failure that says how the last one died, and
   no process is left of one
 - one that does not start is an error at the start; at the end no process is left
+- they are ended all at once: each may take seconds
 """
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,11 @@ MakeServer = Callable[..., KeptServer]
 def make(tmp_path: Path) -> MakeServer:
     """A server that is a shell script; it serves when it says so in its log, or dies."""
 
-    def making(name: str, script: str = "echo serving; exec sleep 100000") -> KeptServer:
+    def making(
+        name: str,
+        script: str = "echo serving; exec sleep 100000",
+        end: Callable[[ManagedProcess], Awaitable[None]] = ManagedProcess.aclose,
+    ) -> KeptServer:
         log = tmp_path / f"{name}.log"
 
         async def start() -> ManagedProcess:
@@ -41,7 +46,7 @@ def make(tmp_path: Path) -> MakeServer:
                 await asyncio.sleep(0.01)
             return f"http://{name}"
 
-        return KeptServer(start, serves, ManagedProcess.aclose)
+        return KeptServer(start, serves, end)
 
     return making
 
@@ -102,3 +107,17 @@ async def test_one_that_does_not_start_is_an_error(make):
     with pytest.raises(ProcessDied, match="the one process exited with 7"):
         async with keep_servers([make("one", "exit 7"), make("two")]):
             pass
+
+
+async def test_they_are_ended_all_at_once(make):
+    both_are_told = asyncio.Barrier(2)
+
+    async def end(process: ManagedProcess) -> None:
+        await both_are_told.wait()
+        await process.aclose()
+
+    async with asyncio.timeout(DEADLINE_S), keep_servers([make("one", end=end), make("two", end=end)]) as servers:
+        processes = servers.process_ids().values()
+    for process_id in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process_id, 0)

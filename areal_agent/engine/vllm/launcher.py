@@ -18,6 +18,11 @@ FLAGS = (
     *("--logprobs-mode", "processed_logprobs"),  # after temperature
     *("--worker-extension-cls", "worker_extension.WeightLoading"),
 )
+ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""Where this is 0, a model on one CPU runs in the process that schedules it: one process fewer to start and to talk to.
+
+vLLM wants a process of its own for it, so as to bind its threads to cores; these are not bound (VARIABLES).
+"""
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "1G")
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # pauses, aborts and weights
@@ -31,5 +36,7 @@ if __name__ == "__main__":  # vLLM's own processes import this file, too
     runpy.run_path(LIFELINE)["end_with_parent"]()
     os.environ.update(VARIABLES)
     is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+    if is_cpu:
+        os.environ.setdefault(ONE_PROCESS, "0")
     sys.argv[1:1] = (*FLAGS, *(CPU_FLAGS if is_cpu else ()))  # in front: what was asked for holds
     runpy.run_module(SERVER, run_name="__main__", alter_sys=False)

@@ -88,6 +88,15 @@ def running(real_server: str, real_other: Path) -> tuple[EngineConfig, Path]:
     return EngineConfig(urls=(real_server,), max_context_tokens=300), real_other
 
 
+async def serve_again(url: str, model: Path, version: WeightVersion) -> None:
+    """Whatever other tests have left there."""
+    engine = ForeignEngine(SglangServer(url))
+    try:
+        await engine.load(model, version)
+    finally:
+        await engine.aclose()
+
+
 @dataclass(kw_only=True, slots=True)
 class Stage:
     """The adapter, what serves behind it, and the two sets of weights."""

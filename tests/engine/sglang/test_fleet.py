@@ -21,8 +21,6 @@ from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import MemberState
-from areal_agent.engine.foreign.engine import ForeignEngine
-from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.distributed import DistributedChannel
@@ -30,7 +28,7 @@ from areal_agent.weights.push import push
 
 from ..servers import STARTUP_S
 from ..transfers import open_channel, parameters_of
-from .conftest import CONTEXT, CONTEXT_MARGIN, Watched
+from .conftest import CONTEXT, CONTEXT_MARGIN, Watched, serve_again
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 DEADLINE_S = 1200.0  # only a hang is longer
@@ -74,15 +72,6 @@ async def running(python: str, model: Path, logs: Path) -> AsyncGenerator[Run]:
         assert isinstance(engine.client, Fleet)
         await engine.client.info()
         yield Run(engine=engine, fleet=engine.client)
-
-
-async def serve_again(url: str, model: Path, version: WeightVersion) -> None:
-    """Whatever other tests have left there: a fleet takes no server that is ahead of it."""
-    engine = ForeignEngine(SglangServer(url))
-    try:
-        await engine.load(model, version)
-    finally:
-        await engine.aclose()
 
 
 @pytest.fixture

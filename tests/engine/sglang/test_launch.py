@@ -1,6 +1,7 @@
 """SGLang's servers as processes of a run, with a stand-in for SGLang that serves nothing:
 
 - the options of the config are arguments of the server; a Python that is not there is a ConfigError
+- one on a CPU sleeps when it has nothing to do
 - with `device: cuda` each of several servers has GPUs of its own
 - a Python without SGLang ends with its log; a server that never serves is an error, and is gone then
 - a server's own children are gone with it, also when the run is killed
@@ -151,6 +152,15 @@ async def test_a_python_without_sglang(tmp_path):
 async def test_a_server_that_never_serves(program, tmp_path):
     with pytest.raises(EngineUnreachable, match=r"did not serve within 0\.2 s"):
         await start(config(program("exec sleep 100000"), startup_timeout_s=0.2), tmp_path)
+
+
+async def test_one_on_a_cpu_leaves_it_to_others_when_idle(stand_in, tmp_path):
+    starting = asyncio.ensure_future(start(config(stand_in, startup_timeout_s=DEADLINE_S), tmp_path))
+    await child_in(tmp_path / "engine.log")
+    assert "--sleep-on-idle" in (tmp_path / "engine.log").read_text()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
 
 
 async def test_a_server_is_ended_with_its_children(stand_in, tmp_path):

@@ -6,7 +6,8 @@ Without that environment these tests skip.
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,18 @@ def running_vllm(python: str, model: Path, logs: Path) -> AbstractContextManager
 
 
 @pytest.fixture(scope="session")
-def vllm_server(vllm_python, vllm_model, tmp_path_factory) -> Iterator[str]:
+def starting_vllm_server(vllm_python, vllm_model, tmp_path_factory) -> Iterator[Future[str]]:
+    """The URL of a server that all tests share, once it serves. One that starts keeps a single core busy."""
+    with ExitStack() as stack, ThreadPoolExecutor(1) as thread:
+        server = running_vllm(vllm_python, vllm_model, tmp_path_factory.mktemp("vllm"))
+        yield thread.submit(stack.enter_context, server)
+        thread.submit(stack.close).result()  # its event loop is that thread's
+
+
+@pytest.fixture(scope="session")
+def vllm_server(starting_vllm_server: Future[str]) -> str:
     """The URL of a server that all tests share."""
-    with running_vllm(vllm_python, vllm_model, tmp_path_factory.mktemp("vllm")) as url:
-        yield url
+    return starting_vllm_server.result()
 
 
 @pytest.fixture

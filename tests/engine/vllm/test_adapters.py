@@ -8,6 +8,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,10 @@ def merged(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(vllm_python: str, begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server that applies adapters."""
+def server(
+    vllm_python: str, begun: Path, tmp_path_factory: pytest.TempPathFactory, starting_vllm_server: Future[str]
+) -> Iterator[str]:
+    """The URL of a server that applies adapters; that of the modules after this one starts beside it."""
     with running_vllm(vllm_python, begun, tmp_path_factory.mktemp("vllm")) as url:
         yield url
 

@@ -2,19 +2,45 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
+TRANSFERS = ("shared_memory", "distributed")
+
+Doctor = tuple[subprocess.Popen[bytes], Path]
+"""Its process, and the file with all that it says."""
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("transfer", ["shared_memory", "distributed"])
-def test_all_is_well(transfer: str, vllm_python: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def doctors(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Doctor]]:
+    """At work, by how weights go: both at once, for one alone is most of the time a server that starts on one core."""
     command = (sys.executable, "-m", "areal_agent.doctor", "--config", "configs/quickstart_vllm.yaml")
-    changes = (f"engine.python={vllm_python}", f"trainer.transfer={transfer}", f"run_dir={tmp_path / 'run'}")
-    done = subprocess.run([*command, *changes], cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"by {transfer.replace('_', ' ')}: published in" in done.stdout
+    with ExitStack() as stack:
+        started: dict[str, Doctor] = {}
+        for transfer in TRANSFERS:
+            folder = tmp_path_factory.mktemp(transfer)
+            told = folder / "told"
+            changes = (f"engine.python={vllm_python}", f"trainer.transfer={transfer}", f"run_dir={folder / 'run'}")
+            with told.open("wb") as file:
+                doctor = subprocess.Popen([*command, *changes], cwd=ROOT, stdout=file, stderr=file)
+            stack.callback(_end, doctor)
+            started[transfer] = (doctor, told)
+        yield started
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_all_is_well(transfer: str, doctors: dict[str, Doctor]) -> None:
+    doctor, told = doctors[transfer]
+    assert doctor.wait(900) == 0, told.read_text()
+    assert f"by {transfer.replace('_', ' ')}: published in" in told.read_text()
+
+
+def _end(doctor: subprocess.Popen[bytes]) -> None:
+    doctor.kill()
+    doctor.wait()

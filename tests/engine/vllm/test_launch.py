@@ -1,6 +1,7 @@
 """vLLM's servers as processes of a run, with a stand-in for vLLM that serves nothing:
 
 - the options of the config are arguments of the server, and what a CPU wants stands in front of them
+- a model on a CPU has no process of its own beside that which schedules it
 - with `device: cuda` each server is shown GPUs of its own, out of those that the run sees; too few are a ConfigError
 - a Python without vLLM ends with its log
 - a server's own children are gone with it, also when the run is killed
@@ -124,6 +125,12 @@ async def test_the_gpus_reach_the_server(stand_in, tmp_path):
     shows = "import os, sys; print('shown', os.environ['CUDA_VISIBLE_DEVICES']); sys.exit(3)"
     with pytest.raises(ProcessDied, match="shown 2,3"):
         await start(config(stand_in(shows), device="cuda", first_gpu=2, server_args=["-tp=2"]), tmp_path)
+
+
+async def test_a_model_on_a_cpu_has_no_process_of_its_own(stand_in, tmp_path):
+    shows = "import os, sys; print('own process:', os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']); sys.exit(3)"
+    with pytest.raises(ProcessDied, match="own process: 0"):
+        await start(config(stand_in(shows)), tmp_path)
 
 
 async def test_a_python_without_vllm(tmp_path):
