@@ -34,7 +34,7 @@ async def process(folder: Path, *options: str):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        async with asyncio.timeout(300):  # only a hang is longer
+        async with asyncio.timeout(900):  # only a hang is longer
             yield child
     finally:
         if child.returncode is None:
