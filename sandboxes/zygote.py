@@ -28,7 +28,7 @@ class Zygote:
         self._control = control
         self._links: set[LauncherLink] = set()
         self._num_forking = 0
-        self._is_stuck = False
+        self.is_stuck = False
 
     @classmethod
     async def start(cls, kind: JailKind) -> Self:
@@ -45,8 +45,8 @@ class Zygote:
         return zygote
 
     @property
-    def is_usable(self) -> bool:
-        return not (self._process.has_ended or self._is_stuck)
+    def is_dead(self) -> bool:
+        return self._process.has_ended
 
     @property
     def has_jails(self) -> bool:
@@ -58,7 +58,7 @@ class Zygote:
         try:
             link = await self._fork(jail)
         except LauncherTimeoutError:
-            self._is_stuck = True
+            self.is_stuck = True
             raise
         finally:
             self._num_forking -= 1
@@ -128,7 +128,10 @@ class Zygotes:
     async def _of(self, kind: JailKind) -> Zygote:
         async with self._starting:
             zygote = self._usable.pop(kind, None)
-            if zygote is not None and not zygote.is_usable:
+            if zygote is not None and zygote.is_dead:
+                await zygote.aclose()
+                zygote = None
+            elif zygote is not None and zygote.is_stuck:
                 self._stuck.append(zygote)
                 zygote = None
             self._usable[kind] = zygote or await Zygote.start(kind)
