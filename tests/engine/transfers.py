@@ -2,9 +2,10 @@
 
 import dataclasses
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,6 +20,23 @@ GONE_S = 0.5
 
 def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+
+class Receiver(Protocol):
+    """What a push is for. `serves`: weights by name, or the folder that it has loaded."""
+
+    serves: str | dict[str, torch.Tensor]
+
+
+def serve(receivers: Sequence[Receiver], folder: Path) -> bool:
+    """Whether all of them have exactly the weights of this folder, as they were sent."""
+    expected = parameters_of(folder)
+    return all(
+        isinstance(one.serves, dict)
+        and one.serves.keys() == expected.keys()
+        and all(torch.equal(one.serves[name], expected[name]) for name in expected)
+        for one in receivers
+    )
 
 
 @contextmanager

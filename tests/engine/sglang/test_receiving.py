@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from aiohttp import web
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from areal_agent.types import WeightVersion
 from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.push import push
 
-from ..transfers import FAULTS, open_channel, parameters_of
+from ..transfers import FAULTS, open_channel, parameters_of, serve
 from .scripted import OLD, ScriptedServer, serving
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
@@ -135,17 +134,6 @@ async def server(tiny: Path) -> AsyncGenerator[tuple[WorkingServer, ForeignEngin
     async with serving(server) as url, contextlib.aclosing(ForeignEngine(SglangServer(url))) as engine:
         await engine.load(tiny, OLD)
         yield server, engine
-
-
-def serve(schedulers: list[Scheduler], folder: Path) -> bool:
-    """Whether all of them have exactly the weights of this folder, as they were sent."""
-    expected = parameters_of(folder)
-    return all(
-        isinstance(one.serves, dict)
-        and one.serves.keys() == expected.keys()
-        and all(torch.equal(one.serves[name], expected[name]) for name in expected)
-        for one in schedulers
-    )
 
 
 async def test_every_scheduler_receives_all_and_loads_it_at_the_commit(server, channel, tiny, other):

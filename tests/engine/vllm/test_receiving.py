@@ -25,7 +25,7 @@ from areal_agent.types import WeightVersion
 from areal_agent.weights.distributed import DistributedChannel
 from areal_agent.weights.push import push
 
-from ..transfers import FAULTS, open_channel, parameters_of
+from ..transfers import FAULTS, open_channel, parameters_of, serve
 from .scripted import OLD, ScriptedServer, answering
 
 NUM_WORKERS = 2
@@ -81,17 +81,6 @@ async def server(tiny: Path) -> AsyncGenerator[tuple[WorkingServer, ForeignEngin
     async with answering(server) as engine:
         await engine.load(tiny, OLD)
         yield server, engine
-
-
-def serve(workers: list[Worker], folder: Path) -> bool:
-    """Whether all of them have exactly the weights of this folder, as they were sent."""
-    expected = parameters_of(folder)
-    return all(
-        isinstance(one.serves, dict)
-        and one.serves.keys() == expected.keys()
-        and all(torch.equal(one.serves[name], expected[name]) for name in expected)
-        for one in workers
-    )
 
 
 async def test_every_worker_receives_all_and_loads_it_at_the_commit(server, channel, tiny, other):
