@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,12 @@ def _parser() -> Parser:
     add("--admin-key", "the admin key; others on this machine can see it: prefer the file", metavar="KEY")
     add("--admin-key-file", "a file that holds it; else AREAL_AGENT_ADMIN_KEY, else one is made", type=Path)
     add("--model", "the name of the model (default: as its folder is called)", metavar="NAME")
+    _add_bounds(add)
+    return parser
+
+
+def _add_bounds(add: Callable[..., None]) -> None:
+    """Flags of staleness, time and number."""
     add("--max-staleness", "versions that a trained token may be old; a trainer says it, too", type=int, metavar="N")
     add("--batch-answers", "rollouts a train step; with --max-staleness the staleness bound", type=int, metavar="B")
     add(
@@ -111,7 +117,6 @@ def _parser() -> Parser:
         metavar="S",
         default=30.0,
     )
-    return parser
 
 
 def _check(options: Namespace) -> None:
