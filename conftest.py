@@ -6,5 +6,5 @@ Their own tests skip themselves.
 from importlib.util import find_spec
 
 collect_ignore = [
-    f"areal_agent/observe/trackers/{name}_run.py" for name in ("wandb", "mlflow", "trackio") if find_spec(name) is None
+    f"areal_agent/observe/{name}_run.py" for name in ("wandb", "mlflow", "trackio") if find_spec(name) is None
 ]

@@ -13,8 +13,7 @@ from pydantic_core import ErrorDetails
 
 from areal_agent.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, before_preset
 from areal_agent.command import nearest
-from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.gpus import read_arguments
+from areal_agent.engine.config import EngineConfig, read_arguments
 from areal_agent.engine.vllm import ADAPTER_RANKS
 from areal_agent.errors import ConfigError
 from areal_agent.observe.config import ObserveConfig

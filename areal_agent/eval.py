@@ -8,7 +8,7 @@ from areal_agent.command import Parser, run_command
 def main() -> int:
     args = _parse()
     # here: it loads the project, which --help and a misspelt option need not wait for
-    from areal_agent.eval_run import evaluate
+    from areal_agent.run.evaluation import evaluate
 
     return evaluate(args.config, args.overrides)
 

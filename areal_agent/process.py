@@ -2,6 +2,8 @@
 
 A child holds the read end of a pipe, its *lifeline*, whose write end only the parent has. However the parent ends,
 SIGKILL included, the pipe closes and `exit_with_parent` ends the child. Knows nothing of what the children do.
+
+Work that a cancellation must not cut in half. It knows not what work.
 """
 
 import asyncio
@@ -12,11 +14,14 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 from areal_agent.errors import ProcessDied
+
+Result = TypeVar("Result")
+
 
 LIFELINE_VARIABLE = "AREAL_AGENT_LIFELINE_FD"
 
@@ -151,3 +156,16 @@ class ManagedProcess:
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
+
+
+async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work` to its end even when cancelled meanwhile; the cancellation is raised afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # the cancellation is what is raised
+        raise

@@ -7,8 +7,17 @@ gateway ── Journal ──▶ ledger          trainer ── (files) ──�
 from collections.abc import Callable
 from typing import Protocol
 
-from areal_agent.engine_types import GenerateRequest, GenerateResult, PauseMode, TokenChunk, Weights
-from areal_agent.types import SessionRecord, Trajectory, Turn, WeightVersion
+from areal_agent.types import (
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    SessionRecord,
+    TokenChunk,
+    Trajectory,
+    Turn,
+    Weights,
+    WeightVersion,
+)
 
 
 class Sampler(Protocol):

@@ -12,7 +12,7 @@ def main() -> int:
     if args.resume and not Path(args.resume).is_dir():
         raise ConfigError(f"there is no run folder {args.resume!r}; name the folder that the run printed")
     # here: it loads the project, which --help and a misspelt option need not wait for
-    from areal_agent.train_run import train
+    from areal_agent.run.loop import train
 
     config_file = Path(args.config) if args.config else Path(args.resume) / "config.yaml"
     return train(config_file, args.overrides, resume=args.resume, is_dry=args.dry_run)

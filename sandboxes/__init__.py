@@ -35,11 +35,9 @@ README.md and in `Pool.capabilities()`.
 """
 
 from sandboxes.base import Capabilities, Cell, Process, Program, Provider
-from sandboxes.limits import Limits
 from sandboxes.pool import Pool, open_pool
-from sandboxes.result import ExecResult, Status
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Access, Isolation, Network, SandboxSpec
+from sandboxes.spec import Access, ExecResult, Isolation, Limits, Network, SandboxSpec, Status
 
 __all__ = [
     "Access",

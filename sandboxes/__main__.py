@@ -9,14 +9,13 @@ import sys
 from dataclasses import asdict
 
 from areal_agent.errors import SandboxError
-from sandboxes.backends import Backend
+from sandboxes.cgroups import reap
 from sandboxes.command import Parser
 from sandboxes.conformance import ROWS, Verdict, check
-from sandboxes.containers.base_image import DEFAULT_IMAGE, make_default_image
 from sandboxes.containers.engine import Engine
+from sandboxes.containers.images import DEFAULT_IMAGE, make_default_image
 from sandboxes.doctor import examine, strongest_backend
-from sandboxes.pool import open_pool
-from sandboxes.reap import reap
+from sandboxes.pool import Backend, open_pool
 
 
 def main() -> int:

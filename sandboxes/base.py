@@ -9,9 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sandboxes.limits import Limits
-from sandboxes.result import ExecResult
-from sandboxes.spec import CellSpec, Isolation
+from sandboxes.spec import CellSpec, ExecResult, Isolation, Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

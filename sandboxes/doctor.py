@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from areal_agent.errors import SandboxError
 from sandboxes.bubblewrap import find_walls
-from sandboxes.containers.base_image import DEFAULT_IMAGE
+from sandboxes.cgroups import GroupTree
 from sandboxes.containers.engine import Engine
-from sandboxes.group_tree import GroupTree
+from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.inner.landlock import landlock_version
-from sandboxes.jail import Walls
-from sandboxes.seccomp import denying_filter
+from sandboxes.jail import Walls, denying_filter
 
 CONTAINERS = "containers"
 

@@ -2,20 +2,26 @@
 
 It knows the launcher (`link.py`) and a control group when the backend has one; it knows no backend, and not what
 becomes of the output (`output.py` keeps it, `streams.py` hands it on).
+
+What a program prints, collected from two pipes by the event loop, within a bound. It knows no program.
+
+What a program that a launcher runs finds in its environment, beside what its caller adds. It knows no backend.
+
+The three streams of a program that the host talks with while it runs. It knows no program.
 """
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self
 
-from sandboxes.limits import Limits
 from sandboxes.link import Ended, LauncherLink, Run, Turn
-from sandboxes.result import ExecResult, Status
+from sandboxes.spec import ExecResult, Limits, Status
 
 GRACE_S = 5.0
 """A launcher is killed that has not reported the end of a killed program by then, or the start of a program so long
@@ -188,3 +194,208 @@ def sealed_file(data: bytes) -> int:
     os.lseek(descriptor, 0, os.SEEK_SET)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return descriptor
+
+
+CHUNK_BYTES = 65_536
+
+
+class BoundedOutput:
+    """Two pipes, `stdout` and `stderr`, of which at most `max_bytes` together are kept.
+
+    A context manager: its descriptors are closed on leaving. `on_overflow` is called once, when more was printed.
+    """
+
+    def __init__(self, max_bytes: int, on_overflow: Callable[[], None]) -> None:
+        self.is_truncated = False
+        self._loop = asyncio.get_running_loop()
+        self._room = max_bytes
+        self._on_overflow = on_overflow
+        self._chunks: dict[int, list[bytes]] = {}  # by the read end
+        self._open: set[int] = set()  # read ends that may give more
+        self._write_ends: list[int] = []
+
+    def __enter__(self) -> Self:
+        try:
+            for _ in ("stdout", "stderr"):
+                self._open_pipe()
+        except OSError:  # no descriptor is left: the first pipe must not stay
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close_write_ends()
+        for read_end in tuple(self._open):
+            self._leave(read_end)
+        for read_end in self._chunks:
+            os.close(read_end)
+
+    @property
+    def write_ends(self) -> tuple[int, ...]:
+        """What becomes the program's stdout and stderr."""
+        return tuple(self._write_ends)
+
+    def close_write_ends(self) -> None:
+        """Once the program has them."""
+        while self._write_ends:
+            os.close(self._write_ends.pop())
+
+    def collect(self) -> tuple[bytes, bytes]:
+        """All that was printed, to be called when the program has ended.
+
+        Whatever lies in the pipes by now is read, and nothing is waited for: a process that outlived its program
+        and holds a pipe open holds nobody up.
+        """
+        for read_end in tuple(self._open):
+            while self._read(read_end):
+                pass
+        stdout, stderr = (b"".join(chunks) for chunks in self._chunks.values())
+        return stdout, stderr
+
+    def _open_pipe(self) -> None:
+        read_end, write_end = os.pipe()
+        self._write_ends.append(write_end)
+        self._chunks[read_end] = []
+        os.set_blocking(read_end, False)
+        self._open.add(read_end)
+        self._loop.add_reader(read_end, self._read, read_end)
+
+    def _read(self, read_end: int) -> bool:
+        """Read once; whether there may be more."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(read_end, CHUNK_BYTES)
+            if not data:
+                self._leave(read_end)
+        if len(data) > self._room:
+            self._overflow()
+        kept = data[: self._room]
+        self._room -= len(kept)
+        self._chunks[read_end].append(kept)
+        return bool(data) and not self.is_truncated
+
+    def _overflow(self) -> None:
+        if not self.is_truncated:
+            self.is_truncated = True
+            for read_end in tuple(self._open):
+                self._leave(read_end)
+            self._on_overflow()
+
+    def _leave(self, read_end: int) -> None:
+        self._open.discard(read_end)
+        self._loop.remove_reader(read_end)
+
+
+PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+def base_environment(home: str) -> dict[str, str]:
+    """`home`: the working directory, as the program sees it.
+
+    >>> sorted(base_environment("/work"))
+    ['HOME', 'PATH', 'TMPDIR']
+    """
+    return {"PATH": PROGRAM_PATH, "HOME": home, "TMPDIR": home}
+
+
+class _HostEnd:
+    """The host's end of a pipe, for one reader or writer, who waits until it is ready."""
+
+    _is_closed = True  # until there is a pipe
+
+    def __init__(self, end: int, *, is_read: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._end = end
+        self._watch, self._unwatch = (
+            (self._loop.add_reader, self._loop.remove_reader)
+            if is_read
+            else (self._loop.add_writer, self._loop.remove_writer)
+        )
+        self._is_closed = False
+        self._waiting: asyncio.Future[None] | None = None
+        os.set_blocking(end, False)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Harmless when it is closed already."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._wake()
+            os.close(self._end)
+
+    async def _wait(self) -> None:
+        self._waiting = self._loop.create_future()
+        self._watch(self._end, self._wake)
+        try:
+            await self._waiting
+        finally:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None:
+            self._unwatch(self._end)
+            if not self._waiting.done():
+                self._waiting.set_result(None)
+            self._waiting = None
+
+
+class PipeReader(_HostEnd):
+    """What comes out of a pipe, chunk by chunk, for one reader; its write end is handed to the program."""
+
+    def __init__(self) -> None:
+        read_end, self.write_end = os.pipe()
+        super().__init__(read_end, is_read=True)
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        await asyncio.sleep(0)  # a program that prints without end must not keep others from running
+        while not self._is_closed:
+            try:
+                data = os.read(self._end, CHUNK_BYTES)
+            except BlockingIOError:
+                if self._is_over:
+                    break
+                await self._wait()
+                continue
+            if not data:
+                break
+            return data
+        self.close()
+        raise StopAsyncIteration
+
+    def close_write_end(self) -> None:
+        """Once the program has it."""
+        os.close(self.write_end)
+
+    def finish(self) -> None:
+        """The program is dead: what is there can be read, and nothing is waited for, whoever holds the pipe open."""
+        self._is_over = True
+        self._wake()
+
+
+class PipeWriter(_HostEnd):
+    """What goes into a pipe, for one writer; its read end is handed to the program."""
+
+    def __init__(self) -> None:
+        self.read_end, write_end = os.pipe()
+        super().__init__(write_end, is_read=False)
+
+    async def write(self, data: bytes) -> None:
+        """All of it, as the program takes it. BrokenPipeError when nobody will."""
+        view = memoryview(data)
+        while view:
+            if self._is_closed:
+                raise BrokenPipeError("the program's stdin is closed")
+            try:
+                view = view[os.write(self._end, view) :]
+            except BlockingIOError:
+                await self._wait()
+
+    def close_read_end(self) -> None:
+        """Once the program has it."""
+        os.close(self.read_end)

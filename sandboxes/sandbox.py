@@ -12,14 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
-from sandboxes.archive import checked, pack_folder
 from sandboxes.base import Cell, Process, Program
-from sandboxes.limits import Limits
-from sandboxes.paths import relative_parts
-from sandboxes.python_session import SESSION_SOURCE, PythonSession
-from sandboxes.result import ExecResult
-from sandboxes.shell_session import ShellSession
-from sandboxes.spec import CellSpec, SandboxSpec
+from sandboxes.folder import checked, pack_folder
+from sandboxes.sessions import SESSION_SOURCE, PythonSession, ShellSession
+from sandboxes.spec import CellSpec, ExecResult, Limits, SandboxSpec, relative_parts
 
 MAX_DOWNLOAD_BYTES = 64 * 2**20
 

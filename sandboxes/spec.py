@@ -1,13 +1,55 @@
-"""What is asked of a sandbox: isolation, network, and all that it starts with. It knows no backend."""
+"""What is asked of a sandbox: isolation, network, and all that it starts with. It knows no backend.
 
+What one program may use. It knows no backend.
+
+How a program ended. It knows no backend.
+
+Paths within a sandbox: relative to its working directory, and never out of it. It opens nothing.
+"""
+
+import errno
 import ipaddress
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from pathlib import PurePosixPath
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.limits import Limits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one program may use.
+
+    >>> Limits(wall_s=2.0).max_cpu_s
+    2
+    """
+
+    wall_s: float = 5.0
+    cpu_s: float | None = None  # of each process, rounded up to whole seconds; None: as `wall_s`
+    memory_bytes: int = 256 * 2**20  # address space of each process; of all together where the backend can count them
+    file_bytes: int = 16 * 2**20  # length of each file that it writes
+    open_files: int = 128
+    output_bytes: int = 64 * 2**10  # stdout and stderr together
+    # None: the backend's own. A backend that cannot enforce one refuses a number for it.
+    cpus: float | None = None  # share of the machine's CPUs, of all processes together
+    pids: int | None = None  # processes and threads at once
+    disk_bytes: int | None = None  # of the whole sandbox, not of one program
+    inodes: int | None = None  # files and folders, of the whole sandbox
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            name, value = limit.name, getattr(self, limit.name)
+            if value is not None and not (0 < value < math.inf):
+                raise ValueError(f"Limits.{name} is {value!r}; give a positive, finite number")
+
+    @property
+    def max_cpu_s(self) -> int:
+        """The CPU limit in the kernel's unit, whole seconds."""
+        return math.ceil(self.wall_s if self.cpu_s is None else self.cpu_s)
+
 
 WEB_PORTS = (80, 443)
 
@@ -140,3 +182,67 @@ class CellSpec:
                     f"SandboxSpec.{name} is {value!r}, and the {backend} backend cannot give it; "
                     "leave it out, or use another backend"
                 )
+
+
+class Status(StrEnum):
+    """How a program ended. OK alone means that it ran to its end and exited with 0."""
+
+    OK = "ok"
+    NONZERO = "nonzero"  # it exited with another code
+    SIGNALED = "signaled"  # a signal ended it that none of the limits below explains
+    TIMEOUT = "timeout"  # wall-clock or CPU time was over
+    MEMORY = "memory"  # it failed for want of memory
+    PIDS = "pids"  # it started more processes than allowed
+    DISK = "disk"  # it wrote more than allowed
+    OUTPUT_LIMIT = "output_limit"  # it printed more than allowed; what was printed until then is kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecResult:
+    """How a program ended and what it printed, as raw bytes: nothing in them is ever read as a status.
+
+    >>> result = ExecResult(status=Status.NONZERO, exit_code=3, signal=None, stdout=b"", stderr=b"no such city",
+    ...                     truncated=False, wall_s=0.01, cpu_s=0.01, peak_memory_bytes=9_000_000)
+    >>> result.is_ok, result.stderr.decode()
+    (False, 'no such city')
+    """
+
+    status: Status
+    exit_code: int | None  # None when a signal ended it
+    signal: int | None  # None when it exited
+    stdout: bytes
+    stderr: bytes
+    truncated: bool  # whether it printed more than is kept here
+    wall_s: float
+    cpu_s: float
+    peak_memory_bytes: int  # resident, of its largest process
+    oom_kills: int = 0  # processes that the kernel killed for want of memory, where the backend can count them
+    is_state_lost: bool = False  # of a session's run: what the runs before it left is gone as well
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status is Status.OK
+
+
+def relative_parts(path: str) -> tuple[str, ...]:
+    """The names of a path within a working directory; PermissionError for one that leads out of it, or nowhere.
+
+    >>> relative_parts("./data/input.txt")
+    ('data', 'input.txt')
+    """
+    parts = folder_parts(path)
+    if not parts:
+        raise _refusal(path)
+    return parts
+
+
+def folder_parts(path: str) -> tuple[str, ...]:
+    """As `relative_parts`, of a folder: the working directory itself is one."""
+    parts = PurePosixPath(path).parts
+    if path.startswith("/") or ".." in parts or "\0" in path:
+        raise _refusal(path)
+    return parts
+
+
+def _refusal(path: str) -> PermissionError:
+    return PermissionError(errno.EPERM, "give a path in the working directory, relative and without '..'", path)

@@ -18,14 +18,13 @@ from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities
+from sandboxes.cgroups import reap_folders
 from sandboxes.folder import OpenFolder, WorkingFolder, remove_tree
-from sandboxes.interpreter import python_on
+from sandboxes.jail import python_on
 from sandboxes.launched import LaunchedCell
-from sandboxes.limits import Limits
 from sandboxes.link import LauncherLink
 from sandboxes.owner import FOLDER_PREFIX, own_tag
-from sandboxes.reap import reap_folders
-from sandboxes.spec import Access, CellSpec, Isolation
+from sandboxes.spec import Access, CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
 

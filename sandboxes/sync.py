@@ -11,12 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from sandboxes import base, pool, python_session, sandbox, shell_session
-from sandboxes.backends import Backend
+from sandboxes import base, pool, sandbox, sessions
 from sandboxes.base import Capabilities
-from sandboxes.limits import Limits
-from sandboxes.result import ExecResult
-from sandboxes.spec import Isolation, SandboxSpec
+from sandboxes.pool import Backend
+from sandboxes.spec import ExecResult, Isolation, Limits, SandboxSpec
 
 Answer = TypeVar("Answer")
 
@@ -213,7 +211,7 @@ class _Chunks:
 class ShellSession:
     """See `shell_session.ShellSession`."""
 
-    def __init__(self, loop: LoopThread, session: shell_session.ShellSession) -> None:
+    def __init__(self, loop: LoopThread, session: sessions.ShellSession) -> None:
         self._loop = loop
         self._session = session
 
@@ -224,7 +222,7 @@ class ShellSession:
 class PythonSession:
     """See `python_session.PythonSession`."""
 
-    def __init__(self, loop: LoopThread, session: python_session.PythonSession) -> None:
+    def __init__(self, loop: LoopThread, session: sessions.PythonSession) -> None:
         self._loop = loop
         self._session = session
 

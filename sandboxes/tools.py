@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sandboxes.result import ExecResult, Status
 from sandboxes.sandbox import Sandbox
+from sandboxes.spec import ExecResult, Status
 
 MAX_CHARACTERS = 8_000
 """Of what a call says, so many are kept: its beginning and its end."""

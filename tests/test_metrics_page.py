@@ -16,8 +16,7 @@ import pytest
 
 from areal_agent.config import Config
 from areal_agent.ledger.verify import verify
-from areal_agent.observe.metrics import read_metrics
-from areal_agent.observe.rows import evaluation_rows, step_rows
+from areal_agent.observe.metrics import evaluation_rows, read_metrics, step_rows
 from areal_agent.run import Run
 
 pytestmark = pytest.mark.slow  # a run of its own

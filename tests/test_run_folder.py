@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import ConfigError
-from areal_agent.run_folder import RunFolder
+from areal_agent.files import RunFolder
 
 
 @pytest.mark.parametrize("run_dir", ["/proc/areal_agent_run", "/dev/null/run"])

@@ -4,17 +4,101 @@ Packed, sequences stand one behind the other in a single row; each begins at pos
 `segments`. Padded, each has a row of its own, filled up on the right: a causal model never looks there. Either way no
 sequence sees another, and the loss tokens are the same. Knows no model and no loss.
 Shapes: R rows of T tokens, S samples, M loss tokens of a micro-batch.
+
+What of one record the loss needs: a *sample*. Knows no other record, no micro-batch and no model.
+
+Shapes: T input tokens and M loss tokens of one sample.
+
+Log-probability and entropy of chosen tokens from hidden states, without ever holding all logits. Pure functions.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
-from areal_agent.algorithms.samples import Sample
+from areal_agent.types import TokenRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """One record as the loss sees it. Loss token m is predicted at input position `predicting[m]`.
+
+    A record of tokens `a b C D e`, of which C and D were sampled, has the inputs `a b C`, predicts at 1 and 2, and
+    leaves out what trails its last loss token. Fields with a default are filled in on the way through a train step, as
+    far as the algorithm needs them.
+    """
+
+    rollout: str  # the session that it is a branch of
+    inputs: Tensor  # [T] int64
+    predicting: Tensor  # [M] int64, in 0..T-1
+    targets: Tensor  # [M] int64
+    temperatures: Tensor  # [M] float32
+    behavior: Tensor  # [M] float32, log-probabilities by the engine
+    versions: Tensor  # [M] int32, WeightVersion.step
+    incarnations: Tensor  # [M] int32, WeightVersion.incarnation
+    advantages: Tensor | None = None  # [M] float32
+    weight: float = 0.0  # of each of its loss tokens in the loss of the optimiser update
+    proximal: Tensor | None = None  # [M] float32, log-probabilities at the start of the step
+    reference: Tensor | None = None  # [M] float32, log-probabilities by the reference model
+    values: Tensor | None = None  # [M] float32, of the critic at the start of the step
+    returns: Tensor | None = None  # [M] float32, what the critic learns
+
+    @property
+    def num_tokens(self) -> int:
+        """Input tokens: what it costs."""
+        return len(self.inputs)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.targets)
+
+    def emptied(self) -> Self:
+        """A sample of one input token and no loss token, with the same fields filled in: work that changes nothing."""
+        of_tokens = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("rollout", "weight")}
+        nothing = {name: value[:0] for name, value in of_tokens.items() if value is not None}
+        return replace(self, **(nothing | {"inputs": torch.zeros(1, dtype=torch.long)}))
+
+
+def sample_of(record: TokenRecord) -> Sample:
+    """Take from a record what the loss needs.
+
+    Raises ValueError for a record that cannot be trained: its first token is in the loss, or a loss token has no
+    finite log-probability or no positive temperature.
+    """
+    _check(record)
+    positions = torch.from_numpy(record.loss_mask).nonzero().squeeze(1)  # [M]
+    tokens = torch.from_numpy(record.token_ids).long()
+    num_inputs = int(positions[-1]) if len(positions) else 0
+    return Sample(
+        rollout=record.session_id,
+        inputs=tokens[:num_inputs],
+        predicting=positions - 1,
+        targets=tokens[positions],
+        temperatures=torch.from_numpy(record.temperatures)[positions],
+        behavior=torch.from_numpy(record.behavior_logprobs)[positions],
+        versions=torch.from_numpy(record.versions)[positions],
+        incarnations=torch.from_numpy(record.incarnations)[positions],
+    )
+
+
+def _check(record: TokenRecord) -> None:
+    where = f"branch {record.branch} of session {record.session_id!r}"
+    mask = record.loss_mask
+    if mask[:1].any():
+        raise ValueError(
+            f"{where}: its first token is in the loss, but nothing predicts it; a prompt has to come first"
+        )
+    logprobs = torch.from_numpy(record.behavior_logprobs[mask])
+    if not bool(logprobs.isfinite().all()):
+        raise ValueError(f"{where}: a loss token has no finite behaviour log-probability; mask it")
+    temperatures = torch.from_numpy(record.temperatures[mask])
+    if not bool((temperatures > 0).all()):
+        raise ValueError(f"{where}: a loss token has temperature {float(temperatures.min())}; mask greedy tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,3 +175,47 @@ def _joined(
     present = [part for part in parts if part is not None]
     assert len(present) in (0, len(parts)), f"{len(present)} of {len(parts)} samples have {field}"
     return torch.cat(present).to(device) if present else None
+
+
+LOGITS_PER_CHUNK = 2**24
+"""Logits that exist at once: 64 MiB in float32, however long the batch and however large the vocabulary."""
+
+Head = Callable[[Tensor], Tensor]
+"""The output layer of a model: hidden states [M, H] -> logits [M, V]."""
+
+
+def logprobs_and_entropy(
+    hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Head, *, vocab_size: int, chunk_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of its distribution, both in nats and differentiable.
+
+    logp_i = log softmax(head(h_i) / temperature_i)[target_i];  H_i = -sum_v p_iv log p_iv.
+    `hidden` holds the states at the *predicting* positions (one before each target): nothing is computed for tokens
+    that are not in the loss. More than one chunk of `chunk_size` positions recomputes its logits in the backward pass,
+    which changes memory, not values. Always computed in float32.
+    Shapes: hidden [M, H], targets [M], temperatures [M] -> [M], [M].
+    """
+    num_tokens = len(targets)
+    assert hidden.ndim == 2 and len(hidden) == num_tokens, (hidden.shape, targets.shape)
+    assert targets.shape == temperatures.shape == (num_tokens,), (targets.shape, temperatures.shape)
+    size = chunk_size or max(1, LOGITS_PER_CHUNK // vocab_size)
+    measure = _one_chunk if num_tokens <= size else _recomputed
+    chunks = [
+        measure(hidden[i : i + size], targets[i : i + size], temperatures[i : i + size], head)
+        for i in range(0, max(num_tokens, 1), size)
+    ]
+    return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+
+
+def _recomputed(hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    if not torch.is_grad_enabled():
+        return _one_chunk(hidden, targets, temperatures, head)
+    logprobs, entropy = checkpoint(_one_chunk, hidden, targets, temperatures, head, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs, entropy
+
+
+def _one_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    logits = head(hidden).float() / temperatures[:, None]  # [M, V]
+    log_p = torch.log_softmax(logits, dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(dim=-1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), entropy

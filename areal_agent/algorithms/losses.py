@@ -6,19 +6,216 @@ J_t is an *objective*: `ppo_clip`, `gspo`, `cispo` or a user's own. w_t is fixed
 (aggregation.py), so the losses of micro-batches add up to the loss of the update, however it was split. r_t is the
 truncated importance weight of the proximal over the behaviour policy, so with `ppo_clip` the first term is decoupled
 PPO (AReaL, arXiv 2505.24298, eq. 5). The divergence and the entropy are not weighted so.
+
+The loss of a critic. Pure functions over the loss tokens of one micro-batch.
+
+The proximal policy without a forward pass. Pure function.
+
+Estimates of a divergence between two policies from samples of one. Pure functions.
+
+Schulman, "Approximating KL divergence", 2020: of KL(q || p) from samples of q, with `log_ratio` = log p/q there.
+Any shape -> the same shape, one estimate an element, in nats.
+
+What a policy loss is computed from: the loss tokens of one micro-batch. It knows no loss.
+
+What is worth knowing about a policy loss: sums and maxima over loss tokens, which do not depend on the split.
 """
 
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass, fields
+from typing import Literal, Self, cast
 
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.config import AlgorithmConfig, is_import_path
-from areal_agent.algorithms.divergence import MAX_LOG_RATIO, divergence
-from areal_agent.algorithms.loss_stats import LossStats
-from areal_agent.algorithms.loss_tokens import LossTokens
-from areal_agent.algorithms.plugins import load_loss
+from areal_agent.algorithms.config import AlgorithmConfig, is_import_path, load_loss
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, weights: Tensor, *, clip: float) -> tuple[Tensor, int]:
+    """The clipped squared error of PPO's critic (arXiv 2005.12729, section 3), and how many tokens were clipped.
+
+    L = sum_t w_t 1/2 max((V_t - R_t)^2, (V_t^clip - R_t)^2),  V_t^clip = old_t + clip(V_t - old_t, -clip, clip),
+    with the values `old` from the start of the step. The gradient flows through `values` alone.
+    Shapes: all [M] -> scalar, count. Normalised by `weights`, as the policy's loss.
+    """
+    assert values.shape == old.shape == returns.shape == weights.shape, (values.shape, old.shape, returns.shape)
+    old, returns = old.detach(), returns.detach()
+    error = (values - returns).square()
+    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+    num_clipped = int((clipped > error).sum()) if len(values) else 0
+    return (weights * torch.maximum(error, clipped)).sum() / 2, num_clipped
+
+
+def approximate_proximal(logprobs: Tensor, behavior: Tensor, versions: Tensor, start_version: int) -> Tensor:
+    """Log-probabilities at the start of the step, on the line between the policy that sampled and the current one.
+
+    log p_prox = log p_behav + a (log p_theta - log p_behav),  a = d / (d + 1),  d = start_version - version >= 0.
+    Versions count steps, and the current policy is on its way to start_version + 1: a token of age 0 was sampled by the
+    proximal policy itself, an old one is close to the current. The idea is that of A-3PO (arXiv 2512.06547).
+    Detached. Shapes: [M], [M], [M] -> [M].
+    """
+    assert logprobs.shape == behavior.shape == versions.shape, (logprobs.shape, behavior.shape, versions.shape)
+    age = (start_version - versions).clamp_min(0).to(logprobs.dtype)
+    return behavior + age / (age + 1.0) * (logprobs.detach() - behavior)
+
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to it: e**20 is far outside every clip, and e**89 would be infinite in float32."""
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """-log p/q: unbiased, of either sign, with a large variance."""
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """(log p/q)^2 / 2: biased, never negative; its gradient is unbiased."""
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """p/q - 1 - log p/q: unbiased and never negative."""
+    return log_ratio.expm1() - log_ratio
+
+
+def divergence(policy: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """KL(policy || reference) a token, from the log-probabilities of tokens; differentiable in `policy`: [M] -> [M]."""
+    assert policy.shape == reference.shape, (policy.shape, reference.shape)
+    log_ratio = (reference.detach() - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match estimator:
+        case "k1":
+            return k1(log_ratio)
+        case "k2":
+            return k2(log_ratio)
+        case "k3":
+            return k3(log_ratio)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossTokens:
+    """M loss tokens, log-probabilities and entropy in nats. The gradient flows through `logprobs` and `entropy` alone.
+
+    A sequence is one branch of a rollout; all its loss tokens are in the same micro-batch. `weights` are fixed over the
+    whole optimiser update, before it is split (aggregation.py).
+    """
+
+    logprobs: Tensor  # [M], of the policy that is trained
+    entropy: Tensor  # [M], of its distribution at each token
+    proximal: Tensor  # [M], log-probabilities of the policy around which ratios are clipped
+    behavior: Tensor  # [M], log-probabilities of the policy that sampled
+    advantages: Tensor  # [M]
+    weights: Tensor  # [M]
+    sequences: Tensor  # [M] int64: equal numbers for tokens of one sequence
+    reference: Tensor | None = None  # [M], log-probabilities of the reference model
+
+    def __post_init__(self) -> None:
+        for field in ("entropy", "proximal", "behavior", "advantages", "weights", "sequences", "reference"):
+            value: Tensor | None = getattr(self, field)
+            if value is not None and (value.ndim != 1 or value.shape != self.logprobs.shape):
+                raise ValueError(f"{field} is of shape {tuple(value.shape)}, logprobs of {tuple(self.logprobs.shape)}")
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi_theta / pi_prox, clamped; differentiable. [M]"""
+        return (self.logprobs - self.proximal.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    @property
+    def log_importance(self) -> Tensor:
+        """log pi_prox / pi_behav, not clamped; no gradient. [M]"""
+        return (self.proximal - self.behavior).detach()
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """The sum of `values` over each token's sequence, for each token: [M] -> [M]."""
+        if len(values) == 0:
+            return values
+        num_sequences = int(self.sequences.max()) + 1
+        return values.new_zeros(num_sequences).index_add(0, self.sequences, values)[self.sequences]
+
+    def sequence_means(self, values: Tensor) -> Tensor:
+        """The mean of `values` over each token's sequence, for each token: [M] -> [M]."""
+        return self.sequence_sums(values) / self.sequence_sums(torch.ones_like(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossStats:
+    """Sums over loss tokens, and maxima (`*_max`), which merge over micro-batches exactly; means come at the end."""
+
+    num_tokens: int = 0
+    ratio_sum: float = 0.0  # pi_theta / pi_prox; of the sequence with gspo
+    ratio_max: float = 0.0
+    clipped_low: float = 0.0  # tokens that the lower clip touched: cut off their gradient (cispo: bounded their weight)
+    clipped_high: float = 0.0
+    dual_clipped: float = 0.0
+    kl_sum: float = 0.0  # of theta to the proximal policy, estimator k3
+    kl_ref_sum: float = 0.0  # of theta to the reference, estimator k3
+    weight_sum: float = 0.0  # pi_prox / pi_behav, capped
+    weight_square_sum: float = 0.0
+    weight_max: float = 0.0  # before the cap
+    capped: float = 0.0
+    num_referred: int = 0  # tokens with a reference
+
+    @classmethod
+    def of(cls, tokens: LossTokens, ratio: Tensor, uncapped: Tensor, config: AlgorithmConfig) -> Self:
+        """`ratio` is what the loss clips, `uncapped` the importance weight. Shapes: [M], [M]."""
+        if len(tokens) == 0:
+            return cls()
+        is_bad, is_good = tokens.advantages < 0, tokens.advantages > 0
+        weight = uncapped.clamp_max(config.behavior_weight_cap)
+        zero = torch.zeros_like(ratio)
+        kl_ref = zero if tokens.reference is None else divergence(tokens.logprobs.detach(), tokens.reference, "k3")
+        sums = {
+            "ratio_sum": ratio.sum(),
+            "ratio_max": ratio.max(),
+            "clipped_low": ((is_bad | _is_cispo(config)) & (ratio < 1.0 - config.clip_low)).sum(),
+            "clipped_high": ((is_good | _is_cispo(config)) & (ratio > 1.0 + config.clip_high)).sum(),
+            "dual_clipped": zero.sum() if config.dual_clip is None else (is_bad & (ratio > config.dual_clip)).sum(),
+            "kl_sum": k3(tokens.log_ratio.detach()).sum(),
+            "kl_ref_sum": kl_ref.sum(),
+            "weight_sum": weight.sum(),
+            "weight_square_sum": weight.square().sum(),
+            "weight_max": uncapped.max(),
+            "capped": (uncapped > config.behavior_weight_cap).sum(),
+        }
+        values = torch.stack([value.to(ratio.dtype) for value in sums.values()]).tolist()  # one transfer, not eleven
+        return cls(
+            num_tokens=len(tokens),
+            num_referred=0 if tokens.reference is None else len(tokens),
+            **dict(zip(sums, values, strict=True)),
+        )
+
+    def merge(self, other: Self) -> Self:
+        """The statistics of both together."""
+        both = {one.name: (getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
+        return type(self)(**{name: max(pair) if name.endswith("_max") else sum(pair) for name, pair in both.items()})
+
+    def metrics(self) -> dict[str, float]:
+        """Means a token. The effective sample size is (sum w)^2 / sum w^2 over the number of tokens: 1 is ideal.
+
+        `kl_ref` is there when a reference is.
+        """
+        count = max(self.num_tokens, 1)
+        return {
+            "ratio_mean": self.ratio_sum / count,
+            "ratio_max": self.ratio_max,
+            "clip_fraction_low": self.clipped_low / count,
+            "clip_fraction_high": self.clipped_high / count,
+            "dual_clip_fraction": self.dual_clipped / count,
+            "approx_kl": self.kl_sum / count,
+            "behavior_weight_mean": self.weight_sum / count,
+            "behavior_weight_max": self.weight_max,
+            "behavior_weight_capped_fraction": self.capped / count,
+            "effective_sample_size": self.weight_sum**2 / max(self.weight_square_sum, 1e-30) / count,
+            **({"kl_ref": self.kl_ref_sum / self.num_referred} if self.num_referred else {}),
+        }
+
+
+def _is_cispo(config: AlgorithmConfig) -> bool:
+    """Whether weights are clipped whatever the advantage's sign."""
+    return config.loss == "cispo"
+
 
 Objective = Callable[[LossTokens, AlgorithmConfig], Tensor]
 """What is maximised, a token: [M], differentiable in `logprobs`. Not weighted, not aggregated."""

@@ -1,4 +1,11 @@
-"""The engine of a run, whichever kind it is: servers that are started, or found running and given the run's weights."""
+"""The engine of a run, whichever kind it is: servers that are started, or found running and given the run's weights.
+
+The calls by which servers join and leave a run from outside: where they are served, and who finds the key.
+
+Both stand in the run's folder, in files for its owner alone, for as long as the run goes on.
+
+The folder that an engine is started with: a model, or the adapters that its servers are to apply to one.
+"""
 
 import asyncio
 import contextlib
@@ -7,18 +14,22 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_agent.cancellation import uninterrupted
-from areal_agent.cluster.embedded import start_embedded
 from areal_agent.cluster.kept_server import KeptServers
-from areal_agent.cluster.sglang import start_sglang
-from areal_agent.cluster.vllm import start_vllm
+from areal_agent.cluster.servers import start_embedded, start_sglang, start_vllm
 from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet, MemberReport
 from areal_agent.engine.fleet.member import MemberState
-from areal_agent.engine.http import HttpEngine
-from areal_agent.errors import ArealAgentError, ConfigError, EngineError, EngineUnreachable
+from areal_agent.engine.foreign.weight_folders import AdapterForm, begin_adapter
+from areal_agent.errors import ArealAgentError, ConfigError, EngineError, EngineUnreachable, WeightUpdateError
+from areal_agent.files import replace_private
+from areal_agent.gateway.auth import new_key
+from areal_agent.gateway.engine_servers import EngineServers, serve_engine_servers
+from areal_agent.process import uninterrupted
 from areal_agent.protocols import MemoryHolder
+from areal_agent.trainer.checkpoint import ADAPTER
+from areal_agent.trainer.config import TrainerConfig
 from areal_agent.types import WeightVersion
 
 
@@ -167,3 +178,34 @@ async def memory_of(fleet: Fleet, urls: tuple[str, ...]) -> AsyncGenerator[Memor
         yield _Memory(fleet, engines)
     finally:
         await asyncio.gather(*(engine.aclose() for engine in engines))
+
+
+@asynccontextmanager
+async def open_engine_control(servers: EngineServers, *, url_file: Path, key_file: Path) -> AsyncGenerator[None]:
+    """Serve `/rl/engines` until left."""
+    key = new_key()
+    served = await serve_engine_servers(servers, key)
+    try:
+        replace_private(key_file, key)
+        replace_private(url_file, served.base_url)
+        yield
+    finally:
+        for file in (url_file, key_file):
+            file.unlink(missing_ok=True)
+        await served.aclose()
+
+
+def engine_weights(config: TrainerConfig, model: Path, checkpoint: Path | None, folder: Path) -> Path:
+    """What a run that began with `model`, and goes on from `checkpoint`, starts its engine with.
+
+    Adapters are written into `folder`: servers may be started again long after. Raises ConfigError.
+    """
+    if config.lora is None or config.lora.push == "merged":
+        return checkpoint or model
+    form = AdapterForm(
+        base=model, rank=config.lora.rank, alpha=config.lora.alpha, target_modules=config.lora.target_modules
+    )
+    try:
+        return begin_adapter(folder / "begun_with", form, checkpoint / ADAPTER if checkpoint else None)
+    except (OSError, WeightUpdateError) as error:
+        raise ConfigError(f"trainer.lora.push is 'adapter', and there is nothing to begin with: {error}") from error

@@ -1,16 +1,28 @@
 """Starts the trainer and the rollout workers of a run on this machine, and what all of its processes share.
 
 It knows how they are started and when they are ready, not what they are used for.
+
+Which host a URL names: whether it is this machine.
+
+The folder in which a run hands over weights: its own, and gone with it. It knows nothing of weights.
+
+One that a killed run has left is removed by the next run. That is one whose process is gone, by the number in its name,
+and that nobody holds a lock on: containers may share memory, and do not see each other's processes.
 """
 
 import asyncio
 import contextlib
+import fcntl
+import os
+import shutil
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from areal_agent.errors import ConfigError
 from areal_agent.process import ManagedProcess
@@ -101,3 +113,86 @@ def thread_variables(num_threads: int) -> dict[str, str]:
     return {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} | {
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def check_this_host(url: str, what: str) -> None:
+    """Raise ConfigError unless `url` leads to this machine: what lies in its memory can be read there."""
+    name = urlsplit(url).hostname or ""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise ConfigError(f"{what} = {url}: the host {name!r} cannot be found ({error}); check the name") from None
+    if not any(_is_own(address) for address in addresses):
+        raise ConfigError(
+            f"{what} = {url}: {name!r} is another machine, and weights are handed over in shared memory; run the "
+            "trainer on the machine of the engine"
+        )
+
+
+def _is_own(address: str) -> bool:
+    """A socket can be bound to the addresses of this machine only."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+MEMORY = Path("/dev/shm")
+PREFIX = "areal_agent-"
+
+
+@contextmanager
+def weights_folder(*, in_memory: bool) -> Generator[Path]:
+    """A private folder, in memory if that is asked for and the machine has one (/dev/shm); removed on leaving."""
+    has_memory = in_memory and os.access(MEMORY, os.W_OK)
+    with folder_in(MEMORY if has_memory else Path(tempfile.gettempdir())) as folder:
+        yield folder
+
+
+@contextmanager
+def folder_in(parent: Path) -> Generator[Path]:
+    """The same in this place. What killed runs left there is removed first."""
+    for leftover in parent.glob(f"{PREFIX}*"):
+        if _is_abandoned(leftover):
+            shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", dir=parent) as name, _locked(Path(name)):
+        yield Path(name)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+    if not owner.isdigit() or _is_alive(int(owner)):
+        return False
+    try:
+        with _locked(folder):
+            return True
+    except OSError:  # somebody holds it, or it is somebody else's
+        return False
+
+
+@contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    """Inside, nobody else can have this. Raises OSError when somebody has it; without locks on a disk, nobody does."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                raise
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

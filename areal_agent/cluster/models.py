@@ -9,8 +9,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from areal_agent.errors import ConfigError
-from areal_agent.models.cache import model_folder
-from areal_agent.models.recipe import RECIPE, demonstrations_of
+from areal_agent.models.recipe import RECIPE, demonstrations_of, model_folder
 from areal_agent.observe.progress import Progress
 from areal_agent.process import ManagedProcess
 

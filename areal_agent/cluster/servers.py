@@ -1,23 +1,40 @@
 """Starts servers of SGLang or vLLM on this machine, each kind in the environment that has it, and keeps them alive.
 
 It knows processes and when they serve; what is theirs to know is said by `sglang.py` and `vllm.py`.
+
+How embedded engines are started on this machine: their arguments, and where each is found. It knows no wire.
+
+How a SGLang server is started, in the environment that has SGLang: its arguments. It knows no process.
+
+How a vLLM server is started, in the environment that has vLLM: its arguments. It knows no process.
 """
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
 from areal_agent.cluster.local import thread_variables, unless_it_dies
-from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.config import EngineConfig, EnginePlan, visible_gpus
+from areal_agent.engine.foreign.engine import ForeignEngine
+from areal_agent.engine.foreign.weight_folders import AdapterForm, is_adapter, read_form
+from areal_agent.engine.sglang import SGLANG_LAUNCHER
+from areal_agent.engine.sglang.server import SglangServer
+from areal_agent.engine.vllm import ADAPTER_RANKS, VLLM_LAUNCHER
+from areal_agent.engine.vllm.server import ADAPTER, VllmServer
+from areal_agent.errors import EngineError, EngineUnreachable
 from areal_agent.process import ManagedProcess
+from areal_agent.types import WeightVersion
 
 
 class ServerClient(Protocol):
@@ -111,3 +128,180 @@ def _choose_ports(config: EngineConfig) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
+
+
+POLL_S = 0.05
+
+
+def start_embedded(
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+) -> AbstractAsyncContextManager[KeptServers]:
+    """`config.num_servers` engines that serve `model` as `version`; kept alive, and ended on leaving."""
+    places = [_Place(config, model, version, logs, number) for number in range(config.num_servers)]
+    return keep_servers([KeptServer(place.start, place.serves, ManagedProcess.aclose) for place in places])
+
+
+class _Place:
+    """Of one engine: on any free port at first, and there again whenever it is started anew."""
+
+    def __init__(self, config: EngineConfig, model: Path, version: WeightVersion, logs: Path, number: int) -> None:
+        self._config = config
+        self._name = "engine" if config.num_servers == 1 else f"engine {number}"
+        self._log = logs / f"{self._name.replace(' ', '-')}.log"
+        self._announcement = self._log.with_suffix(".url")
+        self._command = command_of(config, model, version)
+        self._variables = thread_variables(config.threads) | visible_gpus(config, number, os.environ)
+        self._port = config.port
+
+    async def start(self) -> ManagedProcess:
+        self._announcement.unlink(missing_ok=True)
+        command = [*self._command, "--port", str(self._port), "--announce", str(self._announcement)]
+        return await ManagedProcess.start(self._name, command, log_path=self._log, env=self._variables)
+
+    async def serves(self, process: ManagedProcess) -> str:
+        """Its URL, once it serves. Raises ProcessDied and EngineUnreachable."""
+        url = await unless_it_dies(process, self._announced())
+        self._port = urlsplit(url).port or 0
+        return url
+
+    async def _announced(self) -> str:
+        limit_s = self._config.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not self._announcement.exists():  # noqa: ASYNC110 (a file has no event)
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise EngineUnreachable(
+                f"the {self._name} did not serve within engine.startup_timeout_s = {limit_s:g}; see {self._log}"
+            ) from None
+        return self._announcement.read_text()
+
+
+def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Sequence[str]:
+    """What starts each of them, wherever it is to listen."""
+    options = {
+        "--model": str(model),
+        "--device": config.device,
+        "--threads": str(config.threads),
+        "--weight-version": str(version),
+        "--max-running": str(config.max_running_requests),
+        "--max-context": str(config.max_context_tokens),
+        "--kv-layout": config.kv_layout,
+        "--sharing": str(EnginePlan.of(config).num_sharing),
+        "--drain": "0",  # a run that ends has nobody left who waits
+    }
+    if config.kv_tokens is not None:
+        options["--kv-tokens"] = str(config.kv_tokens)
+    if config.leave_gib is not None:
+        options["--leave-gib"] = str(config.leave_gib)
+    flags = [] if config.cuda_graphs else ["--no-cuda-graphs"]
+    words = (word for pair in options.items() for word in pair)
+    return [sys.executable, "-m", "areal_agent.engine", *words, *flags]
+
+
+CONTEXT_MARGIN = 8
+"""SGLang cuts requests off a few tokens before the end of its context: it is given so much more than is used."""
+
+
+def start_sglang(
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+) -> AbstractAsyncContextManager[KeptServers]:
+    """`config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving."""
+    launch = Launch(
+        launcher=SGLANG_LAUNCHER,
+        options=_sglang_options(config, model, version),
+        flags=("--skip-server-warmup", "--incremental-streaming-output"),
+        own_options=lambda number: _gpus(config, number),
+        client=lambda url: ForeignEngine(SglangServer(url)),
+        variables=lambda _: {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
+    )
+    return start_servers(config, launch, logs)
+
+
+def _sglang_options(config: EngineConfig, model: Path, version: WeightVersion) -> dict[str, str]:
+    options = {
+        "--model-path": os.path.abspath(model),
+        "--weight-version": str(version),
+        "--context-length": str(config.max_context_tokens + CONTEXT_MARGIN),
+        "--max-running-requests": str(config.max_running_requests),
+    }
+    if config.kv_tokens is not None:
+        options["--max-total-tokens"] = str(config.kv_tokens)
+    if config.device != "auto":
+        options["--device"] = config.device
+    return options
+
+
+def _gpus(config: EngineConfig, number: int) -> dict[str, str]:
+    plan = EnginePlan.of(config)
+    return {"--base-gpu-id": str(plan.first_gpu_of(number))} if plan.is_spread or config.first_gpu else {}
+
+
+MAX_LOGPROBS = 32
+"""Of a token: one more than is asked for, and a gateway hands out 20."""
+
+BLOCK_TOKENS = 32
+"""What keys and values are kept by, where `kv_tokens` says how many: a CPU wants multiples of it, a GPU takes them."""
+
+FLAGS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
+
+
+class StartedServer:
+    """A server that is given its version once it serves, also when it was started again: vLLM has no flag for it."""
+
+    def __init__(self, engine: ForeignEngine, model: Path, version: WeightVersion) -> None:
+        self._engine = engine
+        self._model = model
+        self._version = version
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until it serves `model` as `version`. Raises EngineUnreachable when it does not."""
+        await self._engine.wait_ready(timeout_s)
+        try:
+            await self._engine.load(self._model, self._version)
+        except EngineError as error:
+            raise EngineUnreachable(f"it serves, and takes no weights: {error}") from error
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._engine.aclose()
+
+
+def start_vllm(
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+) -> AbstractAsyncContextManager[KeptServers]:
+    """`config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving.
+
+    `model` may be a folder of adapters: then they apply these to the model that they are for, and take adapters alone.
+    """
+    form = read_form(model) if is_adapter(model) else None
+    launch = Launch(
+        launcher=VLLM_LAUNCHER,
+        options=_vllm_options(config, model) if form is None else _adapter_options(config, model, form),
+        flags=(*FLAGS, *(("--enable-lora",) if form else ())),
+        client=lambda url: StartedServer(ForeignEngine(VllmServer(url)), model, version),
+        variables=lambda number: visible_gpus(config, number, os.environ),
+    )
+    return start_servers(config, launch, logs)
+
+
+def _vllm_options(config: EngineConfig, model: Path) -> dict[str, str]:
+    options = {
+        "--model": os.path.abspath(model),
+        "--max-model-len": str(config.max_context_tokens),
+        "--max-num-seqs": str(config.max_running_requests),
+        "--max-logprobs": str(MAX_LOGPROBS),
+        "--generation-config": "vllm",
+    }
+    if config.kv_tokens is not None:
+        num_blocks = -(-config.kv_tokens // BLOCK_TOKENS) + 1  # one stands for none
+        options |= {"--block-size": str(BLOCK_TOKENS), "--num-gpu-blocks-override": str(num_blocks)}
+    return options
+
+
+def _adapter_options(config: EngineConfig, adapters: Path, form: AdapterForm) -> dict[str, str]:
+    return {
+        **_vllm_options(config, form.base),
+        "--max-lora-rank": str(next(rank for rank in ADAPTER_RANKS if rank >= form.rank)),
+        "--lora-modules": f"{ADAPTER}={os.path.abspath(adapters)}",
+    }

@@ -14,7 +14,7 @@ from areal_agent.errors import ConfigError
 def main() -> int:
     args = _parse()
     # here: it loads half of the project, which --help and a misspelt option need not wait for
-    from areal_agent.doctor.checkup import check_up
+    from areal_agent.doctor.examination import check_up
 
     return asyncio.run(
         check_up(

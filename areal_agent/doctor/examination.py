@@ -3,26 +3,22 @@
     settings ─▶ machine ─▶ model ─▶ tokenizer ─▶ template ─▶ memory ─▶ storage ─▶ sandboxes ─▶ engine and trainer
 
 The cheap ones come first. What starts processes comes last, and can be left out.
+
+One visit to the doctor: a config file examined and reported, with the exit code. It reads no command line.
 """
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agent.config import Config
-from areal_agent.doctor.attempt import attempt, examined
-from areal_agent.doctor.finding import Finding, State
-from areal_agent.doctor.machine import Machine, num_cores, this_machine
-from areal_agent.doctor.memory_check import memory_findings
-from areal_agent.doctor.memory_parts import uses_gpu
-from areal_agent.doctor.model import find_model, model_finding, shape_of
-from areal_agent.doctor.report import Report
-from areal_agent.doctor.sandboxes import sandbox_findings
-from areal_agent.doctor.settings import check_settings
-from areal_agent.doctor.shape import ModelShape
-from areal_agent.doctor.storage import storage_findings
-from areal_agent.doctor.template import template_findings
-from areal_agent.doctor.tokenizer import load_renderer, tokenizer_findings
+from areal_agent.doctor.findings import Finding, Report, State, attempt, examined
+from areal_agent.doctor.machine import GIB, Machine, num_cores, this_machine
+from areal_agent.doctor.memory import memory_findings, uses_gpu
+from areal_agent.doctor.model import ModelShape, find_model, model_finding, shape_of
+from areal_agent.doctor.settings import check_settings, sandbox_findings, storage_findings
+from areal_agent.doctor.tokenizer import load_renderer, template_findings, tokenizer_findings
 from areal_agent.doctor.trial import Trial
 from areal_agent.tokens.renderer import Renderer
 
@@ -106,3 +102,37 @@ class Examination:
                 change=f"lower {several}engine.threads or trainer.threads",
             )
         return Finding(check="machine", state=State.OK, found=found)
+
+
+async def check_up(
+    file: str,
+    overrides: Sequence[str],
+    *,
+    starts_engine: bool,
+    num_gpus: int | None = None,
+    memory_gib: float | None = None,
+) -> int:
+    """1 when a check failed, else 0. `num_gpus` and `memory_gib` are those of a machine that is planned for.
+
+    Raises ConfigError when the config cannot be read.
+    """
+    config = Config.load(file, overrides)
+    planned = None
+    if num_gpus is not None and memory_gib is not None:
+        planned = plan(await this_machine(), num_gpus, int(memory_gib * GIB))
+    report = Report()
+    try:
+        await Examination(
+            config=config, name=Path(file).stem, report=report, starts_engine=starts_engine, planned=planned
+        ).run()
+    finally:
+        report.close()
+    report.sum_up()
+    return 1 if report.has_failed else 0
+
+
+def plan(here: Machine, num_gpus: int, memory_bytes: int) -> Machine:
+    """A machine with such GPUs and the memory of this one; without GPUs, with that memory."""
+    if num_gpus:
+        return Machine(memory_bytes=here.memory_bytes, num_gpus=num_gpus, gpu_bytes=memory_bytes)
+    return Machine(memory_bytes=memory_bytes)

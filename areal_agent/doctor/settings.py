@@ -1,22 +1,36 @@
 """What a config names, beside the model: workflow, tasks, ports, its folder. Each fault by itself, not the first alone.
 
 The checks are those of preflight.py, before which a run stops at the first fault.
+
+Whether the sandboxes that a config asks for work here: `python -m sandboxes doctor` is asked, as a process.
+
+Room for what a run writes: checkpoints on the disk of its folder, and new weights on their way to the engine.
 """
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+import orjson
 
 from areal_agent.algorithms.config import is_import_path
-from areal_agent.cluster.hosts import check_this_host
+from areal_agent.cluster.local import check_this_host
 from areal_agent.config import Config
-from areal_agent.doctor.attempt import examined
-from areal_agent.doctor.finding import Finding, State
-from areal_agent.doctor.report import Report
-from areal_agent.errors import ConfigError
-from areal_agent.gateway.admin_key import find_admin_key
-from areal_agent.observe.trackers.choice import require_installed
-from areal_agent.preflight import (
+from areal_agent.doctor.findings import Finding, Report, State, examined
+from areal_agent.doctor.machine import Machine, gib
+from areal_agent.doctor.memory import NUM_SLOTS, TrainerMemory, uses_gpu
+from areal_agent.doctor.model import ModelShape
+from areal_agent.errors import ConfigError, SandboxError
+from areal_agent.gateway.standalone import find_admin_key
+from areal_agent.observe.trackers import require_installed
+from areal_agent.rollout.config import SandboxConfig
+from areal_agent.rollout.tasks.loading import load_tasks, require_json
+from areal_agent.rollout.workflow import import_path, load_workflow
+from areal_agent.run.preflight import (
     check_engine,
     check_ports,
     choose_folder,
@@ -24,8 +38,6 @@ from areal_agent.preflight import (
     load_eval_tasks,
     make_curriculum,
 )
-from areal_agent.rollout.tasks.loading import load_tasks, require_json
-from areal_agent.rollout.workflow import import_path, load_workflow
 
 IMPORTING_S = 60.0
 SERVER_MODULES: Mapping[str, str] = {"sglang": "sglang", "vllm": "vllm"}
@@ -127,3 +139,163 @@ async def _folder(config: Config, name: str) -> list[Finding]:
 
 def _ok(check: str, found: str) -> Finding:
     return Finding(check=check, state=State.OK, found=found)
+
+
+COMMAND = (sys.executable, "-m", "sandboxes", "doctor", "--json")
+ASKING_S = 120.0
+
+CONTAINERS = ("containers",)
+JAILS = ("walls by bubblewrap", "walls by namespaces")
+NEEDS: Mapping[str, Sequence[str]] = {
+    "docker": CONTAINERS,
+    "bubblewrap": JAILS,
+    "namespaces": ("walls by namespaces",),
+    "embedded": JAILS,
+    "auto": (*CONTAINERS, *JAILS),
+    "subprocess": (),
+}
+"""What of a machine each backend can be built on; one of them is enough."""
+STRENGTHS = ("none", "process", "namespaces", "container", "vm")
+GIVES = {**dict.fromkeys(CONTAINERS, "container"), **dict.fromkeys(JAILS, "namespaces")}
+"""How far each isolates, one of these strengths."""
+FALLING_BACK = ("embedded", "auto")
+WITHOUT_WALLS = ("none", "process")
+"""Those that take plain processes where nothing better works."""
+
+
+async def sandbox_findings(config: SandboxConfig) -> list[Finding]:
+    """One. A workflow that opens no sandbox needs none: where only that is at stake, it is a warning."""
+    return [judge(config, await ask() if NEEDS[config.backend] else {})]
+
+
+async def ask() -> Mapping[str, str | None]:
+    """What works (None), and why what does not. Raises SandboxError when the command gives no answer."""
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), ASKING_S)
+    except TimeoutError:
+        raise SandboxError(f"python -m sandboxes doctor gave no answer within {ASKING_S:g} s; run it alone") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        last = errors.decode(errors="replace").strip().splitlines()[-1:]
+        raise SandboxError(f"python -m sandboxes doctor failed: {' '.join(last)}; run it alone")
+    return {one["subject"]: None if one["works"] else one["detail"] for one in orjson.loads(output)}
+
+
+def judge(config: SandboxConfig, found: Mapping[str, str | None]) -> Finding:
+    """What the backend of a config finds.
+
+    >>> judge(SandboxConfig(backend="docker"), {"containers": "no daemon answers"}).state
+    <State.FAIL: 'fail'>
+    """
+    backend = config.backend
+    needs = [name for name in NEEDS[backend] if is_enough(GIVES[name], config)]
+    if not needs and (NEEDS[backend] or not is_enough("process", config)):
+        return _finding(
+            State.FAIL,
+            f"sandbox.min_isolation {config.min_isolation}: sandbox.backend {backend} never isolates so far",
+            "a stronger sandbox.backend, or a lower sandbox.min_isolation",
+        )
+    working = [name for name in needs if name in found and found[name] is None]
+    if working:
+        return _finding(State.OK, f"sandbox.backend {backend}: {working[0]} work here")
+    if not needs:
+        return _finding(
+            State.WARN,
+            f"sandbox.backend {backend}: programs are limited, and not isolated from this machine",
+            "for programs that a model wrote, sandbox.backend=embedded",
+        )
+    causes = "; ".join(f"{name}: {found.get(name) or 'not known'}" for name in needs)
+    if backend in FALLING_BACK and config.min_isolation in WITHOUT_WALLS:
+        return _finding(
+            State.WARN,
+            f"sandbox.backend {backend}: no isolation works here, so programs would only be limited ({causes})",
+            "see python -m sandboxes doctor; nothing to do where the workflow opens no sandbox",
+        )
+    if backend in FALLING_BACK and config.min_isolation is None:
+        return _finding(
+            State.WARN,
+            f"sandbox.backend {backend}: no isolation works here, so a workflow that opens a sandbox fails ({causes})",
+            "see python -m sandboxes doctor; sandbox.min_isolation=none limits programs without isolating them",
+        )
+    return _finding(
+        State.FAIL, f"sandbox.backend {backend}: {causes}", "see python -m sandboxes doctor, or another backend"
+    )
+
+
+def is_enough(strength: str, config: SandboxConfig) -> bool:
+    return STRENGTHS.index(strength) >= STRENGTHS.index(config.min_isolation or "none")
+
+
+def _finding(state: State, found: str, change: str = "") -> Finding:
+    return Finding(check="sandboxes", state=state, found=found, change=change)
+
+
+SHARED_MEMORY = Path("/dev/shm")
+FOLDERS_OF_SERVERS = 2
+"""Of SGLang and vLLM, which load folders: the one that serves and the next."""
+FOLDERS_OF_DISK = 3
+"""weights/disk.py keeps two, and writes a third."""
+
+
+async def storage_findings(shape: ModelShape, config: Config, machine: Machine) -> list[Finding]:
+    """One for checkpoints, one for weights."""
+    memory = TrainerMemory(shape=shape, config=config, is_gpu=uses_gpu(config.trainer.device, machine))
+    return [_checkpoints(memory, config), _weights(memory, config)]
+
+
+def _checkpoints(memory: TrainerMemory, config: Config) -> Finding:
+    """The newest is whole before the oldest goes."""
+    number = config.trainer.keep_last + 1
+    needed = number * memory.checkpoint_bytes
+    place = nearest_folder(Path(config.run_dir or "runs"))
+    free = shutil.disk_usage(place).free
+    found = (
+        f"{number} checkpoints of {gib(memory.checkpoint_bytes)} (trainer.keep_last {config.trainer.keep_last}, and "
+        f"the next one): {gib(needed)} of {gib(free)} that are free at {place}"
+    )
+    if needed > free:
+        return Finding(
+            check="disk",
+            state=State.FAIL,
+            found=found,
+            change="free some, or set run_dir to another disk, or trainer.keep_last=1",
+        )
+    return Finding(check="disk", state=State.OK, found=found)
+
+
+def _weights(memory: TrainerMemory, config: Config) -> Finding:
+    if config.trainer.transfer == "cuda_ipc":
+        return Finding(check="transfer", state=State.OK, found="new weights stay within the GPU")
+    if config.trainer.transfer == "distributed":
+        found = f"new weights go to the engine from {config.trainer.transfer_host}, over no file"
+        return Finding(check="transfer", state=State.OK, found=found)
+    in_memory = config.trainer.transfer == "shared_memory" and os.access(SHARED_MEMORY, os.W_OK)
+    place = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
+    copies = NUM_SLOTS if config.trainer.transfer == "shared_memory" else FOLDERS_OF_DISK
+    may_load_folders = config.engine.backend != "embedded" or config.engine.url is not None  # it says which
+    if may_load_folders and config.trainer.transfer == "shared_memory":
+        copies += FOLDERS_OF_SERVERS
+    needed, free = copies * memory.published_bytes, shutil.disk_usage(place).free
+    found = (
+        f"new weights travel by {place}: {copies} copies of {gib(memory.published_bytes)}, {gib(needed)} of "
+        f"{gib(free)} that are free"
+    )
+    if needed <= free:
+        return Finding(check="transfer", state=State.OK, found=found)
+    remedy = "give it more (docker run --shm-size), or set trainer.transfer=disk" if in_memory else "free some"
+    return Finding(check="transfer", state=State.FAIL, found=found, change=remedy)
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the first above it that exists.
+
+    >>> nearest_folder(Path("/none/such/folder"))
+    PosixPath('/')
+    """
+    return next(one for one in (path, *path.absolute().parents) if one.is_dir())

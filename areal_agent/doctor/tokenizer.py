@@ -1,12 +1,26 @@
-"""The tokenizer: whether it is the model's, gives texts back as they were, and lets no text forge a turn."""
+"""The tokenizer: whether it is the model's, gives texts back as they were, and lets no text forge a turn.
+
+The chat template: what becomes of a conversation as it goes on, and so what the gateway does at each turn.
+
+Three conversations are held as the gateway holds them, in a `Forest`: plain, with thinking, with a tool. In each an
+answer is recorded and gone on from. Whether that goes on under the tokens that were sampled is all there is to see.
+"""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agent.config import Config
-from areal_agent.doctor.finding import Finding, State
-from areal_agent.doctor.shape import ModelShape
+from areal_agent.doctor.findings import Finding, State
+from areal_agent.doctor.model import ModelShape
+from areal_agent.errors import RequestError
+from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
+from areal_agent.tokens.answers.parsed import ToolCall
+from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.template import HistoryThinking
+from areal_agent.types import ForkReason, JsonObject
 
 SAMPLE = 'Naïve café: 3 × 7 = 21,\n\tdef f(x): return {"a": [x, 1.5]}  # 你好, Привет 🙂\n'
 
@@ -30,15 +44,23 @@ async def tokenizer_findings(renderer: Renderer, shape: ModelShape | None) -> li
     found = f"{renderer.vocab_size:,} ids{known}; an answer ends with {ends}"
     if shape is not None and renderer.vocab_size > shape.vocab_size:
         return [
-            _finding(State.FAIL, found, "it has ids that the model does not know: use the tokenizer of this model"),
+            _tokenizer_finding(
+                State.FAIL, found, "it has ids that the model does not know: use the tokenizer of this model"
+            ),
         ]
     if not is_reversible(renderer):
         return [
-            _finding(State.WARN, f"{found}; a text comes back changed", "tool output may be read otherwise than sent")
+            _tokenizer_finding(
+                State.WARN, f"{found}; a text comes back changed", "tool output may be read otherwise than sent"
+            )
         ]
     if can_forge(renderer):
-        return [_finding(State.FAIL, f"{found}; text in a message can end a turn", "report this tokenizer as a bug")]
-    return [_finding(State.OK, found)]
+        return [
+            _tokenizer_finding(
+                State.FAIL, f"{found}; text in a message can end a turn", "report this tokenizer as a bug"
+            )
+        ]
+    return [_tokenizer_finding(State.OK, found)]
 
 
 def is_reversible(renderer: Renderer) -> bool:
@@ -55,5 +77,138 @@ def can_forge(renderer: Renderer) -> bool:
     return forged.count(renderer.end_token_id) > plain.count(renderer.end_token_id)
 
 
-def _finding(state: State, found: str, change: str = "") -> Finding:
+def _tokenizer_finding(state: State, found: str, change: str = "") -> Finding:
     return Finding(check="tokenizer", state=state, found=found, change=change)
+
+
+QUESTION: JsonObject = {"role": "user", "content": "What is 6 times 7?"}
+NEXT: JsonObject = {"role": "user", "content": "And 8 times 9?"}
+CALL = ToolCall(name="multiply", arguments={"a": 6, "b": 7})
+CALL_ID = "call00001"  # nine letters and digits: Mistral's template refuses others
+RESULT: JsonObject = {"role": "tool", "content": "42", "tool_call_id": CALL_ID}
+TOOLS: tuple[JsonObject, ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": CALL.name,
+            "description": "Multiplies two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+        },
+    },
+)
+THOUGHT = "Six sevens are forty-two."
+
+
+async def template_findings(renderer: Renderer, config: Config) -> list[Finding]:
+    """What it does with plain conversations, with thinking, and with tools."""
+    findings = [_plain(renderer)]
+    if renderer.answer_format.reasoning_format is ReasoningFormat.THINK:
+        findings.append(_thinking(renderer, config.rollout.history_thinking))
+    return [*findings, _tools(renderer)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """An answer of the model."""
+
+    content: str = ""
+    thought: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> JsonObject:
+        calls = [
+            {"id": CALL_ID, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in self.calls
+        ]
+        message: dict[str, object] = {"role": "assistant", "content": self.content}
+        if calls:
+            message["tool_calls"] = calls
+        return message if self.thought is None else {**message, "reasoning_content": self.thought}
+
+    def text(self, renderer: Renderer, *, is_thinking: bool) -> str:
+        """As the model writes it; where the prompt has opened the thinking, without its beginning."""
+        text = renderer.answer_format.format(self.content, self.calls, reasoning=self.thought)
+        return text.partition("<think>\n")[2] if is_thinking else text
+
+
+def continued(
+    renderer: Renderer, said: Said, after: Sequence[JsonObject], tools: Sequence[JsonObject] = ()
+) -> ForkReason | None:
+    """Ask, record an answer, go on from it: None when its tokens stand, else why they do not.
+
+    Raises RequestError where the template refuses the conversation.
+    """
+    forest = Forest(renderer)
+    asked = forest.plan([QUESTION], tools, normalise=_as_it_is)
+    if asked.is_thinking and said.thought is None:
+        said = Said(content=said.content, thought=THOUGHT, calls=said.calls)
+    ids = (*renderer.ids_of(said.text(renderer, is_thinking=asked.is_thinking)), renderer.end_token_id)
+    reply = Reply(completion_id="c1", token_ids=ids, message=said.message, has_thinking=said.thought is not None)
+    forest.record(asked, [reply])
+    return forest.plan([QUESTION, said.message, *after], tools, normalise=_as_it_is).fork_reason
+
+
+def _plain(renderer: Renderer) -> Finding:
+    reason = continued(renderer, Said(content="It is 42."), [NEXT])
+    match reason:
+        case None:
+            return _template_finding(
+                State.OK, "prefix-stable: a turn adds its new tokens, and sampled ones stand as they were"
+            )
+        case ForkReason.TEMPLATE_STRIPS_THINKING:
+            return _template_finding(State.OK, "prefix-stable, but for the thinking that it opens in each answer")
+        case _:
+            return _template_finding(
+                State.WARN,
+                f"rewrites what was said before ({reason}): each turn is a root of its own, whose history is computed "
+                "and trained on again",
+                "use a template that writes each message the same whatever follows it",
+            )
+
+
+def _thinking(renderer: Renderer, history_thinking: HistoryThinking) -> Finding:
+    reason = continued(renderer, Said(content="It is 42.", thought=THOUGHT), [NEXT])
+    if reason is None:
+        kept = "by rollout.history_thinking" if history_thinking is HistoryThinking.KEEP else "by the template itself"
+        return _template_finding(State.OK, f"thinking of earlier answers stays in the prompt, {kept}")
+    if reason is not ForkReason.TEMPLATE_STRIPS_THINKING:
+        return _template_finding(State.WARN, f"a conversation with thinking does not go on under its tokens ({reason})")
+    return _template_finding(
+        State.WARN,
+        "strips the thinking of earlier answers: the turn after one that thought is a branch, from where the first "
+        "stripped answer begins",
+        "that is recorded and trained rightly, at more tokens a turn; rollout.history_thinking=keep leaves it "
+        "in, and exports a template that does",
+    )
+
+
+def _tools(renderer: Renderer) -> Finding:
+    tool_format = renderer.answer_format.tool_format
+    if tool_format is ToolFormat.NONE:
+        return _template_finding(
+            State.WARN,
+            "writes no tool calls: no text of an answer is taken for one",
+            "fine for workflows without tools; else a template with tools, or rollout.tool_format",
+        )
+    try:
+        reason = continued(renderer, Said(calls=(CALL,)), [RESULT], TOOLS)
+    except RequestError as error:
+        return _template_finding(
+            State.WARN, f"tool calls as {tool_format}; {error}", "fine for workflows without tools"
+        )
+    if reason is not None:
+        return _template_finding(
+            State.WARN, f"tool calls as {tool_format}; after a tool's result it rewrites history ({reason})"
+        )
+    return _template_finding(
+        State.OK, f"tool calls as {tool_format}; a tool's result goes on from the call as it was sampled"
+    )
+
+
+def _as_it_is(message: JsonObject, _: int) -> JsonObject:
+    return message
+
+
+def _template_finding(state: State, found: str, change: str = "") -> Finding:
+    return Finding(check="template", state=state, found=found, change=change)

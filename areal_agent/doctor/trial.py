@@ -3,34 +3,389 @@
     trainer process ─▶ engine ─▶ ids in and out ─▶ interruption ─▶ trainer's model ─▶ a train step ─▶ a push
 
 An engine that belongs to a gateway elsewhere is asked, and nothing else: agents are at work there.
+
+One request that runs until it is told to end, watched as its tokens come. It knows no check.
+
+What an engine must do with one request: ids in and out as they are recorded, and holding still when told to.
+
+A train step on what an engine has sampled, and its weights pushed under a running answer: what a run does all day.
+
+Its numbers are the run's own: how far the log-probabilities of engine and trainer are apart, what a push costs, and the
+versions of an answer that new weights fell into.
+
+Two answers as a group that the trainer takes: one rewarded, one not, so that there is something to learn.
 """
 
 import asyncio
+import math
 import time
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from areal_agent.cluster.adapters import engine_weights
-from areal_agent.cluster.engines import open_engine
-from areal_agent.cluster.local import start_trainer
-from areal_agent.cluster.weights_folder import weights_folder
+from areal_agent.cluster.engines import engine_weights, open_engine
+from areal_agent.cluster.local import start_trainer, weights_folder
 from areal_agent.config import Config
-from areal_agent.doctor.attempt import attempt, examined
-from areal_agent.doctor.finding import Finding, State
-from areal_agent.doctor.pushing import parity_finding, push_findings, push_once
-from areal_agent.doctor.report import Report
-from areal_agent.doctor.rollouts import batch_of
-from areal_agent.doctor.sampling import Asker, Sampled, interruption_findings, sample, sampling_finding
-from areal_agent.engine.gpus import may_be_on
-from areal_agent.engine.served import ServedEngine
+from areal_agent.doctor.findings import Finding, Report, State, attempt, examined
+from areal_agent.doctor.machine import gib
+from areal_agent.engine.config import may_be_on
+from areal_agent.engine.fleet.member import ServedEngine
 from areal_agent.errors import ConfigError
-from areal_agent.online_rollouts import connect_engine
-from areal_agent.protocols import MemoryHolder
+from areal_agent.protocols import Engine, MemoryHolder, Sampler
+from areal_agent.run.sources import connect_engine
+from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.client import TrainerClient
-from areal_agent.trainer.reports import TrainerInfo
-from areal_agent.types import WeightVersion
+from areal_agent.trainer.wire import StepReport, TrainerInfo
+from areal_agent.types import (
+    Completion,
+    DiskWeights,
+    EngineInfo,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    Rewards,
+    RolloutBatch,
+    SamplingParams,
+    Status,
+    TokenChunk,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    Weights,
+    WeightVersion,
+)
+from areal_agent.weights.push import PushReport, push
+
+
+class Stream:
+    """A request in flight. Made by `open_stream`."""
+
+    def __init__(self, engine: Sampler, request: GenerateRequest) -> None:
+        self.num_tokens = 0
+        self._engine = engine
+        self._request_id = request.request_id
+        self._has_changed = asyncio.Event()
+        self._answer = asyncio.ensure_future(engine.generate(request, self._take))
+        self._answer.add_done_callback(lambda _: self._has_changed.set())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._answer.done()
+
+    async def grows(self, *, beyond: int = 0) -> bool:
+        """Wait for more than so many tokens; False when the answer has ended with fewer. Raises what `generate` did."""
+        while self.num_tokens <= beyond and not self._answer.done():
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        if self._answer.done():
+            self._answer.result()
+        return self.num_tokens > beyond
+
+    async def end(self) -> GenerateResult:
+        """Abort it; what it has."""
+        if not self._answer.done():
+            await self._engine.abort(self._request_id)
+        return await self._answer
+
+    def _take(self, chunk: TokenChunk) -> None:
+        self.num_tokens += len(chunk.token_ids)
+        self._has_changed.set()
+
+    async def aclose(self) -> None:
+        """Cancel it, if it still runs."""
+        self._answer.cancel()
+        await asyncio.wait({self._answer})
+
+
+@asynccontextmanager
+async def open_stream(engine: Sampler, request: GenerateRequest) -> AsyncGenerator[Stream]:
+    """Send a request; it is gone on leaving."""
+    stream = Stream(engine, request)
+    try:
+        yield stream
+    finally:
+        await stream.aclose()
+
+
+NUM_SHORT_TOKENS = 32
+MAX_LONG_TOKENS = 4096
+TRANSIT_S = 0.2
+"""How long a token that was sampled before a pause may be on its way."""
+HOLDING_S = 0.3
+NEVER = -100.0
+"""What is added to the logit of an end token, so that an answer goes on; servers take no more."""
+ROUNDING = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asker:
+    """Makes the requests that the gateway would send for a short question."""
+
+    prompt_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    temperature: float
+    info: EngineInfo
+
+    @property
+    def room(self) -> int:
+        """Tokens that an answer may have."""
+        return self.info.max_context_tokens - len(self.prompt_ids)
+
+    def short(self, number: int) -> GenerateRequest:
+        """A request that ends by itself."""
+        sampling = SamplingParams(
+            temperature=self.temperature,
+            max_tokens=min(NUM_SHORT_TOKENS, self.room),
+            stop_token_ids=self.stop_token_ids,
+            seed=number,
+        )
+        return GenerateRequest(request_id=f"doctor-short-{number:04}", input_ids=self.prompt_ids, sampling=sampling)
+
+    def long(self, number: int) -> GenerateRequest:
+        """A request that samples no end token: it runs until its context is full."""
+        short = self.short(number)
+        bias = tuple((token_id, NEVER) for token_id in self.stop_token_ids)
+        sampling = replace(
+            short.sampling, max_tokens=min(MAX_LONG_TOKENS, self.room), stop_token_ids=(), logit_bias=bias
+        )
+        return replace(short, request_id=f"doctor-large-{number:04}", sampling=sampling)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """An answer, and its tokens as they were streamed."""
+
+    request: GenerateRequest
+    result: GenerateResult
+    streamed: tuple[int, ...]
+
+
+async def sample(engine: Sampler, asker: Asker, number: int = 2) -> list[Sampled]:
+    """Short answers, all at once. Raises EngineError."""
+    return await asyncio.gather(*(_sample(engine, asker.short(index)) for index in range(number)))
+
+
+async def _sample(engine: Sampler, request: GenerateRequest) -> Sampled:
+    chunks: list[TokenChunk] = []
+    result = await engine.generate(request, chunks.append)
+    streamed = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
+    return Sampled(request=request, result=result, streamed=streamed)
+
+
+def sampling_finding(answers: Sequence[Sampled], info: EngineInfo) -> Finding:
+    """Whether the answers are what a ledger can be made of."""
+    faults = [fault for answer in answers for fault in faults_of(answer, info)]
+    if faults:
+        return Finding(
+            check="engine", state=State.FAIL, found=f"its answers cannot be recorded: {faults[0]}", change="see its log"
+        )
+    count = sum(len(answer.result.token_ids) for answer in answers)
+    return Finding(
+        check="engine",
+        state=State.OK,
+        found=f"serves version {info.weight_version} with a context of {info.max_context_tokens} tokens; ids in and "
+        f"out, {count} of them streamed with log-probabilities and versions",
+    )
+
+
+def faults_of(answer: Sampled, info: EngineInfo) -> Iterator[str]:
+    """What is wrong with an answer."""
+    result, number = answer.result, len(answer.result.token_ids)
+    if not 1 <= number <= answer.request.sampling.max_tokens:
+        yield f"{number} tokens, where 1 to {answer.request.sampling.max_tokens} were asked for"
+    if answer.streamed != result.token_ids:
+        yield "the tokens that were streamed are not those of the answer"
+    if any(not 0 <= token_id < info.vocab_size for token_id in result.token_ids):
+        yield f"an id outside the vocabulary of {info.vocab_size}"
+    if len(result.logprobs) != number or any(not math.isfinite(one) or one > ROUNDING for one in result.logprobs):
+        yield f"{len(result.logprobs)} log-probabilities for {number} tokens, or one that is none"
+    if [(span.start, span.end, span.version) for span in result.versions] != [(0, number, info.weight_version)]:
+        yield f"its tokens are labelled {told_spans(result)}, and version {info.weight_version} serves"
+
+
+async def interruption_findings(engine: Engine, asker: Asker) -> list[Finding]:
+    """Whether a pause holds an answer in mid-sentence, and it goes on after. Raises EngineError."""
+    async with open_stream(engine, asker.long(0)) as stream:
+        await stream.grows()
+        await engine.pause(PauseMode.RETRACT)
+        try:
+            await asyncio.sleep(TRANSIT_S)
+            num_before = stream.num_tokens
+            await asyncio.sleep(HOLDING_S)
+            num_sampled = stream.num_tokens - num_before
+            has_ended = stream.has_ended
+        finally:
+            await engine.resume()
+        if has_ended:
+            return _interruption(State.WARN, "the answer had ended before it could be interrupted: not seen")
+        goes_on = await stream.grows(beyond=num_before + num_sampled)
+    if num_sampled:
+        return _interruption(
+            State.FAIL, f"{num_sampled} tokens were sampled within a pause", "new weights would be loaded under them"
+        )
+    if not goes_on:
+        return _interruption(State.FAIL, "an answer that was paused did not go on", "see the engine's log")
+    return _interruption(State.OK, f"an answer held still after {num_before} tokens, and went on")
+
+
+def told_spans(result: GenerateResult) -> str:
+    """`12 of 0:0, then 30 of 0:1`"""
+    return ", then ".join(f"{span.end - span.start} of {span.version}" for span in result.versions) or "not at all"
+
+
+def _interruption(state: State, found: str, change: str = "") -> list[Finding]:
+    return [Finding(check="interruption", state=state, found=found, change=change)]
+
+
+CLOSE = 1e-3
+"""Nats between the log-probabilities of an engine and a trainer that both compute in float32."""
+NEAR = 0.1
+"""The same on average where one of them computes in bfloat16."""
+FAR = 0.5
+"""On average: they have not the same weights, or not the same temperature."""
+
+NUM_TOKENS_AFTER = 4
+
+
+class Publisher(Protocol):
+    """A trainer, as far as a push needs it."""
+
+    async def publish(self) -> Weights:
+        """Its weights, where engines read them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pushed:
+    """What a push did, and the answer that it fell into."""
+
+    report: PushReport
+    published_s: float
+    num_bytes: int
+    answer: GenerateResult
+
+
+def parity_finding(report: StepReport, *, is_float32: bool) -> Finding:
+    """How far engine and trainer are apart on the same tokens under the same weights."""
+    mean, most = report.metrics["logp_diff_mean"], report.metrics["logp_diff_max"]
+    number = int(report.metrics["num_loss_tokens"])
+    found = (
+        f"the log-probabilities of engine and trainer (transformers) differ by {mean:.2g} nats on average and "
+        f"{most:.2g} at most, over {number} tokens"
+    )
+    if not mean <= FAR:  # NaN, too
+        return _finding(
+            "parity", State.FAIL, found, "they do not compute the same model: compare its folders, and the temperature"
+        )
+    if most > CLOSE if is_float32 else mean > NEAR:
+        return _finding("parity", State.WARN, found, "see that neither rounds more than it must (dtype, quantisation)")
+    return _finding("parity", State.OK, found)
+
+
+async def push_once(engine: Engine, trainer: Publisher, asker: Asker, version: WeightVersion) -> Pushed:
+    """Publish the trainer's weights and push them into a running answer, as the paper does it.
+
+    Raises EngineError and TrainerError.
+    """
+    started_s = time.perf_counter()
+    weights = await trainer.publish()
+    published_s = time.perf_counter() - started_s
+    async with open_stream(engine, asker.long(1)) as stream:
+        await stream.grows()
+        report = await push([engine], weights, version, PauseMode.RETRACT)
+        await stream.grows(beyond=stream.num_tokens + NUM_TOKENS_AFTER)
+        answer = await stream.end()
+    return Pushed(report=report, published_s=published_s, num_bytes=size_of(weights), answer=answer)
+
+
+def push_findings(pushed: Pushed, transfer: str, old: WeightVersion) -> list[Finding]:
+    """What it cost, and what the answer's tokens say."""
+    report = pushed.report
+    cost = (
+        f"{gib(pushed.num_bytes)} by {transfer.replace('_', ' ')}: published in {pushed.published_s:.2f} s, taken in "
+        f"{report.send_s:.2f} s while the engine sampled, answers held for {report.stall_s:.2f} s"
+    )
+    return [_finding("push", State.OK, cost), spans_finding(pushed.answer, old, report.version)]
+
+
+def spans_finding(answer: GenerateResult, old: WeightVersion, new: WeightVersion) -> Finding:
+    """Whether each token says which weights sampled it."""
+    number = len(answer.token_ids)
+    bounds = [(span.start, span.end) for span in answer.versions]
+    versions = [span.version for span in answer.versions]
+    starts = [0, *(end for _, end in bounds[:-1])]
+    is_gapless = (
+        [start for start, _ in bounds] == starts and bounds[-1:] == [(bounds[-1][0], number)] if bounds else False
+    )
+    found = f"an answer across the push has {told_spans(answer)}"
+    if is_gapless and versions == [old, new]:
+        return _finding("spans", State.OK, found)
+    if is_gapless and versions == [old]:
+        return _finding("spans", State.WARN, f"{found}: it ended before the new weights served, so nothing was seen")
+    return _finding("spans", State.FAIL, f"{found}, where {old}, then {new} was to be seen", "see the engine's log")
+
+
+def size_of(weights: Weights) -> int:
+    """Of one set of weights on its way."""
+    if isinstance(weights, DiskWeights):
+        return sum(path.stat().st_size for path in Path(weights.path).iterdir())
+    return sum(entry.num_bytes for entry in weights.entries)
+
+
+def _finding(check: str, state: State, found: str, change: str = "") -> Finding:
+    return Finding(check=check, state=state, found=found, change=change)
+
+
+GROUP = "doctor"
+
+
+def batch_of(requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]) -> RolloutBatch:
+    """The batch of train step 1; the first answer earned 1, the others 0."""
+    trajectories = tuple(
+        _trajectory(number, request, result)
+        for number, (request, result) in enumerate(zip(requests, results, strict=True))
+    )
+    group = TrajectoryGroup(group_id=GROUP, task_id=GROUP, trajectories=trajectories)
+    records = tuple(record for one in trajectories for record in token_records(one))
+    return RolloutBatch(step=1, groups=(group,), records=records)
+
+
+def _trajectory(number: int, request: GenerateRequest, result: GenerateResult) -> Trajectory:
+    completion = Completion(
+        id=request.request_id,
+        token_ids=result.token_ids,
+        logprobs=result.logprobs,
+        versions=result.versions,
+        finish_reason=result.finish_reason,
+        distribution=request.sampling.distribution,
+    )
+    turn = Turn(
+        id=request.request_id,
+        parent=None,
+        fork_at=0,
+        new_prompt_ids=tuple(request.input_ids),
+        completions=(completion,),
+        request_delta=(),
+        sampling=request.sampling,
+        started_s=0.0,
+        ended_s=0.0,
+    )
+    return Trajectory(
+        session_id=request.request_id,
+        group_id=GROUP,
+        task_id=GROUP,
+        turns=(turn,),
+        rewards=Rewards(final=1.0 if number == 0 else 0.0),
+        status=Status.COMPLETED,
+        error=None,
+        logged={},
+        started_s=0.0,
+        ended_s=0.0,
+    )
+
 
 QUESTION = {"role": "user", "content": "Count from one to twenty."}
 FIRST = WeightVersion()

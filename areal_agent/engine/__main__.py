@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from areal_agent.command import Parser, run_command
 from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer, cannot_listen
 from areal_agent.errors import ConfigError, EngineError
 from areal_agent.process import allow_many_connections, exit_with_parent

@@ -17,7 +17,7 @@ What goes wrong with real engines can be made to go wrong here, once each:
                                   refused, and the old version goes on
 
 >>> import asyncio
->>> from areal_agent.engine_types import DiskWeights
+>>> from areal_agent.types import DiskWeights
 >>> from areal_agent.types import SamplingParams
 >>> async def interrupted() -> tuple[int, ...]:
 ...     engine = FakeEngine([[11, 12, 13, 14]], version=WeightVersion(step=7), is_stepped=True)
@@ -32,30 +32,323 @@ What goes wrong with real engines can be made to go wrong here, once each:
 ...     return tuple(s.version.step for s in (await answer).versions for _ in range(s.start, s.end))
 >>> asyncio.run(interrupted())
 (7, 7, 8, 8)
+
+One request of the scripted engine: its reply, and how much of that has been sampled. Knows nothing of other rows.
+
+What can go wrong with the scripted engine, once each: planned by a test, struck by the engine. Knows no request.
+
+The weights of the scripted engine: none, so any will do. What is stored is read and proved as the real engine does.
+
+A path behind which nothing lies is a name in a test's script: it is taken at its word, unless it is to be damaged.
+
+A clock that goes when a test says so: what is due happens in order, at once, in the test's own thread.
+
+>>> clock = VirtualClock()
+>>> clock.call_later(2.0, lambda: print("at", clock.now_s))
+>>> clock.advance(1.0)
+>>> clock.advance(9.0)
+at 2.0
+>>> clock.now_s
+10.0
 """
 
 import asyncio
+import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
 
-from areal_agent.engine.fake_faults import Faults, Garbage, Operation, garbled
-from areal_agent.engine.fake_row import FakeRow, fake_logprob, fake_top_logprobs
-from areal_agent.engine.fake_weights import FakeWeights
 from areal_agent.engine.limits import check_request
-from areal_agent.engine.pushes import Pushes
-from areal_agent.engine.virtual_clock import VirtualClock
-from areal_agent.engine_types import (
+from areal_agent.engine.pushes import Pushes, Spoil, take_folder, take_shared_memory
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.types import (
+    CudaWeights,
     DiskWeights,
+    DistributedWeights,
     EngineInfo,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     PauseMode,
     SharedMemoryWeights,
     TokenChunk,
+    TopLogprobs,
+    VersionSpan,
     Weights,
+    WeightVersion,
 )
-from areal_agent.errors import EngineError, EngineRejected
-from areal_agent.types import FinishReason, WeightVersion
+
+
+def fake_logprob(token_id: int, position: int) -> float:
+    """The log-probability that FakeEngine reports for the token at this position of a completion.
+
+    >>> fake_logprob(5, 0)
+    -1.5
+    """
+    return -0.25 * (1 + (token_id + 7 * position) % 17)
+
+
+def fake_top_logprobs(token_id: int, position: int, num_top_logprobs: int) -> TopLogprobs:
+    """The likeliest tokens that FakeEngine reports there: the sampled one, then the smallest other ids.
+
+    >>> fake_top_logprobs(5, 0, 3)
+    ((5, -1.5), (0, -1.75), (1, -2.0))
+    """
+    best = fake_logprob(token_id, position)
+    others = [id_ for id_ in range(num_top_logprobs) if id_ != token_id]
+    return tuple((id_, best - 0.25 * rank) for rank, id_ in enumerate([token_id, *others][:num_top_logprobs]))
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class FakeRow:
+    """A request in flight. `answer` is its result; `on_chunk` gets what each call of `sample` adds."""
+
+    request: GenerateRequest
+    reply: tuple[int, ...]
+    on_chunk: Callable[[TokenChunk], None] | None
+    versions: list[WeightVersion] = field(default_factory=list[WeightVersion])  # one a sampled token
+    is_held: bool = False  # it came during a pause that lets nobody begin
+    answer: asyncio.Future[GenerateResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def sample(self, num_tokens: int, version: WeightVersion) -> int:
+        """Up to `num_tokens` more tokens of the reply; how many there were."""
+        if self.answer.done():
+            return 0
+        start = len(self.versions)
+        limit = min(self.request.sampling.max_tokens, len(self.reply))
+        reason: FinishReason | None = None
+        while reason is None and len(self.versions) < min(limit, start + num_tokens):
+            self.versions.append(version)
+            if self.reply[len(self.versions) - 1] in self.request.sampling.stop_token_ids:
+                reason = FinishReason.STOP
+        if reason is None and len(self.versions) == limit:
+            reason = FinishReason.STOP if limit == len(self.reply) else FinishReason.LENGTH
+        self._hand_out(start)
+        if reason is not None:
+            self.finish(reason)
+        return len(self.versions) - start
+
+    def finish(self, reason: FinishReason) -> None:
+        """Answer with what there is. Harmless when answered before."""
+        if self.answer.done():
+            return
+        sampled = self._chunk(0)
+        self.answer.set_result(
+            GenerateResult(
+                token_ids=sampled.token_ids,
+                logprobs=sampled.logprobs,
+                versions=_spans(self.versions),
+                finish_reason=reason,
+                top_logprobs=sampled.top_logprobs,
+            )
+        )
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error. Harmless when answered before."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def _hand_out(self, start: int) -> None:
+        if self.on_chunk is not None and len(self.versions) > start:
+            self.on_chunk(self._chunk(start))
+
+    def _chunk(self, start: int) -> TokenChunk:
+        """The sampled tokens from index `start` on."""
+        sampled = list(enumerate(self.reply[: len(self.versions)]))[start:]
+        num_top = self.request.num_top_logprobs
+        return TokenChunk(
+            token_ids=tuple(token_id for _, token_id in sampled),
+            logprobs=tuple(fake_logprob(token_id, position) for position, token_id in sampled),
+            top_logprobs=tuple(fake_top_logprobs(token_id, position, num_top) for position, token_id in sampled)
+            if num_top
+            else (),
+            versions=_spans(self.versions[start:]),
+        )
+
+
+def _spans(versions: Sequence[WeightVersion]) -> tuple[VersionSpan, ...]:
+    if not versions:
+        return ()
+    starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+    ends = [*starts[1:], len(versions)]
+    return tuple(
+        VersionSpan(version=versions[start], start=start, end=end) for start, end in zip(starts, ends, strict=True)
+    )
+
+
+class Operation(StrEnum):
+    """The calls that can be made to fail or to hang."""
+
+    GENERATE = "generate"
+    ABORT = "abort"
+    PAUSE = "pause"
+    RESUME = "resume"
+    UPDATE_WEIGHTS = "update_weights"
+    BEGIN_PUSH = "begin_push"
+    SEND_PUSH = "send_push"
+    COMMIT_PUSH = "commit_push"
+    ABORT_PUSH = "abort_push"
+
+
+class Garbage(StrEnum):
+    """The promises of an answer that can be broken."""
+
+    ID_OUTSIDE = "id_outside"  # the last id is no id of the vocabulary
+    LOGPROB_MISSING = "logprob_missing"  # one log-probability fewer than ids
+    LOGPROB_NAN = "logprob_nan"  # the last log-probability is no number
+    VERSIONS_MISSING = "versions_missing"  # no span says who sampled the tokens
+
+
+class Faults:
+    """The faults that are planned. Use it from one event loop."""
+
+    def __init__(self) -> None:
+        self.is_dead = False
+        self._next: dict[Operation, deque[Exception | asyncio.Event]] = {operation: deque() for operation in Operation}
+        self._hanging: list[asyncio.Event] = []
+        self._garbage: deque[Garbage] = deque()
+        self._num_corrupt = 0  # pushes whose bytes arrive damaged
+        self._lifetime: int | None = None  # tokens that are still sampled; None: all
+
+    def fail_next(self, operation: Operation, error: Exception) -> None:
+        self._next[operation].append(error)
+
+    def hang_next(self, operation: Operation) -> None:
+        recovered = asyncio.Event()
+        self._hanging.append(recovered)
+        self._next[operation].append(recovered)
+
+    def garble_next(self, garbage: Garbage) -> None:
+        self._garbage.append(garbage)
+
+    def corrupt_next_push(self) -> None:
+        self._num_corrupt += 1
+
+    def next_spoil(self) -> Spoil | None:
+        """What to do with the bytes of the weights that arrive now."""
+        if not self._num_corrupt:
+            return None
+        self._num_corrupt -= 1
+        return _flip_a_bit
+
+    def die_after(self, num_tokens: int) -> None:
+        self._lifetime = num_tokens
+        self.is_dead = num_tokens == 0
+
+    def recover(self) -> None:
+        self.is_dead, self._lifetime = False, None
+        for recovered in self._hanging:
+            recovered.set()
+        self._hanging.clear()
+
+    async def strike(self, operation: Operation) -> None:
+        """What is planned for the next call of `operation`, if anything."""
+        if self.is_dead:
+            raise self.nobody_there()
+        if not self._next[operation]:
+            return
+        fault = self._next[operation].popleft()
+        if isinstance(fault, Exception):
+            raise fault
+        await fault.wait()
+
+    def lifetime(self, num_tokens: int) -> int:
+        """How many of so many tokens are sampled before the end."""
+        return num_tokens if self._lifetime is None else min(num_tokens, self._lifetime)
+
+    def live(self, num_tokens: int) -> int:
+        """So many have been sampled; the same number."""
+        if self._lifetime is not None:
+            self._lifetime -= num_tokens
+            self.is_dead = self._lifetime == 0
+        return num_tokens
+
+    def next_garbage(self) -> Garbage | None:
+        return self._garbage.popleft() if self._garbage else None
+
+    @staticmethod
+    def nobody_there() -> EngineUnreachable:
+        return EngineUnreachable("the scripted engine has died, as it was told to; call recover()")
+
+
+def _flip_a_bit(data: bytearray) -> None:
+    data[len(data) // 2] ^= 1
+
+
+def garbled(result: GenerateResult, garbage: Garbage | None, vocab_size: int) -> GenerateResult:
+    """The answer with one promise broken; None: as it is."""
+    match garbage:
+        case None:
+            return result
+        case Garbage.ID_OUTSIDE:
+            return replace(result, token_ids=(*result.token_ids[:-1], vocab_size))
+        case Garbage.LOGPROB_MISSING:
+            return replace(result, logprobs=result.logprobs[:-1])
+        case Garbage.LOGPROB_NAN:
+            return replace(result, logprobs=(*result.logprobs[:-1], float("nan")))
+        case Garbage.VERSIONS_MISSING:
+            return replace(result, versions=())
+
+
+@dataclass(kw_only=True, slots=True)
+class FakeWeights:
+    """A `pushes.PushTarget`."""
+
+    version: WeightVersion
+    faults: Faults
+    updates: list[Weights]  # all that have served since the start, in order
+
+    async def take(self, weights: Weights) -> Weights:
+        """The same, when its bytes are what its digests say."""
+        prove(weights, self.faults.next_spoil())
+        return weights
+
+    async def holds(self, taken: Weights) -> bool:
+        return True  # there is no model that could differ
+
+    async def swap(self, taken: Weights, version: WeightVersion, *, flush_cache: bool) -> None:
+        self.updates.append(taken)
+        self.version = version
+
+
+def prove(weights: Weights, spoil: Spoil | None) -> None:
+    """Raises WeightUpdateError for bytes that are not what was written."""
+    if isinstance(weights, CudaWeights):
+        raise WeightUpdateError("the scripted engine has no GPU; send shared memory or a folder")
+    if isinstance(weights, DistributedWeights):
+        raise WeightUpdateError("the scripted engine joins no process group; send shared memory or a folder")
+    if not Path(weights.path).exists():
+        if spoil is not None:
+            raise WeightUpdateError(f"nothing lies at {weights.path!r}, so the push was damaged as a whole")
+    elif isinstance(weights, DiskWeights):
+        take_folder(weights, spoil)
+    else:
+        take_shared_memory(weights, spoil)
+
+
+class VirtualClock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._num_planned = 0  # what is due at the same time happens in the order in which it was planned
+
+    def call_later(self, delay_s: float, action: Callable[[], object]) -> None:
+        """Call `action` once the clock has gone so far."""
+        heapq.heappush(self._due, (self.now_s + delay_s, self._num_planned, action))
+        self._num_planned += 1
+
+    def advance(self, duration_s: float) -> None:
+        """Let time pass; what becomes due meanwhile, also by what happens meanwhile, happens at its time."""
+        end_s = self.now_s + duration_s
+        while self._due and self._due[0][0] <= end_s:
+            self.now_s, _, action = heapq.heappop(self._due)
+            action()
+        self.now_s = end_s
+
 
 __all__ = [
     "FakeEngine",

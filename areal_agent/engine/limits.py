@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_agent.engine_types import EngineInfo, GenerateRequest
 from areal_agent.errors import EngineRejected
+from areal_agent.types import EngineInfo, GenerateRequest
 
 MAX_TOP_LOGPROBS = 1000
 """At each token: of a whole vocabulary of 150,000 they would take 15 GB for 1,000 tokens, and the engine along."""

@@ -16,14 +16,13 @@ from typing import Any
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
-from areal_agent.gateway.admin_key import VARIABLE, AdminKey
-from areal_agent.gateway.limits import Limits
-from areal_agent.gateway.online.bound import Bound
+from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S
-from areal_agent.gateway.standalone import Place, Standalone, open_standalone
+from areal_agent.gateway.online.groups import Bound
+from areal_agent.gateway.standalone import VARIABLE, AdminKey, Place, Standalone, open_standalone
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
 from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
-from areal_agent.tokens.keep_thinking import HistoryThinking
+from areal_agent.tokens.template import HistoryThinking
 
 DEFAULT_LEDGER = Path("runs/gateway")
 LEDGER_FILE = "ledger.sqlite"

@@ -3,41 +3,171 @@
 Agents call `/v1/chat/completions` and `/v1/completions` with the key of their session and see that session only; the
 owner of a rollout calls `/rl/*` (`rollouts`); whoever has the admin key starts sessions and exports them, and, where a
 trainer elsewhere consumes them, leases them (`online`). All the work is done in `session`.
+
+What a gateway says of itself: its model, its health, its metrics, and the description of its HTTP.
+
+How the answer to an exchange leaves: as one JSON object, or as server-sent events while it is sampled.
+
+::
+
+    session.begin ─▶ outlet ─▶ chunks ─▶ (the turns are in the journal) ─▶ finish reasons, usage, [DONE]
+
+Who hangs up stops the engine; what was sampled until then is recorded. A stream begins with the first token: what fails
+before has a status of its own. What fails later becomes the last event, for the status has left already.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
+import orjson
 from aiohttp import web
 
 from areal_agent.errors import ConfigError, RequestError
-from areal_agent.gateway.about import About
-from areal_agent.gateway.bodies import BodyReader
-from areal_agent.gateway.callers import Callers
-from areal_agent.gateway.closing import Closing
+from areal_agent.gateway.answers import Answer
+from areal_agent.gateway.auth import is_loopback
+from areal_agent.gateway.bodies import BodyReader, Limits
+from areal_agent.gateway.chat import ChatBody, ChatRequest
+from areal_agent.gateway.completions import CompletionsBody, CompletionsRequest
 from areal_agent.gateway.control import StartRequest
-from areal_agent.gateway.delivery import deliver
-from areal_agent.gateway.endpoints.chat import ChatRequest
-from areal_agent.gateway.endpoints.chat_body import ChatBody
-from areal_agent.gateway.endpoints.completions import CompletionsRequest
-from areal_agent.gateway.endpoints.completions_body import CompletionsBody
-from areal_agent.gateway.endpoints.known_tools import KnownTools
-from areal_agent.gateway.limits import Limits
-from areal_agent.gateway.metrics import Metrics
-from areal_agent.gateway.online.consumer import Consumer
-from areal_agent.gateway.online.routes import TrainerCalls, TrainerHandler
-from areal_agent.gateway.rollouts import Archive, RolloutCalls
-from areal_agent.gateway.serve import ServedGateway, serve_app
-from areal_agent.gateway.services import Services
+from areal_agent.gateway.conversation import KnownTools
+from areal_agent.gateway.draft import Outlet, Piece
+from areal_agent.gateway.metrics import Counters, GatewayStats, Metrics
+from areal_agent.gateway.online.consumer import Consumer, TrainerCalls, TrainerHandler
+from areal_agent.gateway.openapi.document import openapi_document
+from areal_agent.gateway.replies import as_request_error, error_object, json_reply
+from areal_agent.gateway.rollouts import Archive, Callers, RolloutCalls
+from areal_agent.gateway.server import ServedGateway, serve_app
 from areal_agent.gateway.session import Session, SessionOptions
-from areal_agent.gateway.sessions import Sessions
-from areal_agent.gateway.stats import Counters, GatewayStats
-from areal_agent.gateway.traffic import Traffic
+from areal_agent.gateway.sessions import Closing, Sessions, Traffic
+from areal_agent.gateway.turn import Exchange, Services
 from areal_agent.process import return_free_memory
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject, SessionRecord
+
+
+class About:
+    """The handlers of calls that change nothing."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        callers: Callers,
+        traffic: Traffic,
+        stats: Callable[[], GatewayStats],
+        metrics: Metrics,
+        is_leased_from: bool,
+    ) -> None:
+        self._model_name = model_name
+        self._callers = callers
+        self._traffic = traffic
+        self._stats = stats
+        self._metrics = metrics
+        self._is_leased_from = is_leased_from
+
+    async def models(self, request: web.Request) -> web.Response:
+        """The one model, for whoever has a key."""
+        self._callers.require_any(request)
+        model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "areal_agent"}
+        return json_reply({"object": "list", "data": [model]})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """For anybody: it names nothing but the model."""
+        stats = self._stats()
+        return json_reply(
+            {
+                "status": "draining" if self._traffic.is_draining else "ok",
+                "model": self._model_name,
+                "open_sessions": stats.num_open_sessions,
+                "engine_requests": stats.num_engine_requests,
+            }
+        )
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """For this machine; from elsewhere it takes the admin key."""
+        if request.transport is None or not is_loopback(request.transport.get_extra_info("peername")):
+            self._callers.require_admin(request)
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": Metrics.CONTENT_TYPE})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """For anybody: it tells nothing of this gateway but what it may be asked."""
+        return json_reply(openapi_document(is_leased_from=self._is_leased_from))
+
+
+STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+DONE = b"data: [DONE]\n\n"
+
+
+class AnswerBody(Protocol):
+    """An answer as JSON, in the manner of its endpoint."""
+
+    def whole(self, answer: Answer) -> JsonObject: ...
+
+    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]: ...
+
+    def piece(self, piece: Piece) -> Iterator[JsonObject]: ...
+
+    def last(self, answer: Answer) -> Iterator[JsonObject]: ...
+
+
+async def deliver(
+    http: web.Request, session: Session, exchange: Exchange, body: AnswerBody, counters: Counters
+) -> web.StreamResponse:
+    """Answer a request, to the last byte; what reaches the agent is marked as delivered."""
+    if exchange.order.is_streamed:
+        return await _deliver_in_chunks(http, session, exchange, body, counters)
+    answer = await _until_hung_up(session.begin(exchange), exchange)
+    reply = json_reply(body.whole(answer))
+    await reply.prepare(http)
+    await reply.write_eof()
+    session.deliveries.delivered(answer.completion_ids)
+    return reply
+
+
+async def _deliver_in_chunks(
+    http: web.Request, session: Session, exchange: Exchange, body: AnswerBody, counters: Counters
+) -> web.StreamResponse:
+    outlet = Outlet()
+    answering = session.begin(exchange, outlet)
+    reply = web.StreamResponse(headers=STREAM_HEADERS)
+    try:
+        if not await outlet.has_begun():
+            await asyncio.shield(answering)
+        await reply.prepare(http)
+        await reply.write(_events(body.first(exchange.prompt_ids)))
+        async for pieces in outlet.batches():
+            await reply.write(b"".join(_events(body.piece(piece)) for piece in pieces))
+        answer = await asyncio.shield(answering)
+        await reply.write(_events(body.last(answer)) + DONE)
+        await reply.write_eof()
+        session.deliveries.delivered(answer.completion_ids)
+    except (asyncio.CancelledError, ConnectionError):
+        exchange.hang_up()
+        raise
+    except Exception as error:  # the boundary: an agent that reads a stream learns of a failure by an event
+        if not reply.prepared:
+            raise
+        fault = as_request_error(error, http)
+        counters.errors[fault.status] += 1
+        await reply.write(_events([error_object(fault)]))
+        await reply.write_eof()
+    return reply
+
+
+async def _until_hung_up(answering: "asyncio.Task[Answer]", exchange: Exchange) -> Answer:
+    try:
+        return await asyncio.shield(answering)
+    except asyncio.CancelledError:
+        exchange.hang_up()
+        raise
+
+
+def _events(chunks: Iterable[JsonObject]) -> bytes:
+    return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
+
 
 DEFAULT_MODEL = "default"
 """A model name that every gateway understands, for agents that know none."""

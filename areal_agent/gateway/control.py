@@ -1,11 +1,16 @@
-"""The bodies of `/rl/*` and `/export_trajectories`: how a rollout starts, what it earned, how it ended."""
+"""The bodies of `/rl/*` and `/export_trajectories`: how a rollout starts, what it earned, how it ended.
+
+What a session has earned so far: the final reward, those of single completions, and named parts for metrics.
+"""
 
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Self
 
-from areal_agent.gateway.fields import (
+from areal_agent.errors import RequestError
+from areal_agent.gateway.bodies import (
     as_flag,
     as_integer,
     as_member,
@@ -17,8 +22,8 @@ from areal_agent.gateway.fields import (
     refuse,
     refuse_unknown,
 )
-from areal_agent.gateway.sampling import MAX_SEED, WISH_FIELDS, SamplingWishes
-from areal_agent.types import JsonObject, SessionPurpose, Status
+from areal_agent.gateway.order import MAX_SEED, WISH_FIELDS, SamplingWishes
+from areal_agent.types import JsonObject, Rewards, SessionPurpose, Status
 
 MAX_GROUP_SIZE = 2**16
 
@@ -111,3 +116,32 @@ def _read_sampling(body: JsonObject) -> SamplingWishes:
 
 def _seed_of(session_id: str) -> int:
     return int.from_bytes(blake2b(session_id.encode(), digest_size=8).digest()) & MAX_SEED
+
+
+class RewardBook:
+    """The rewards of one session; those that it has already, when they come late."""
+
+    def __init__(self, rewards: Rewards | None = None) -> None:
+        rewards = rewards or Rewards()
+        self._final = rewards.final
+        self._by_completion = dict(rewards.by_completion)
+        self._parts = dict(rewards.parts)
+
+    def take(self, request: RewardRequest, completion_ids: Collection[str]) -> None:
+        """Take a reward; said twice, the later one counts. `completion_ids`: those that can be rewarded."""
+        if request.completion_id is not None and request.completion_id not in completion_ids:
+            raise RequestError(
+                f"this session has no completion {request.completion_id!r}; use the id of a chat completion of this "
+                "session (with n > 1: that id and '-0', '-1' ...)",
+                param="interaction_id",
+                code="interaction_not_found",
+            )
+        if request.name is not None:
+            self._parts[request.name] = request.reward
+        elif request.completion_id is not None:
+            self._by_completion[request.completion_id] = request.reward
+        else:
+            self._final = request.reward
+
+    def rewards(self) -> Rewards:
+        return Rewards(final=self._final, by_completion=dict(self._by_completion), parts=dict(self._parts))

@@ -12,14 +12,12 @@ from aiohttp import web
 
 from areal_agent.engine.fleet.fleet import MemberReport
 from areal_agent.errors import EngineError, EngineRejected, RequestError, ServerRefused
-from areal_agent.gateway.bodies import BodyReader
-from areal_agent.gateway.callers import Callers
-from areal_agent.gateway.fields import as_name, refuse, refuse_unknown
-from areal_agent.gateway.limits import Limits
+from areal_agent.gateway.bodies import BodyReader, Limits, as_name, refuse, refuse_unknown
+from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.replies import json_reply
-from areal_agent.gateway.serve import ServedGateway, serve_app
+from areal_agent.gateway.rollouts import Callers
+from areal_agent.gateway.server import ServedGateway, serve_app
 from areal_agent.gateway.sessions import Sessions
-from areal_agent.gateway.stats import Counters
 from areal_agent.types import JsonObject
 
 PATH = "/rl/engines"

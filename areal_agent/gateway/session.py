@@ -17,22 +17,13 @@ from enum import StrEnum
 from hashlib import blake2b
 
 from areal_agent.errors import EngineUnreachable, RequestError
-from areal_agent.gateway.control import EndRequest, RewardRequest
+from areal_agent.gateway.answers import Answer, Deliveries, EngineCalls, completion_ids
+from areal_agent.gateway.control import EndRequest, RewardBook, RewardRequest
+from areal_agent.gateway.draft import Outlet
 from areal_agent.gateway.growing_body import GrowingBody
-from areal_agent.gateway.rewards import RewardBook
-from areal_agent.gateway.sampling import MAX_SEED, SamplingWishes
-from areal_agent.gateway.services import Services
-from areal_agent.gateway.turns.answer import Answer
-from areal_agent.gateway.turns.calls import EngineCalls
-from areal_agent.gateway.turns.choice import completion_ids
-from areal_agent.gateway.turns.deliveries import Deliveries
-from areal_agent.gateway.turns.exchange import Exchange, RunnableTurn
-from areal_agent.gateway.turns.outlet import Outlet
-from areal_agent.gateway.turns.pending_turn import PendingTurn, TurnPlan
-from areal_agent.gateway.turns.question import Question, Request
-from areal_agent.gateway.turns.truncated_turn import TruncatedTurn
-from areal_agent.gateway.turns.turn_log import TurnLog
-from areal_agent.tokens.tree import Prompt
+from areal_agent.gateway.order import MAX_SEED, Question, Request, SamplingWishes
+from areal_agent.gateway.turn import Exchange, PendingTurn, RunnableTurn, Services, TruncatedTurn, TurnLog, TurnPlan
+from areal_agent.tokens.forest import Prompt
 from areal_agent.types import Rewards, SamplingParams, SessionRecord, Status, Trajectory
 
 

@@ -1,9 +1,29 @@
-"""All sessions of a gateway, by id and by the hash of their key. Ended ones are kept for a while, then forgotten."""
+"""All sessions of a gateway, by id and by the hash of their key. Ended ones are kept for a while, then forgotten.
 
+Which sessions are open and which of their calls are in flight: who may come in, and who has been silent for long.
+
+Pure accounting by session id; it knows no session, no HTTP, and ends nothing.
+
+How sessions end that nobody ends: those that fell silent, and those that a closing gateway still has.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
 from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 
 from areal_agent.errors import RequestError
+from areal_agent.gateway.bodies import Limits
+from areal_agent.gateway.control import EndRequest
+from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.session import Session, SessionState
+from areal_agent.types import Status
+
+logger = logging.getLogger(__name__)
+
 
 NUM_ENDED_KEPT = 256
 """Ended sessions that are kept, for late callers and exports: memory must not grow with the length of a run."""
@@ -75,3 +95,178 @@ class Sessions:
         self._ended.append(session)
         if len(self._ended) > NUM_ENDED_KEPT:
             self.remove(self._ended.popleft())
+
+
+DRAINING_RETRY_S = 30
+"""When a client that a draining gateway sent away may ask again: another gateway may stand there by then."""
+
+CALLS_RETRY_S = 1
+SESSIONS_RETRY_S = 5
+
+
+@dataclass(kw_only=True, slots=True)
+class _Use:
+    """One open session: its calls in flight, and when the last of them ended."""
+
+    num_calls: int = 0
+    silent_since_s: float
+
+
+class Traffic:
+    """Counts sessions and calls within `limits`.
+
+    >>> traffic = Traffic(Limits(), now_s=iter([0.0, 1.0, 9.0]).__next__)
+    >>> traffic.enter("session-1")
+    >>> with traffic.call("session-1"):
+    ...     traffic.num_calls
+    1
+    >>> traffic.silent_for(5.0)  # it is 9.0, and the call ended at 1.0
+    ['session-1']
+    """
+
+    def __init__(self, limits: Limits, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._now_s = now_s
+        self._open: dict[str, _Use] = {}
+        self._no_call = asyncio.Event()
+        self._no_call.set()
+        self._no_session = asyncio.Event()
+        self._no_session.set()
+        self.num_calls = 0
+        self.is_draining = False
+
+    def enter(self, session_id: str) -> None:
+        """A session opens; raises RequestError when there are too many, or when the gateway is closing."""
+        if self.is_draining:
+            raise _draining()
+        if len(self._open) >= self._limits.max_sessions:
+            raise RequestError(
+                f"{len(self._open)} sessions are open, which is all that this gateway takes at once; end one, wait, or "
+                "start it with a higher --max-sessions",
+                status=429,
+                code="too_many_sessions",
+                retry_after_s=SESSIONS_RETRY_S,
+            )
+        self._open[session_id] = _Use(silent_since_s=self._now_s())
+        self._no_session.clear()
+
+    def leave(self, session_id: str) -> None:
+        """A session has ended. Harmless when it has left already."""
+        self._open.pop(session_id, None)
+        if not self._open:
+            self._no_session.set()
+
+    @contextlib.contextmanager
+    def call(self, session_id: str, *, is_turn: bool = False) -> Generator[None]:
+        """A call of a session, from its arrival to its answer; raises RequestError when it may not come in.
+
+        While the gateway is draining, no new turn begins; rewards and ends are still heard.
+        """
+        if is_turn and self.is_draining:
+            raise _draining()
+        use = self._open.get(session_id) or _Use(silent_since_s=0.0)  # of an ended session: refused further in
+        if use.num_calls >= self._limits.max_calls_per_session:
+            raise RequestError(
+                f"{use.num_calls} calls of this session are in flight, which is all that it may have at once; "
+                "wait for one of them",
+                status=429,
+                code="too_many_calls",
+                retry_after_s=CALLS_RETRY_S,
+            )
+        self._begin(use)
+        try:
+            yield
+        finally:
+            self._end(use)
+
+    def open_sessions(self) -> list[str]:
+        return list(self._open)
+
+    def silent_for(self, duration_s: float) -> list[str]:
+        """The open sessions that have had no call in flight for so long."""
+        before_s = self._now_s() - duration_s
+        return [name for name, use in self._open.items() if use.num_calls == 0 and use.silent_since_s <= before_s]
+
+    async def wait_until_quiet(self) -> None:
+        """Wait until no call is in flight."""
+        await self._no_call.wait()
+
+    async def wait_until_empty(self) -> None:
+        """Wait until no session is open."""
+        await self._no_session.wait()
+
+    def _begin(self, use: _Use) -> None:
+        use.num_calls += 1
+        self.num_calls += 1
+        self._no_call.clear()
+
+    def _end(self, use: _Use) -> None:
+        use.num_calls -= 1
+        use.silent_since_s = self._now_s()
+        self.num_calls -= 1
+        if self.num_calls == 0:
+            self._no_call.set()
+
+
+def _draining() -> RequestError:
+    return RequestError(
+        "this gateway is closing: it starts nothing new; ask another one, or later",
+        status=503,
+        code="draining",
+        retry_after_s=DRAINING_RETRY_S,
+    )
+
+
+MAX_SWEEP_PERIOD_S = 30.0
+
+END_GRACE_S = 10.0
+"""How long a draining gateway waits for sessions that are ending by themselves."""
+
+
+class Closing:
+    """Ends sessions, by the accounts of `traffic`. `find` gives the session of an id."""
+
+    def __init__(self, traffic: Traffic, find: Callable[[str], Session | None], counters: Counters) -> None:
+        self._traffic = traffic
+        self._find = find
+        self._counters = counters
+
+    async def sweep(self, timeout_s: float) -> None:
+        """The loop that ends sessions without a call for `timeout_s`, up to a quarter of that later; until cancelled.
+
+        It waits for the clock alone. It unblocks whoever waits for those sessions: their groups, and new sessions.
+        """
+        while True:
+            await asyncio.sleep(min(timeout_s / 4, MAX_SWEEP_PERIOD_S))
+            why = f"it made no call for {timeout_s:g} s"
+            self._counters.ended_by_timeout += await self._end(self._traffic.silent_for(timeout_s), Status.TIMEOUT, why)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Start nothing new, give calls in flight so long to finish, then end what is open. How many it had to end."""
+        self._traffic.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._traffic.wait_until_quiet()
+        num_ended = await self._end(self._traffic.open_sessions(), Status.CANCELLED, "the gateway closed")
+        with contextlib.suppress(TimeoutError):  # what is ending by itself
+            async with asyncio.timeout(END_GRACE_S):
+                await self._traffic.wait_until_empty()
+        return num_ended
+
+    async def _end(self, session_ids: Iterable[str], status: Status, why: str) -> int:
+        ended = await asyncio.gather(*(self._end_one(session_id, status, why) for session_id in session_ids))
+        return sum(ended)
+
+    async def _end_one(self, session_id: str, status: Status, why: str) -> bool:
+        session = self._find(session_id)
+        if session is None:
+            return False
+        try:
+            await session.end(EndRequest.read({"status": status, "error": why}))
+        except RequestError:  # its owner was faster
+            return False
+        except Exception:  # the boundary: the other sessions are to end all the same
+            logger.exception("session %s could not be ended", session_id)
+            self._traffic.leave(session_id)
+            return False
+        return True

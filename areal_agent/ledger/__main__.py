@@ -16,9 +16,8 @@ from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
 from areal_agent.ledger.export import completions
 from areal_agent.ledger.files import LedgerFiles
-from areal_agent.ledger.invariants import Invariant
-from areal_agent.ledger.records import LedgerCounts
-from areal_agent.ledger.verify import VerifyReport, verify
+from areal_agent.ledger.reads import LedgerCounts
+from areal_agent.ledger.verify import Invariant, VerifyReport, verify
 from areal_agent.observe.progress import Progress
 
 FILE_NAME = "ledger.sqlite"

@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger import bookkeeping, questions
+from areal_agent.ledger import questions, writes
 from areal_agent.ledger.encoding import encode_note, encode_rewards
-from areal_agent.ledger.files import LedgerFiles, shard_path, shard_paths
-from areal_agent.ledger.orphans import end_orphans_of, fold
-from areal_agent.ledger.reader import SnapshotReader
-from areal_agent.ledger.records import Incarnation, LedgerCounts
-from areal_agent.ledger.shard import LedgerShard
-from areal_agent.ledger.tables import FileKind
+from areal_agent.ledger.files import FileKind, LedgerFiles, shard_path, shard_paths
+from areal_agent.ledger.reads import Incarnation, LedgerCounts
+from areal_agent.ledger.shard import LedgerShard, SnapshotReader, end_orphans_of, fold
 from areal_agent.types import Drop, Rewards, SessionRecord, Trajectory, Turn
 
 
@@ -89,7 +86,7 @@ class Ledger:
         await self._reader.run(partial(questions.require_trainable, session_ids=[session_id], what="rewarded"))
         await self._own.run(
             partial(
-                bookkeeping.set_late_rewards,
+                writes.set_late_rewards,
                 session_id=session_id,
                 rewards=encode_rewards(rewards),
                 is_missing=rewards.is_missing,
@@ -110,7 +107,7 @@ class Ledger:
         orphans = await asyncio.to_thread(end_orphans_of, shard_paths(self._path).values())
         return await self._own.settle(
             partial(
-                bookkeeping.begin_incarnation,
+                writes.begin_incarnation,
                 checkpoint_step=checkpoint_step,
                 num_orphans_of_shards=len(orphans),
                 now_s=time.time(),
@@ -142,10 +139,10 @@ class Ledger:
             raise LedgerError(f"a lease needs a digest and a number of loss tokens for every session; odd: {odd}")
         await self._reader.run(partial(questions.require_trainable, session_ids=tuple(digests), what="leased"))
         leases = [
-            bookkeeping.Lease(session_id=session_id, digest=digest, num_loss_tokens=num_loss_tokens[session_id])
+            writes.Lease(session_id=session_id, digest=digest, num_loss_tokens=num_loss_tokens[session_id])
             for session_id, digest in digests.items()
         ]
-        await self._own.run(partial(bookkeeping.lease, step=step, leases=leases))
+        await self._own.run(partial(writes.lease, step=step, leases=leases))
 
     async def drop(self, drops: Mapping[str, Drop]) -> None:
         """Give waiting trajectories their fate, by session id, all or none. What is leased cannot be dropped.
@@ -153,18 +150,18 @@ class Ledger:
         What is dropped for the same reason already stays so.
         """
         drops = await self._reader.run(partial(questions.droppable, drops=dict(drops)))
-        await self._own.run(partial(bookkeeping.drop, drops=drops))
+        await self._own.run(partial(writes.drop, drops=drops))
 
     async def commit_checkpoint(self, step: int, path: str) -> None:
         """A checkpoint that contains every step up to `step` is published: what was leased for those is trained."""
-        await self._own.run(partial(bookkeeping.commit_checkpoint, step=step, path=path))
+        await self._own.run(partial(writes.commit_checkpoint, step=step, path=path))
 
     async def return_leases(self, after_step: int) -> int:
         """A trainer goes on from the checkpoint of `after_step`: what it leased later waits again; how many.
 
         What that checkpoint holds is trained: it may have been published and not yet committed.
         """
-        return await self._own.run(partial(bookkeeping.return_leases, after_step=after_step))
+        return await self._own.run(partial(writes.return_leases, after_step=after_step))
 
     # -------------------------------------------------------------------------------------------- questions
 
@@ -224,7 +221,7 @@ class Ledger:
         `status` is read by `verify`: in a run that is `"completed"` nothing may be left over. It is `"running"` from
         `begin_incarnation` until it is set.
         """
-        await self._own.run(partial(bookkeeping.set_note, key=key, text=encode_note(key, value)))
+        await self._own.run(partial(writes.set_note, key=key, text=encode_note(key, value)))
 
     async def get_note(self, key: str) -> Any:
         """The value that was set, or None."""

@@ -14,7 +14,7 @@ from areal_agent.errors import LedgerError
 from areal_agent.ledger import reads
 from areal_agent.ledger.encoding import decode_note
 from areal_agent.ledger.files import Snapshot
-from areal_agent.ledger.records import LedgerCounts
+from areal_agent.ledger.reads import LedgerCounts
 from areal_agent.types import Drop, SessionPurpose, Status, Trajectory
 
 

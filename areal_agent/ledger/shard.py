@@ -1,21 +1,187 @@
-"""One file of sessions and its one writer: all that a gateway needs. It knows nothing of leases and fates."""
+"""One file of sessions and its one writer: all that a gateway needs. It knows nothing of leases and fates.
+
+The writer thread with its queue: all that is queued goes into one transaction; callers hear after the commit.
+
+    callers (event loop) ── work, future ──▶ group ──▶ writer thread: BEGIN, work*, COMMIT ──▶ futures resolve
+
+One commit serves everybody who waited for it (group commit): who comes while one is under way, in the same turn of the
+event loop, or too soon behind the last group, is in the next one. So a quiet ledger answers at once, and a busy one
+spends no more on commits. Work that fails is undone alone; its neighbours stay. It knows nothing of the tables.
+
+The reader thread: each question sees one consistent state of all files, and never holds up a writer.
+
+The shards of workers that are gone: what they left open ends, and their write-ahead logs go into the files.
+
+Blocking; call it in a thread. It knows nothing of the coordinator.
+"""
 
 import asyncio
+import queue
 import sqlite3
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from areal_agent.ledger import session_writes
+from areal_agent.errors import LedgerError
+from areal_agent.ledger import writes
 from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_turn
-from areal_agent.ledger.lock import FileLock
-from areal_agent.ledger.opening import open_for_writing
-from areal_agent.ledger.tables import FileKind
-from areal_agent.ledger.writer import GroupCommitWriter
+from areal_agent.ledger.files import FileKind, FileLock, LedgerFiles, Snapshot, open_for_writing
+from areal_agent.ledger.writes import end_orphans
 from areal_agent.types import SessionRecord, Trajectory, Turn
 
 Result = TypeVar("Result")
+
+
+GROUP_S = 0.002
+"""The least time between two groups: each costs a commit, two threads' turns and a wake-up."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Request:
+    work: Callable[[sqlite3.Connection], Any]
+    future: asyncio.Future[Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Outcome:
+    """What a request came to: `error` when it failed, else `result`."""
+
+    request: _Request
+    result: Any = None
+    error: Exception | None = None
+
+
+_Perform = Callable[[sqlite3.Connection, _Request], _Outcome]
+
+
+class GroupCommitWriter:
+    """Owns the thread and its connection. Belongs to the event loop that made it; end it with `stop`, then `close`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[Sequence[_Request] | None] = queue.SimpleQueue()
+        self._waiting: list[_Request] = []
+        self._is_busy = False  # a group is on its way, or about to leave
+        self._sent_s = -GROUP_S  # when the last group left, by the loop's clock
+        self._is_closed = False
+        # A daemon: what it has not committed was promised to nobody, so it must not keep a dying process alive.
+        self._thread = threading.Thread(target=self._serve, name="ledger-writer", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Do `work` in the next transaction; what it returns, or raises, arrives when that is decided and durable.
+
+        It may be done twice, the first time undone: it is a function of the connection and of nothing that it changes.
+
+        A caller that is cancelled while it waits does not know: the work may be done or not.
+        """
+        if self._is_closed:
+            raise LedgerError("the ledger is closed: nothing can be written any more; open it again")
+        future: asyncio.Future[Result] = self._loop.create_future()
+        self._waiting.append(_Request(work=work, future=future))
+        if not self._is_busy:
+            self._is_busy = True
+            self._send_soon()
+        return await future
+
+    def stop(self) -> None:
+        """Take no more work. Called in the event loop, so that nothing slips in behind the end of the queue."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._send()
+            self._queue.put(None)
+
+    def close(self) -> None:
+        """After `stop`: block until what is queued is committed and the file is closed. Harmless when repeated."""
+        self._thread.join()
+        self._connection.close()
+
+    def _send_soon(self) -> None:
+        self._loop.call_at(self._sent_s + GROUP_S, self._send)
+
+    def _send(self) -> None:
+        """In the event loop: let the writer have all who wait."""
+        group, self._waiting = self._waiting, []
+        self._is_busy = bool(group)
+        if group:
+            self._sent_s = self._loop.time()
+            self._queue.put(group)
+
+    def _serve(self) -> None:
+        while (group := self._queue.get()) is not None:
+            self._loop.call_soon_threadsafe(self._deliver, self._commit(group))
+
+    def _deliver(self, outcomes: Sequence[_Outcome]) -> None:
+        """In the event loop: answer those who still wait, and send those who came meanwhile."""
+        self._is_busy = bool(self._waiting)
+        if self._is_busy:
+            self._send_soon()
+        for outcome in outcomes:
+            future = outcome.request.future
+            if future.done():  # its caller was cancelled
+                continue
+            if outcome.error is None:
+                future.set_result(outcome.result)
+            else:
+                future.set_exception(outcome.error)
+
+    def _commit(self, group: Sequence[_Request]) -> Sequence[_Outcome]:
+        """Perform a group in one transaction. When that fails (a full disk, say), nothing of it has happened."""
+        try:
+            return self._transact(group, _perform_trustingly)
+        except Exception:  # one of them fails, nobody knows which: again, each on its own
+            try:
+                return self._transact(group, _perform)
+            except Exception as error:
+                failure = LedgerError(
+                    f"the ledger could not be written: {error}; make room on its disk and resume the run"
+                )
+                return [_Outcome(request=request, error=failure) for request in group]
+
+    def _transact(self, group: Sequence[_Request], perform: _Perform) -> Sequence[_Outcome]:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            outcomes = [perform(self._connection, request) for request in group]
+            self._connection.execute("COMMIT")
+            return outcomes
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+
+
+def _perform_trustingly(connection: sqlite3.Connection, request: _Request) -> _Outcome:
+    """Do one request's work; it raises what that raises. Spares a savepoint, which costs as much as a small write."""
+    return _Outcome(request=request, result=request.work(connection))
+
+
+def _perform(connection: sqlite3.Connection, request: _Request) -> _Outcome:
+    """Do one request's work. If it fails it is undone; the boundary at which an exception becomes its answer."""
+    connection.execute("SAVEPOINT request")
+    try:
+        outcome = _Outcome(request=request, result=request.work(connection))
+    except Exception as error:
+        if not connection.in_transaction:  # SQLite gave up all of it, as on a full disk
+            raise
+        connection.execute("ROLLBACK TO request")
+        outcome = _Outcome(request=request, error=_explain(error))
+    connection.execute("RELEASE request")
+    return outcome
+
+
+def _explain(error: Exception) -> Exception:
+    if isinstance(error, sqlite3.IntegrityError):
+        return LedgerError(
+            f"the ledger refuses a contradiction: {error}; each session, turn and answer is written once"
+        )
+    if isinstance(error, sqlite3.Error):
+        return LedgerError(f"the ledger could not be written: {error}")
+    return error
 
 
 class LedgerShard:
@@ -65,14 +231,14 @@ class LedgerShard:
         self._lock.release()
 
     async def open_session(self, session: SessionRecord) -> None:
-        number = await self._writer.run(partial(session_writes.open_session, session=session))
+        number = await self._writer.run(partial(writes.open_session, session=session))
         self._open_numbers[session.id] = number
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
         """Add a turn to an open session. The cost is that of its new tokens and messages, whatever the history."""
         await self._writer.run(
             partial(
-                session_writes.append_turn,
+                writes.append_turn,
                 session_id=session_id,
                 number=self._open_numbers.get(session_id),
                 turn=encode_turn(turn),
@@ -84,7 +250,7 @@ class LedgerShard:
         """End a session. A trajectory for training waits from now on, whatever its status."""
         ending = encode_ending(trajectory)
         self._open_numbers.pop(trajectory.session_id, None)  # who comes later looks it up, and finds its end
-        await self._writer.run(partial(session_writes.close_session, session_id=trajectory.session_id, ending=ending))
+        await self._writer.run(partial(writes.close_session, session_id=trajectory.session_id, ending=ending))
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """Write more into the same file, in the order of the calls. `work` may be done again when a neighbour fails."""
@@ -94,3 +260,69 @@ class LedgerShard:
         """As `run`, for work that ends sessions."""
         self._open_numbers.clear()
         return await self._writer.run(work)
+
+
+class SnapshotReader:
+    """Owns a thread and the files that it reads. End it with `stop`, then `close`."""
+
+    def __init__(self, files: LedgerFiles) -> None:
+        self._files = files
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-reader")
+        self._is_closed = False
+
+    async def run(self, question: Callable[[Snapshot], Result]) -> Result:
+        """Answer `question` from what is committed now."""
+        if self._is_closed:
+            raise LedgerError("the ledger is closed: nothing can be read any more; open it again")
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._answer, question)
+
+    def stop(self) -> None:
+        """Take no more questions."""
+        self._is_closed = True
+
+    def close(self) -> None:
+        """After `stop`: block until the last question is answered. Harmless when repeated."""
+        self._executor.shutdown()
+        self._files.close()
+
+    def _answer(self, question: Callable[[Snapshot], Result]) -> Result:
+        try:
+            with self._files.snapshot() as snapshot:
+                return question(snapshot)
+        except sqlite3.Error as error:
+            raise LedgerError(
+                f"the ledger could not be read: {error}; run `python -m areal_agent.ledger verify`"
+            ) from error
+
+
+def end_orphans_of(shards: Iterable[Path]) -> tuple[str, ...]:
+    """End what is open in shards whose workers are gone; the ids of those sessions.
+
+    Raises LedgerError, with nothing changed, when a worker still writes to one of them.
+    """
+    shards = tuple(shards)
+    with ExitStack() as locks:
+        for path in shards:
+            locks.callback(FileLock.take(path, is_shard=True).release)
+        return tuple(session_id for path in shards for session_id in _end_orphans_in(path))
+
+
+def _end_orphans_in(path: Path) -> tuple[str, ...]:
+    with closing(open_for_writing(path, FileKind.SHARD, create=True)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        ended = end_orphans(connection)
+        connection.execute("COMMIT")
+        return ended
+
+
+def fold(shards: Iterable[Path]) -> None:
+    """Leave one file of each shard that nobody writes to any more: the last connection to close folds in its log."""
+    for path in shards:
+        try:
+            lock = FileLock.take(path, is_shard=True)
+        except LedgerError:  # a worker outlives its run; the log beside the file is read as well as the file
+            continue
+        try:
+            open_for_writing(path, FileKind.SHARD, create=True).close()
+        finally:
+            lock.release()

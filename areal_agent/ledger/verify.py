@@ -1,21 +1,274 @@
-"""Proves the invariants of a ledger, or names what breaks them. It reads one state of its files, also of a live run."""
+"""Proves the invariants of a ledger, or names what breaks them. It reads one state of its files, also of a live run.
 
+What must be true of every ledger, and what a breach of it looks like.
+
+The invariants that tables can break against each other, within a file and between files.
+
+Most checks are a query that finds the offenders.
+
+The invariants that one session can break by itself. Pure functions over records; no SQL.
+"""
+
+import heapq
+import math
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions, reads
-from areal_agent.ledger.digest import lease_digest
+from areal_agent.ledger.encoding import lease_digest
 from areal_agent.ledger.files import LedgerFiles, Snapshot
-from areal_agent.ledger.invariants import Invariant, Violation
-from areal_agent.ledger.records import LedgerCounts
-from areal_agent.ledger.session_checks import CLOCK_SLACK_S, check_delivery, check_turns
-from areal_agent.ledger.table_checks import check_files, check_finished, check_tables
-from areal_agent.types import Trajectory, Turn
+from areal_agent.ledger.reads import STATUS_NOTE, LedgerCounts
+from areal_agent.types import Completion, SessionPurpose, Status, Trajectory, Turn
+
+
+class Invariant(StrEnum):
+    """A promise, in words that `verify` prints."""
+
+    INTACT = "the files are intact and every reference leads somewhere"
+    UNIQUE = "a session and an answer are in one file only"
+    READABLE = "every row is a record"
+    ONE_FATE = "a closed training trajectory is exactly one of trained, dropped, leased, waiting"
+    KNOWN = "leases and fates are of sessions that exist"
+    TRAINED = "what is trained was leased for that step, and a committed checkpoint holds it"
+    FINISHED = "a completed run leaves nothing open, waiting or leased"
+    SAMPLED = "what was leased is what was sampled and earned, token by token"
+    ENDED = "every ending, with its rewards, is as it was written"
+    LENGTHS = "every sampled token has its log-probability"
+    LOGPROBS = "log-probabilities are finite and not above 0"
+    SPANS = "version spans cover every completion, and versions never go back"
+    LINEAGE = "every turn continues an answer that was recorded before it"
+    DELIVERY = "what was never delivered is an answer of its session"
+    TIMES = "what begins later is not recorded as earlier"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Violation:
+    """A breach: of which promise, by what, and how."""
+
+    invariant: Invariant
+    subject: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.detail}"
+
+
+class _Search(NamedTuple):
+    """A query of two columns: a session's id and what is wrong with it."""
+
+    invariant: Invariant
+    query: str
+
+
+_HAS_BOOKKEEPING = "(s.id IN (SELECT session FROM leases) OR s.id IN (SELECT session FROM fates))"
+
+_OF_SESSIONS = (
+    _Search(
+        Invariant.ONE_FATE,
+        "SELECT s.id, 'it is open, yet leased or of some fate' FROM sessions s "
+        f"WHERE s.number NOT IN (SELECT session FROM endings) AND {_HAS_BOOKKEEPING}",
+    ),
+    _Search(
+        Invariant.ONE_FATE,
+        "SELECT s.id, 'it is for ' || s.purpose || ', yet leased or of some fate' FROM sessions s "
+        f"WHERE s.purpose != '{SessionPurpose.TRAIN}' AND {_HAS_BOOKKEEPING}",
+    ),
+    _Search(
+        Invariant.ONE_FATE,
+        "SELECT s.id, 'it is an orphan, yet leased or of another fate' "
+        "FROM sessions s JOIN endings e ON e.session = s.number "
+        f"WHERE e.status = '{Status.ORPHAN}' AND {_HAS_BOOKKEEPING}",
+    ),
+)
+"""What a file of sessions can break against the bookkeeping."""
+
+_OF_BOOKKEEPING = (
+    _Search(
+        Invariant.ONE_FATE,
+        "SELECT f.session, 'it is dropped(' || f.dropped || '), yet leased for step ' || l.step "
+        "FROM fates f JOIN leases l ON l.session = f.session WHERE f.dropped IS NOT NULL",
+    ),
+    _Search(
+        Invariant.ONE_FATE,
+        "SELECT session, 'its fate is neither trained nor dropped, or both' FROM fates "
+        "WHERE (trained_step IS NULL) = (dropped IS NULL)",
+    ),
+    _Search(
+        Invariant.TRAINED,
+        "SELECT f.session, 'it is trained(' || f.trained_step || '), yet ' || "
+        "coalesce('leased for step ' || l.step, 'never leased') "
+        "FROM fates f LEFT JOIN leases l ON l.session = f.session "
+        "WHERE f.trained_step IS NOT NULL AND f.trained_step IS NOT l.step",
+    ),
+    _Search(
+        Invariant.TRAINED,
+        "SELECT session, 'it is trained(' || trained_step || '), and the newest checkpoint is ' || "
+        "coalesce('of step ' || (SELECT max(step) FROM checkpoints), 'none') "
+        "FROM fates WHERE trained_step > coalesce((SELECT max(step) FROM checkpoints), -1)",
+    ),
+    _Search(
+        Invariant.TRAINED,
+        "SELECT session, 'it is still leased for step ' || step || ', which a committed checkpoint holds' "
+        "FROM leases WHERE step <= (SELECT max(step) FROM checkpoints) AND session NOT IN (SELECT session FROM fates)",
+    ),
+)
+"""What the bookkeeping can break by itself."""
+
+
+def check_files(snapshot: Snapshot) -> Iterator[Violation]:
+    """SQLite's own checks, of each file."""
+    for connection in snapshot:
+        name = Path(connection.execute("PRAGMA database_list").fetchone()[2]).name
+        for (message,) in connection.execute("PRAGMA main.integrity_check"):
+            if message != "ok":
+                yield Violation(invariant=Invariant.INTACT, subject=name, detail=message)
+        for table, row, referred, _ in connection.execute("PRAGMA main.foreign_key_check"):
+            detail = f"it refers to one of {referred} that is not there"
+            yield Violation(invariant=Invariant.INTACT, subject=f"row {row} of {table} in {name}", detail=detail)
+
+
+def check_tables(snapshot: Snapshot) -> Iterator[Violation]:
+    """Sessions, leases, fates and checkpoints against each other."""
+    yield from _search(snapshot[0], _OF_BOOKKEEPING)
+    for connection in snapshot:
+        yield from _search(connection, _OF_SESSIONS)
+    yield from _check_known(snapshot)
+    yield from _check_unique(snapshot, "session", "sessions")
+    yield from _check_unique(snapshot, "completion", "completions")
+
+
+def _search(connection: sqlite3.Connection, searches: Iterable[_Search]) -> Iterator[Violation]:
+    for invariant, query in searches:
+        for session_id, detail in connection.execute(query):
+            yield Violation(invariant=invariant, subject=f"session {session_id!r}", detail=detail)
+
+
+def _check_known(snapshot: Snapshot) -> Iterator[Violation]:
+    for what in ("leases", "fates"):
+        for (session_id,) in snapshot[0].execute(f"SELECT session FROM {what}"):
+            if not any(reads.standing(connection, session_id) for connection in snapshot):
+                detail = f"it is among the {what}, and no file has it"
+                yield Violation(invariant=Invariant.KNOWN, subject=f"session {session_id!r}", detail=detail)
+
+
+def _check_unique(snapshot: Snapshot, noun: str, table: str) -> Iterator[Violation]:
+    """A merge of the files' indexes: no more than one id a file is held."""
+    by_file = [connection.execute(f"SELECT id FROM {table} ORDER BY id") for connection in snapshot]
+    for (earlier,), (later,) in pairwise(heapq.merge(*by_file)):
+        if earlier == later:
+            yield Violation(invariant=Invariant.UNIQUE, subject=f"{noun} {later!r}", detail="several files have it")
+
+
+def check_finished(snapshot: Snapshot, counts: LedgerCounts) -> Iterator[Violation]:
+    """What a run that says it is completed has left over."""
+    try:
+        status = questions.note(snapshot, STATUS_NOTE)
+    except LedgerError as error:
+        yield Violation(invariant=Invariant.READABLE, subject="the notes", detail=str(error))
+        return
+    if status != "completed":
+        return
+    left_over = {"open": counts.num_open, "waiting": counts.num_waiting, "leased": counts.num_leased}
+    for what, number in left_over.items():
+        if number:
+            detail = f"it is completed, yet {number} of its sessions are {what}"
+            yield Violation(invariant=Invariant.FINISHED, subject="the run", detail=detail)
+
+
+LOGPROB_SLACK = 1e-4
+"""A probability of 1 may come out a little above it in float32."""
+
+CLOCK_SLACK_S = 1.0
+"""The wall clock may be set back a little during a run; what is out of order by more is."""
+
+
+def check_turns(turns: Sequence[Turn]) -> Iterator[Violation]:
+    """All that the turns of a session, in the order of recording, can break."""
+    yield from _check_lineage(turns)
+    yield from _check_times(turns)
+    for turn in turns:
+        for completion in turn.completions:
+            yield from check_completion(completion)
+
+
+def check_delivery(trajectory: Trajectory) -> Iterator[Violation]:
+    """What never reached the agent was sampled in its session."""
+    sampled = {completion.id for turn in trajectory.turns for completion in turn.completions}
+    for completion_id in trajectory.undelivered:
+        if completion_id not in sampled:
+            detail = f"it never delivered {completion_id!r}, which no turn of it has"
+            yield Violation(invariant=Invariant.DELIVERY, subject=f"session {trajectory.session_id!r}", detail=detail)
+
+
+def check_completion(completion: Completion) -> Iterator[Violation]:
+    subject = f"completion {completion.id!r}"
+    num_ids, num_logprobs = len(completion.token_ids), len(completion.logprobs)
+    if num_ids != num_logprobs:
+        detail = f"{num_ids} token ids, {num_logprobs} log-probabilities"
+        yield Violation(invariant=Invariant.LENGTHS, subject=subject, detail=detail)
+    for position, logprob in enumerate(completion.logprobs):
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK):
+            detail = f"the log-probability at {position} is {logprob}"
+            yield Violation(invariant=Invariant.LOGPROBS, subject=subject, detail=detail)
+            break
+    detail = _fault_of_spans(completion)
+    if detail:
+        yield Violation(invariant=Invariant.SPANS, subject=subject, detail=detail)
+
+
+def _fault_of_spans(completion: Completion) -> str | None:
+    end = 0
+    for span in completion.versions:
+        if span.start != end or span.end < span.start:
+            return f"a span is [{span.start}, {span.end}) where the one before ends at {end}"
+        end = span.end
+    if end != len(completion.token_ids):
+        return f"spans end at {end} of {len(completion.token_ids)} tokens"
+    versions = [span.version for span in completion.versions]
+    for earlier, later in pairwise(versions):
+        if later < earlier:
+            return f"version {later} follows {earlier}"
+    return None
+
+
+def _check_lineage(turns: Sequence[Turn]) -> Iterator[Violation]:
+    path_lengths: dict[str, int] = {}  # by completion: prompt and answer
+    for turn in turns:
+        detail = _fault_of_parent(turn, path_lengths)
+        if detail:
+            yield Violation(invariant=Invariant.LINEAGE, subject=f"turn {turn.id!r}", detail=detail)
+        prompt_length = turn.fork_at + len(turn.new_prompt_ids)
+        path_lengths |= {one.id: prompt_length + len(one.token_ids) for one in turn.completions}
+
+
+def _fault_of_parent(turn: Turn, path_lengths: dict[str, int]) -> str | None:
+    if turn.parent is not None and turn.parent not in path_lengths:
+        return f"it continues {turn.parent!r}, which no earlier turn of its session has"
+    room = 0 if turn.parent is None else path_lengths[turn.parent]
+    if not 0 <= turn.fork_at <= room:
+        return f"it keeps {turn.fork_at} tokens of a path of {room}"
+    return None
+
+
+def _check_times(turns: Sequence[Turn]) -> Iterator[Violation]:
+    ended_s: dict[str, float] = {}  # by completion
+    for turn in turns:
+        parent_s = -math.inf if turn.parent is None else ended_s.get(turn.parent, -math.inf)
+        for what, earlier_s, later_s in (
+            ("it ended before it started", turn.started_s, turn.ended_s),
+            ("it started before the answer that it continues", parent_s, turn.started_s),
+        ):
+            if later_s < earlier_s - CLOCK_SLACK_S:
+                detail = f"{what}, by {earlier_s - later_s:.1f} s"
+                yield Violation(invariant=Invariant.TIMES, subject=f"turn {turn.id!r}", detail=detail)
+        ended_s |= {one.id: turn.ended_s for one in turn.completions}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,25 @@
-"""Every number of the tiny model: its shape, and how it is warm-started. It knows no torch."""
+"""Every number of the tiny model: its shape, and how it is warm-started. It knows no torch.
 
-from dataclasses import dataclass
+Where built models are kept. It knows no torch, so that asking whether one is there costs nothing.
+
+A model is named by everything that decides it: the recipe, the demonstrations and the seed.
+
+Loads demonstrations by their import path, so that no environment is imported by name. It knows no model.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import orjson
+
+from areal_agent.errors import ConfigError
+from areal_agent.models.tokenizer import Conversation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,3 +71,49 @@ def demonstrations_of(model: str) -> str | None:
     if name != TINY:
         return None
     return path if colon else DEMONSTRATIONS
+
+
+def cache_root() -> Path:
+    """`$AREAL_AGENT_CACHE`, else `areal_agent` in the user's cache folder (XDG)."""
+    own = os.environ.get("AREAL_AGENT_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal_agent"
+
+
+def model_folder(recipe: Recipe, seed: int, demonstrations: str) -> Path:
+    """The folder in the cache for this model, whether it is there or not.
+
+    `demonstrations` is `package.module:name`; the source of the module's package is part of the name.
+    """
+    parts = [orjson.dumps(asdict(recipe)), demonstrations.encode(), *_sources(demonstrations.partition(":")[0])]
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
+    return cache_root() / f"tiny-{digest[:16]}-seed{seed}"
+
+
+def _sources(module: str) -> list[bytes]:
+    """The sources beside the module: what it draws its demonstrations from."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return []
+    return [path.read_bytes() for path in sorted(Path(spec.origin).parent.glob("*.py"))]
+
+
+Demonstrations = Callable[[int], Iterator[Conversation]]
+"""`demonstrations(seed)`: conversations without end."""
+
+
+def load_demonstrations(path: str) -> Demonstrations:
+    """Import `package.module:function`; raises ConfigError that says which half is wrong."""
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"demonstrations: {path!r} is not of the form 'package.module:function'")
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"demonstrations: importing {module_name!r} failed: {error}; run it where that package can be imported"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"demonstrations: {module_name!r} has no function {name!r}")
+    return cast(Demonstrations, found)

@@ -22,9 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
-from areal_agent.models.cache import model_folder
-from areal_agent.models.demonstrations import load_demonstrations
-from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Recipe
+from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Recipe, load_demonstrations, model_folder
 from areal_agent.models.tokenizer import END, PAD, render, token_id, train_tokenizer
 from areal_agent.models.warm_start import WarmStart, WarmStartProgress
 from areal_agent.process import exit_with_parent

@@ -3,6 +3,10 @@
 Byte-level BPE. A digit is always a token of its own, and between digits the text is split at line ends only, so that
 what the demonstrations say over and over (`{"name": "python", "arguments": ... print(`) becomes one token. A number
 then stands at the same distance from its copy in every conversation, which is what a small model learns first.
+
+How the tiny model reads a conversation: ChatML, with tool calls as Hermes writes them. It knows no tokenizer.
+
+The text of a conversation is a prefix of the text of every longer one: nothing said before is ever rewritten.
 """
 
 from collections.abc import Iterable
@@ -16,7 +20,30 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from areal_agent.models.chat_template import CHAT_TEMPLATE
+CHAT_TEMPLATE = r"""
+{#- Tool definitions are not printed: the model knows its one tool by training, and short prompts keep it fast. -#}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' -}}
+    {%- if message.content is string -%}
+        {{- message.content -}}
+    {%- elif message.content -%}
+        {%- for part in message.content -%}
+            {{- part.text -}}
+        {%- endfor -%}
+    {%- endif -%}
+    {%- for call in message.tool_calls or [] -%}
+        {%- set arguments = call.function.arguments -%}
+        {{- '<tool_call>{"name": ' + call.function.name | tojson + ', "arguments": ' -}}
+        {{- arguments if arguments is string else arguments | tojson -}}
+        {{- '}</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+""".strip()
+
 
 Conversation = list[dict[str, Any]]
 """Messages as OpenAI writes them."""

@@ -1,8 +1,21 @@
-"""Where the time of one side goes: every second belongs to exactly one named activity. It knows no activity by name."""
+"""Where the time of one side goes: every second belongs to exactly one named activity. It knows no activity by name.
+
+How long at least one of something was under way. It knows not what.
+
+When something was busy, over several processes: spans that are kept, sent and united. It knows not what was busy.
+
+Times are of the monotonic clock, which all processes of a machine share.
+
+Where the engine's time goes: every second between two readings belongs to exactly one activity. Pure.
+
+It knows clocks that ran on their own, in other processes, and fits them into the wall time; it knows nobody who reads
+them.
+"""
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 OTHER = "other"
 """What is under way when nothing was named."""
@@ -62,3 +75,212 @@ class TimeAccount:
         activity = self._under_way[-1].name if self._under_way else OTHER
         self._seconds[activity] = self._seconds.get(activity, 0.0) + now - self._settled_at
         self._settled_at = now
+
+
+class BusyClock:
+    """Counts what is under way, and the seconds in which it was at least one.
+
+    >>> now = iter([0.0, 2.0, 5.0])
+    >>> clock = BusyClock(now=lambda: next(now))
+    >>> with clock.one():                 # from 0.0 to 2.0
+    ...     num_inside = clock.num_running
+    >>> num_inside, clock.busy_s
+    (1, 2.0)
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._busy_s = 0.0
+        self._since = 0.0
+        self.num_running = 0
+
+    @contextmanager
+    def one(self) -> Generator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """One more is under way, until the `end` that belongs to it."""
+        if self.num_running == 0:
+            self._since = self._now()
+        self.num_running += 1
+
+    def end(self) -> None:
+        self.num_running -= 1
+        if self.num_running == 0:
+            self._busy_s += self._now() - self._since
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s + (self._now() - self._since if self.num_running else 0.0)
+
+
+Span = tuple[float, float]
+"""From, to."""
+
+
+class SpanLog:
+    """The spans in which at least one of something was under way, kept until they are taken.
+
+    >>> now = iter([0.0, 2.0, 5.0, 6.0, 7.0])
+    >>> log = SpanLog(now=lambda: next(now))
+    >>> with log.one():                      # from 0.0 to 2.0
+    ...     pass
+    >>> with log.one():                      # from 5.0 on
+    ...     spans = log.take()               # at 6.0
+    >>> spans
+    ([(0.0, 2.0), (5.0, 6.0)], 6.0)
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._num_running = 0
+        self._since = 0.0
+        self._ended: list[Span] = []
+
+    @contextmanager
+    def one(self) -> Generator[None]:
+        if self._num_running == 0:
+            self._since = self._now()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if self._num_running == 0 and (now := self._now()) > self._since:
+                self._ended.append((self._since, now))
+
+    def take(self) -> tuple[list[Span], float]:
+        """What was not taken yet, and until when it is complete. A span under way is cut there."""
+        now = self._now()
+        taken, self._ended = self._ended, []
+        if self._num_running:
+            taken.append((self._since, now))
+            self._since = now
+        return taken, now
+
+
+class SpanUnion:
+    """The seconds in which at least one of several sources was busy.
+
+    Sources report when they like. What all of them have reported is folded into a number, so that memory does not grow.
+
+    >>> union = SpanUnion()
+    >>> union.join("a", since=0.0); union.join("b", since=0.0)
+    >>> union.add("a", [(0.0, 4.0)], until=5.0)
+    >>> union.add("b", [(3.0, 6.0)], until=7.0)
+    >>> union.seconds
+    6.0
+    """
+
+    def __init__(self) -> None:
+        self._settled_s = 0.0
+        self._open: list[Span] = []
+        self._until: dict[object, float] = {}
+
+    def join(self, source: object, since: float) -> None:
+        """A source that will report what it does from `since` on."""
+        self._until[source] = since
+
+    def leave(self, source: object) -> None:
+        """A source that reports no more."""
+        self._until.pop(source, None)
+        self._settle()
+
+    def add(self, source: object, spans: Iterable[Span], until: float) -> None:
+        """What `source` did since its last report; it is complete up to `until`."""
+        self._open = _united([*self._open, *spans])
+        self._until[source] = until
+        self._settle()
+
+    @property
+    def seconds(self) -> float:
+        return self._settled_s + sum(end - start for start, end in self._open)
+
+    def _settle(self) -> None:
+        """Fold what lies before the report that is oldest."""
+        horizon = min(self._until.values(), default=float("inf"))
+        self._settled_s += sum(min(end, horizon) - start for start, end in self._open if start < horizon)
+        self._open = [(max(start, horizon), end) for start, end in self._open if end > horizon]
+
+
+def _united(spans: Iterable[Span]) -> list[Span]:
+    """The same time, in order, as spans that do not touch."""
+    united: list[Span] = []
+    for start, end in sorted(spans):
+        if united and start <= united[-1][1]:
+            united[-1] = (united[-1][0], max(united[-1][1], end))
+        else:
+            united.append((start, end))
+    return united
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReading:
+    """Seconds and tokens, counted from some beginning on, at one moment.
+
+    `wall_s` counts all time, and the others parts of it that overlap.
+    """
+
+    wall_s: float = 0.0
+    starting_s: float = 0.0  # before the engine was there
+    paused_s: float = 0.0  # held by a push
+    busy_s: float = 0.0  # its model ran
+    in_flight_s: float = 0.0  # at least one request was on its way to it, in it or on its way back
+    rolling_s: float = 0.0  # at least one rollout was under way
+    producing_s: float = 0.0  # rollouts were wanted: what then holds them back is the staleness bound
+    generated_tokens: int = 0
+    evaluated_tokens: int = 0  # of them, in answers of an evaluation
+
+
+def engine_seconds(since: EngineReading, until: EngineReading) -> dict[str, float]:
+    """The time from `since` to `until` by activity: none negative, in sum the wall time.
+
+    Each activity gets what the ones before it have left: a push holds the engine, whatever it was doing; else its model
+    runs, and that time goes to generating and evaluating by their tokens; else requests are on their way (gateway);
+    else rollouts are busy with their own work (agents); else the staleness bound lets none run (admission). Clocks of
+    several processes are read one after the other, and one of them may start anew: what does not fit is cut off.
+
+    >>> now = EngineReading(wall_s=10.0, busy_s=4.0, in_flight_s=5.0, rolling_s=8.0)
+    >>> seconds = engine_seconds(EngineReading(), now)
+    >>> {name: spent for name, spent in seconds.items() if spent}
+    {'generating': 4.0, 'waiting_for_gateway': 1.0, 'waiting_for_agents': 3.0, 'other': 2.0}
+    """
+    paused_s, busy_s = until.paused_s - since.paused_s, until.busy_s - since.busy_s
+    in_flight_s, rolling_s = until.in_flight_s - since.in_flight_s, until.rolling_s - since.rolling_s
+    left = _Left(until.wall_s - since.wall_s)
+    starting_s = left.take(until.starting_s - since.starting_s)
+    paused_s = left.take(paused_s)
+    busy_s = left.take(busy_s)
+    evaluating_s = busy_s * _share(
+        until.evaluated_tokens - since.evaluated_tokens, until.generated_tokens - since.generated_tokens
+    )
+    return {
+        "starting": starting_s,
+        "paused_for_push": paused_s,
+        "generating": busy_s - evaluating_s,
+        "evaluating": evaluating_s,
+        "waiting_for_gateway": left.take(in_flight_s - busy_s - paused_s),
+        "waiting_for_agents": left.take(rolling_s - in_flight_s),
+        "waiting_for_admission": left.take(until.producing_s - since.producing_s - rolling_s),
+        "other": left.take(left.seconds),
+    }
+
+
+class _Left:
+    """Time that belongs to no activity yet."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = max(0.0, seconds)
+
+    def take(self, wanted_s: float) -> float:
+        taken_s = min(max(0.0, wanted_s), self.seconds)
+        self.seconds -= taken_s
+        return taken_s
+
+
+def _share(part: int, whole: int) -> float:
+    return min(1.0, max(0, part) / whole) if whole > 0 else 0.0

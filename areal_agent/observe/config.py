@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from areal_agent.observe.trackers.choice import TrackerName
+from areal_agent.observe.trackers import TrackerName
 from areal_agent.section import Section
 
 

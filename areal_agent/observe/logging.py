@@ -1,4 +1,7 @@
-"""The log file of one process. It knows nothing of what is logged."""
+"""The log file of one process. It knows nothing of what is logged.
+
+How much memory a process has held at the most. It knows the files of the kernel and nobody's process.
+"""
 
 import logging
 from collections.abc import Callable
@@ -42,3 +45,16 @@ class _Shown(logging.Handler):
 def show_warnings(show: Callable[[str], None]) -> None:
     """Also hand every warning and error that is logged to `show`, as one text. Called after `log_to_file`."""
     logging.getLogger().addHandler(_Shown(show))
+
+
+def peak_memory_bytes(pid: int) -> int | None:
+    """The high-water mark of a process's resident memory; None where the system does not tell (it is no Linux).
+
+    None too for a process that is gone.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    marks = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(marks[0]) * 1024 if marks else None

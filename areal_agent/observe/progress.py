@@ -1,14 +1,224 @@
-"""Progress shows a run to a person while it goes: phases, then steps. It knows how, not what happens in them."""
+"""Progress shows a run to a person while it goes: phases, then steps. It knows how, not what happens in them.
+
+Progress as a live picture at the foot of a terminal; notes and finished phases scroll by above it.
+
+Progress as plain lines, one a step: for files, pipes and dumb terminals. No colours, no cursor movements.
+
+Where the time of a run went, as a person reads it: a small table, and one line of advice. Pure.
+
+It knows the activities of both sides by name, and the config keys that change how long they take.
+"""
 
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Literal, Protocol, TextIO
 
-from areal_agent.observe.progress_live import LiveDisplay
-from areal_agent.observe.progress_plain import PlainDisplay
-from areal_agent.observe.step_view import StepView, TimeLeft
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areal_agent.observe.metrics import LEAST_SHARE, WAITING, Spent, StepView, TimeLeft, biggest_wait, clock_time, words
+
+BARS = "▁▂▃▄▅▆▇█"
+NUM_BARS = 24
+REFRESH_PER_S = 2.0  # the bar shares its cores with the run
+
+
+class LiveDisplay:
+    """Owns the foot of the terminal, and rich's refreshing thread, from its first phase or step until `close`."""
+
+    def __init__(self, total_steps: int, stream: TextIO) -> None:
+        self._total_steps = total_steps
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(self, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True)
+        self._phase: _Phase | None = None
+        self._steps: _Steps | None = None
+
+    def phase(self, name: str) -> None:
+        self._end_phase()
+        self._phase = _Phase(name)
+        self._live.start(refresh=True)
+
+    def phase_progress(self, fraction: float, text: str) -> None:
+        if self._phase is not None:
+            self._phase.fraction, self._phase.text = fraction, text
+
+    def step(self, view: StepView, left_s: float | None) -> None:
+        self._end_phase()
+        if self._steps is None:
+            self._steps = _Steps(self._total_steps)
+        self._steps.add(view, left_s)
+        self._live.start(refresh=True)
+        self._live.refresh()
+
+    def note(self, text: str) -> None:
+        if self._phase is not None and self._phase.fraction == 1.0:
+            self._end_phase()
+        self._console.print(text, markup=False)
+
+    def close(self) -> None:
+        """The last picture of the steps stays on the screen."""
+        self._end_phase()
+        self._live.stop()
+        if self._steps is not None:
+            self._console.print(self._steps)
+            self._steps = None
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            self._console.print(f"[green]✓[/] {self._phase.name}  [dim]{clock_time(self._phase.elapsed_s)}[/]")
+            self._phase = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._steps is not None:
+            yield self._steps
+        if self._phase is not None:
+            yield self._phase
+
+
+class _Phase:
+    """A spell of work before, between or after steps."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fraction: float | None = None
+        self.text = ""
+        self._started_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def __rich__(self) -> Table:
+        row = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=1.0, completed=self.fraction or 0.0, width=28, pulse=self.fraction is None)
+        row.add_row(Text(self.name, style="bold"), bar, self.text, Text(clock_time(self.elapsed_s), style="dim"))
+        return row
+
+
+class _Steps:
+    """The picture of the steps so far: a bar, the curves, and what each side did in the last step."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._rewards: list[float] = []
+        self._successes: list[float] = []
+        self._view: StepView | None = None
+        self._left_s: float | None = None
+        self._told_s = 0.0
+
+    def add(self, view: StepView, left_s: float | None) -> None:
+        self._rewards = [*self._rewards, view.reward][-NUM_BARS:]
+        self._successes = [*self._successes, view.success][-NUM_BARS:]
+        self._view, self._left_s, self._told_s = view, left_s, time.monotonic()
+
+    def __rich__(self) -> Group:
+        view = self._view
+        if view is None:
+            return Group()
+        return Group(self._bar(view), self._numbers(view))
+
+    def _bar(self, view: StepView) -> Table:
+        bar = Table.grid(padding=(0, 2))
+        left = ""
+        if self._left_s is not None and view.step < self._total_steps:
+            left_s = max(0.0, self._left_s - (time.monotonic() - self._told_s))
+            left = f"{clock_time(left_s)} left"
+        bar.add_row(
+            Text(f"step {view.step}/{self._total_steps}", style="bold"),
+            ProgressBar(total=self._total_steps, completed=view.step, width=40),
+            Text(left, style="cyan"),
+        )
+        return bar
+
+    def _numbers(self, view: StepView) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True, min_width=11)  # in a narrow terminal only the last column gives way
+        table.add_column(justify="right", no_wrap=True, min_width=14)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        table.add_row("  reward", f"{view.reward:.3f}", Text(sparkline(self._rewards), style="green"))
+        table.add_row("  success", f"{view.success:.3f}", Text(sparkline(self._successes), style="green"))
+        table.add_row("  staleness", f"{view.staleness_mean:.1f}", Text(f"at most {view.staleness_max}"))
+        table.add_row("  engine", f"{view.generated_tokens_per_s:,.0f} tokens/s", _shares(view.engine))
+        table.add_row("  trainer", f"{view.trained_tokens_per_s:,.0f} tokens/s", _shares(view.trainer))
+        return table
+
+
+def sparkline(values: list[float]) -> str:
+    """Values as bars between the lowest and the highest of them, 0 and 1 included.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    low, high = min(0.0, *values), max(1.0, *values)
+    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in values)
+
+
+def _shares(shares: Mapping[str, float]) -> Text:
+    """`generating 72% · waiting for agents 18%`, waiting in yellow, the biggest first."""
+    text = Text()
+    for activity, share in sorted(shares.items(), key=lambda one: -one[1]):
+        if share >= LEAST_SHARE:
+            text.append(" · " if text else "", style="dim")
+            text.append(f"{words(activity)} {share:.0%}", style="yellow" if activity.startswith(WAITING) else "")
+    return text
+
+
+HEADER = "   step    reward  success    staleness  sampled/s  trained/s  engine waits     trainer waits      left"
+
+
+class PlainDisplay:
+    """Writes to `stream` and flushes every line."""
+
+    def __init__(self, total_steps: int, stream: TextIO) -> None:
+        self._total_steps = total_steps
+        self._stream = stream
+        self._phase = ""
+        self._quarters_told = 0  # of the phase
+        self._has_header = False
+
+    def phase(self, name: str) -> None:
+        self._phase, self._quarters_told, self._has_header = name, 0, False
+        self._write(f"{name} ...")
+
+    def phase_progress(self, fraction: float, text: str) -> None:
+        """One line for each quarter that is done."""
+        quarters = int(fraction * 4)
+        if quarters > self._quarters_told:
+            self._quarters_told = quarters
+            self._write(f"{self._phase} ... {quarters * 25:3}%  {text}".rstrip())
+
+    def step(self, view: StepView, left_s: float | None) -> None:
+        if not self._has_header:
+            self._has_header = True
+            self._write(HEADER)
+        self._write(
+            f"{f'{view.step}/{self._total_steps}':>7} {view.reward:9.3f} {view.success:8.3f} "
+            f"{f'{view.staleness_mean:.1f} max {view.staleness_max}':>12} "
+            f"{view.generated_tokens_per_s:10,.0f} {view.trained_tokens_per_s:10,.0f}  "
+            f"{_wait(view.engine):<16} {_wait(view.trainer):<16} {'-' if left_s is None else clock_time(left_s):>6}"
+        )
+
+    def note(self, text: str) -> None:
+        self._write(text)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+def _wait(shares: Mapping[str, float]) -> str:
+    wait = biggest_wait(shares)
+    return "-" if wait is None else f"{wait[1]:4.0%} {wait[0]}"
+
 
 Mode = Literal["auto", "plain", "none"]
 
@@ -86,3 +296,67 @@ def _choose(total_steps: int, stream: TextIO, mode: Mode) -> Display | None:
         return None
     is_live = mode == "auto" and stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     return LiveDisplay(total_steps, stream) if is_live else PlainDisplay(total_steps, stream)
+
+
+WORTH_ADVICE = 0.2
+"""The share of the time from which a wait is worth a change of the config."""
+
+
+def time_table(spent: Spent) -> str:
+    """Both sides in columns of their own, the longest activities first; what is less than half a percent is left out.
+
+    >>> engine = {"generating": 6.0, "waiting_for_agents": 4.0}
+    >>> print(time_table(Spent(wall_s=10.0, engine=engine, trainer={"training": 10.0})))
+    where 10 s went:  engine                       trainer
+                       60%  generating             100%  training
+                       40%  waiting for agents
+    """
+    title = f"where {spent.wall_s:.0f} s went:"
+    sides = (_column("engine", spent.engine, spent), _column("trainer", spent.trainer, spent))
+    lines = [
+        f"{title if number == 0 else '':<{len(title)}}  {engine:<27}  {trainer}".rstrip()
+        for number, (engine, trainer) in enumerate(zip_longest(*sides, fillvalue=""))
+    ]
+    return "\n".join(lines)
+
+
+def _column(title: str, seconds: Mapping[str, float], spent: Spent) -> list[str]:
+    shares = sorted(((spent.share(one), name) for name, one in seconds.items()), reverse=True)
+    return [title, *(f"{share:4.0%}  {words(name)}" for share, name in shares if share >= LEAST_SHARE)]
+
+
+def advice(steps: Spent, *, engine_threads: int = 1) -> str:
+    """The first thing to change, from where the time of the train steps went.
+
+    The trainer's wait for rollouts has its cause on the engine's side; when the trainer hardly waits it is the limit.
+    """
+    if steps.wall_s <= 0:
+        return ""
+    engine = {name: steps.share(seconds) for name, seconds in steps.engine.items()}
+    trainer = {name: steps.share(seconds) for name, seconds in steps.trainer.items()}
+    waited = trainer.get("waiting_for_rollouts", 0.0)
+    if trainer.get("saving", 0.0) >= WORTH_ADVICE:
+        return f"saving took {trainer['saving']:.0%} of the time of the steps: a larger trainer.checkpoint_every"
+    if waited >= WORTH_ADVICE:
+        return f"in the steps the trainer waited {waited:.0%} of the time for rollouts, {_cause_of_waiting(engine)}"
+    if engine.get("waiting_for_admission", 0.0) >= WORTH_ADVICE:
+        return (
+            f"in the steps the engine waited {engine['waiting_for_admission']:.0%} of the time for the trainer: "
+            f"more trainer.threads{', or fewer engine.threads' if engine_threads > 1 else ''}"
+        )
+    return "in the steps neither side waited much for the other"
+
+
+def _cause_of_waiting(engine: Mapping[str, float]) -> str:
+    """What most of the engine's time went to, and what would help."""
+    causes = {
+        "generating": "while the engine generated: a faster engine, or a larger max_staleness",
+        "evaluating": "while the engine evaluated: a larger eval.every",
+        "waiting_for_agents": "while the engine waited for agents and their tools: more rollouts at once "
+        "(rollout.max_concurrent), or a larger max_staleness",
+        "waiting_for_admission": "while the staleness bound let none run: a larger max_staleness",
+        "waiting_for_gateway": "while requests were on their way: more rollout.workers",
+        "paused_for_push": "while a push held the engine: larger steps (batch_size)",
+    }
+    main = max(causes, key=lambda name: engine.get(name, 0.0))
+    return causes[main]

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from areal_agent.rollout.tasks.config import TasksConfig
 from areal_agent.section import Section
 from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
-from areal_agent.tokens.keep_thinking import HistoryThinking
+from areal_agent.tokens.template import HistoryThinking
 
 
 class RolloutConfig(Section):

@@ -14,8 +14,7 @@ taken to compare as ours do.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from areal_agent.algorithms.credit import with_causal_credit, with_parts
-from areal_agent.algorithms.turn_returns import earn_alike, rollouts_of
+from areal_agent.algorithms.credit import earn_alike, rollouts_of, with_causal_credit, with_parts
 from areal_agent.tokens.records import token_records
 from areal_agent.types import TokenRecord, Trajectory
 

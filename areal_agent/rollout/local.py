@@ -2,6 +2,8 @@
 
 runner ── HTTP ──▶ gateway ── Sampler ──▶ engine
                       └── Journal ──▶ ledger
+
+The seam between a run and where its rollouts run: in this process (local.py) or in others (cluster/workers.py).
 """
 
 import asyncio
@@ -10,19 +12,54 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from areal_agent.engine_types import EngineInfo
 from areal_agent.errors import ArealAgentError
 from areal_agent.gateway.app import Gateway
+from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.protocols import Journal, Sampler
-from areal_agent.rollout.clients import open_clients
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.context import SharedResources
-from areal_agent.rollout.executor import EndedRollout, RolloutStats
-from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
+from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
 from areal_agent.rollout.watchdog import Watchdog
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import EngineInfo, Status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedRollout:
+    """How a rollout ended, and which session has its trajectory.
+
+    `lost` are sessions of earlier attempts at it, whose processes died: they are orphans in the ledger.
+    """
+
+    session_id: str
+    status: Status
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutStats:
+    """What was counted since the start, over all gateways."""
+
+    gateway: GatewayStats
+    rolling_s: float  # seconds with at least one rollout under way
+    loop_blocked_s: float  # seconds in which a workflow blocked the event loop of its process
+
+
+class RolloutExecutor(Protocol):
+    """Runs rollouts."""
+
+    async def run(self, spec: RolloutSpec) -> EndedRollout:
+        """Run one to its end; when this returns, the ledger has its trajectory. Cancelling it ends its session."""
+        ...
+
+    async def stats(self) -> RolloutStats: ...
+
+    async def failure(self) -> ArealAgentError:
+        """Wait until no rollout can run any more; why."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,30 +6,41 @@
 
 The admit loop waits for room under the bound or for free rollout slots; a finished group, a taken batch and a published
 version unblock it. `take` waits for enough groups, and for stragglers at the bound. It knows no trainer and no engine.
+
+The siblings of one task: run together, gathered by id. It knows nothing of staleness.
+
+Groups from admission until they are trained, and the staleness bound at consumption. It knows no loop and no I/O.
+
+A trajectory whose staleness (`staleness.py`) is more than `max_staleness` is not used.
+
+    start ─▶ running ─finish─▶ ready ──take──▶ (leased)
+                                 └──take_stale──▶ (dropped)
 """
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_agent.errors import RolloutsFailing
-from areal_agent.ledger.digest import lease_digest
-from areal_agent.ledger.fates import FATE_OF_STATUS
+from areal_agent.ledger.encoding import lease_digest
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.rollout.buffer import Buffer, ReadyGroup
+from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
+from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.tasks.draws import Draw, Draws
-from areal_agent.staleness import Admission, oldest_step
+from areal_agent.staleness import Admission, is_stale, oldest_step
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
     Drop,
     JsonObject,
     RolloutBatch,
+    SessionPurpose,
     Status,
     Task,
     TokenRecord,
@@ -37,7 +48,113 @@ from areal_agent.types import (
     TrajectoryGroup,
 )
 
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
+
+
+def rollout_seed(run_seed: int, *names: str) -> int:
+    """A seed in [0, 2**63) that depends on the run's seed and the names alone, not on the order of events."""
+    text = "/".join((str(run_seed), *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+
+
+def sibling_specs(group_id: str, task: Task, group_size: int, run_seed: int) -> tuple[RolloutSpec, ...]:
+    """The G rollouts of one training group, each with a seed of its own."""
+    return tuple(
+        RolloutSpec(
+            session_id=f"{group_id}-{index}",
+            group_id=group_id,
+            task=task,
+            seed=rollout_seed(run_seed, group_id, str(index)),
+            purpose=SessionPurpose.TRAIN,
+        )
+        for index in range(group_size)
+    )
+
+
+async def run_all(
+    run: Callable[[RolloutSpec], Coroutine[Any, Any, Result]], specs: tuple[RolloutSpec, ...]
+) -> tuple[Result, ...]:
+    """Run rollouts at once; when one of them raises (the gateway is gone), so does this; the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(spec)) for spec in specs]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return tuple(task.result() for task in running)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadyGroup:
+    """A finished group with at least one trajectory that can be trained.
+
+    `trainable` are those trajectories; `size` counts the answers that were admitted, failed ones included.
+    """
+
+    group: TrajectoryGroup
+    trainable: tuple[Trajectory, ...]
+    size: int
+
+    @property
+    def oldest(self) -> int:
+        """The step of the oldest sampled token in the group: older groups are consumed first."""
+        return min(oldest_step(one) for one in self.trainable)
+
+    @property
+    def least_stale(self) -> int:
+        """The oldest token of its freshest trajectory: when that is beyond the bound, the whole group is."""
+        return max(oldest_step(one) for one in self.trainable)
+
+
+class Buffer:
+    """Running groups with the version at which they started, and finished ones, oldest first."""
+
+    def __init__(self, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
+        self._running: dict[str, int] = {}
+        self._ready: list[ReadyGroup] = []
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def start(self, group_id: str, step: int) -> None:
+        self._running[group_id] = step
+
+    def abandon(self, group_id: str) -> None:
+        """A running group ended with nothing to train."""
+        self._running.pop(group_id, None)
+
+    def finish(self, ready: ReadyGroup) -> None:
+        self._running.pop(ready.group.group_id, None)
+        self._ready.append(ready)
+        self._ready.sort(key=lambda one: (one.oldest, one.group.group_id))
+
+    def stragglers(self, step: int) -> tuple[str, ...]:
+        """Running groups that would be too stale after train step `step`: it is the last one that may use them."""
+        return tuple(group_id for group_id, start in self._running.items() if step - start > self._max_staleness)
+
+    def is_stale(self, oldest: int, step: int) -> bool:
+        """Whether a token of version `oldest` is beyond the bound in train step `step`."""
+        return is_stale(oldest, step, self._max_staleness)
+
+    def take_stale(self, step: int) -> tuple[ReadyGroup, ...]:
+        """Remove and return the groups of which every trajectory is beyond the bound for train step `step`."""
+        stale = tuple(ready for ready in self._ready if self.is_stale(ready.least_stale, step))
+        self._ready = [ready for ready in self._ready if ready not in stale]
+        return stale
+
+    def take(self, num_groups: int) -> tuple[ReadyGroup, ...]:
+        """Remove and return the oldest `num_groups` groups; there must be as many."""
+        if num_groups > len(self._ready):
+            raise ValueError(f"{num_groups} groups asked for, {len(self._ready)} are ready")
+        taken, self._ready = tuple(self._ready[:num_groups]), self._ready[num_groups:]
+        return taken
+
 
 RunGroup = Callable[[str, Task], Coroutine[Any, Any, TrajectoryGroup]]
 """Runs the siblings of one task under a group id; every trajectory is in the ledger when it returns."""

@@ -3,31 +3,60 @@
     start_session ─▶ workflow(task, rollout) ─▶ set_reward* ─▶ end_session
 
 Whatever a workflow does ends as a status: a failed rollout is data, its siblings go on.
+
+The HTTP clients that all rollouts of a process share. A connection pool a rollout would cost more than its turns.
+
+They ignore the proxies of the environment: a gateway stands on this machine. They know no rollout and no gateway.
 """
 
 import asyncio
 import contextlib
 import logging
 import traceback
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import httpx
 import openai
 import orjson
+from httpx_aiohttp import HttpxAiohttpClient
 
-from areal_agent.cancellation import uninterrupted
 from areal_agent.errors import ArealAgentError, EngineError, Reject, SandboxError
-from areal_agent.observe.busy import BusyClock
-from areal_agent.rollout.blocking import ROLLOUT_TASK
-from areal_agent.rollout.clients import Clients
+from areal_agent.observe.clock import BusyClock
+from areal_agent.process import uninterrupted
 from areal_agent.rollout.context import Rollout, SharedResources, as_reward
+from areal_agent.rollout.watchdog import ROLLOUT_TASK
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.types import SessionPurpose, Status, Task
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clients:
+    """Made by `open_clients`. None of them times out by itself: a rollout's time is the runner's business."""
+
+    control: aiohttp.ClientSession  # the runner's own, for `/rl/*`
+    agents: httpx.AsyncClient  # under the `openai` client of a workflow
+    threads: httpx.Client  # under that of a workflow that runs in a thread
+
+
+@asynccontextmanager
+async def open_clients() -> AsyncGenerator[Clients]:
+    """The clients, closed on leaving."""
+    async with AsyncExitStack() as stack:
+        unlimited = httpx.Limits(max_connections=None)
+        yield Clients(
+            control=await stack.enter_async_context(aiohttp.ClientSession()),
+            # httpx's own pool costs 10 ms of CPU a turn at 64 agents, aiohttp's 1.3 (benchmarks/agent_client)
+            agents=await stack.enter_async_context(HttpxAiohttpClient(trust_env=False, timeout=None, limits=unlimited)),
+            threads=stack.enter_context(httpx.Client(trust_env=False, timeout=None, limits=unlimited)),
+        )
+
 
 MAX_ERROR_CHARS = 2000
 MAX_LOGGED_BYTES = 1_000_000  # of one logged value

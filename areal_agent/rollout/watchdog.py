@@ -2,21 +2,135 @@
 
 A thread beside the loop asks it to answer. While the answer is late, the thread looks where the loop is stuck, and
 warns once a place: also of a loop that never answers again.
+
+Where an event loop is stuck: which line of a stack is the workflow's. Pure; it knows no thread and no clock.
+
+A clock for one thread that stands still while the thread waits for a core: on a busy machine nobody is to blame.
+
+Linux tells how long a thread has waited (`/proc/.../schedstat`, its second number, in nanoseconds); elsewhere the clock
+simply goes on.
 """
 
 import asyncio
+import linecache
 import logging
+import selectors
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from asyncio import base_events
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Self
 
-from areal_agent.rollout.blocking import Blockage, Frame, find_blockage, frames_of
-from areal_agent.rollout.loop_clock import clock_of_thread
-
 logger = logging.getLogger(__name__)
+
+
+ROLLOUT_TASK = "rollout "
+"""How the name of a task begins that runs a workflow; its session's id follows."""
+
+REMEDY = "use await asyncio.sleep, an async client, or await asyncio.to_thread(...)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_library(self) -> bool:
+        """Not a workflow's: Python's own, installed, or of areal_agent."""
+        return self.file.startswith(_LIBRARIES) or "site-packages" in self.file or "dist-packages" in self.file
+
+
+_IMPORTLIB = "<frozen importlib"
+
+_LIBRARIES = (
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("platstdlib"),
+    str(Path(__file__).parent.parent),
+    "<frozen ",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blockage:
+    """What held up an event loop. `task` is the name of the asyncio task that ran, None outside of tasks."""
+
+    place: Frame
+    task: str | None
+    is_importing: bool = False  # the place made Python import modules: that happens once
+
+    def describe(self, seconds: float) -> str:
+        """One line: who, for how long, where, and what to do instead."""
+        where = f"{_shown(self.place.file)}:{self.place.line} in {self.place.function}"
+        source = linecache.getline(self.place.file, self.place.line).strip()
+        where = f"{where}: {source}" if source else where
+        if self.place.is_library or self.is_importing:
+            return f"the event loop has not answered for {seconds:.1f} s; it is at {where}"
+        is_named = self.task is not None and self.task.startswith(ROLLOUT_TASK)
+        who = self.task if is_named else f"a workflow (task {self.task})"
+        return f"{who} blocks the event loop for {seconds:.1f} s at {where}; {REMEDY}"
+
+
+def frames_of(innermost: FrameType) -> tuple[Frame, ...]:
+    """A stack as plain data, innermost first."""
+    return tuple(
+        Frame(file=frame.f_code.co_filename, line=line, function=frame.f_code.co_name)
+        for frame, line in traceback.walk_stack(innermost)
+    )
+
+
+def find_blockage(frames: Sequence[Frame], task: str | None) -> Blockage | None:
+    """What blocks the loop that runs on this stack (innermost first); None when it only waits for events.
+
+    The innermost line of a workflow, else the innermost of all.
+    """
+    inside = tuple(_inside_the_loop(frames))
+    is_waiting = not inside or (len(inside) == 1 and inside[0].file == selectors.__file__)
+    if is_waiting:  # the machine was busy elsewhere
+        return None
+    depth = next((depth for depth, frame in enumerate(inside) if not frame.is_library), 0)
+    is_importing = any(frame.file.startswith(_IMPORTLIB) for frame in inside[:depth])
+    return Blockage(place=inside[depth], task=task, is_importing=is_importing)
+
+
+def _inside_the_loop(frames: Iterable[Frame]) -> Iterable[Frame]:
+    """The frames that one step of the loop has called. What called the loop is a program that waits for it."""
+    for frame in frames:
+        if frame.file == base_events.__file__ and frame.function == "_run_once":
+            return
+        yield frame
+
+
+def _shown(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+THREADS = Path("/proc/self/task")
+
+
+def clock_of_thread(native_thread_id: int, threads: Path = THREADS) -> Callable[[], float]:
+    """Seconds; only differences mean anything. `threads` holds a folder for each thread."""
+    schedstat = threads / str(native_thread_id) / "schedstat"
+
+    def now() -> float:
+        try:
+            waited_ns = int(schedstat.read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            waited_ns = 0
+        return time.monotonic() - waited_ns / 1e9
+
+    return now
+
 
 LOOKS_A_WARNING = 4
 """How often the thread looks within the time after which it warns."""

@@ -1,14 +1,51 @@
-"""What a user may hand in as a workflow, and how it becomes one callable. It knows nothing of sessions or engines."""
+"""What a user may hand in as a workflow, and how it becomes one callable. It knows nothing of sessions or engines.
 
+Runs a plain function in a thread of its own while the event loop goes on. It knows not what function.
+
+No pool: the interpreter waits for the threads of a pool when it ends, and one that is stuck in a user's code would keep
+the process alive for ever. How many run at once is the caller's business.
+"""
+
+import asyncio
+import contextlib
+import contextvars
 import inspect
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from areal_agent.errors import ConfigError
 from areal_agent.rollout.context import Rollout
-from areal_agent.rollout.tasks.imports import import_object
-from areal_agent.rollout.threads import run_in_thread
+from areal_agent.rollout.tasks.config import import_object
+
+Result = TypeVar("Result")
+
+
+async def run_in_thread(name: str, call: Callable[[], Result]) -> Result:
+    """What `call` returns or raises. Cancelling leaves the thread behind: nothing can end it from outside."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Result] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            result = context.run(call)
+        except StopIteration:  # a future cannot hold it
+            tell(lambda: outcome.set_exception(RuntimeError("StopIteration was raised")))
+        except BaseException as error:
+            reason = error  # the name `error` is gone when the loop gets to it
+            tell(lambda: outcome.set_exception(reason))
+        else:
+            tell(lambda: outcome.set_result(result))
+
+    def tell(settle: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile: nobody asks any more
+            loop.call_soon_threadsafe(lambda: None if outcome.done() else settle())
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return await outcome
+
 
 Workflow = Callable[[dict[str, Any], Rollout], Awaitable[object]]
 """`async def solve(task, rollout) -> float | bool | int | None | {completion_id: float}`."""

@@ -3,27 +3,375 @@
 Owns the two rules of token-in, token-out that concern text: special-token text inside a message is encoded as plain
 text (tool output cannot forge a turn), and new text after a sampled answer is tokenised alone, with the template's own
 bridge. Knows nothing of sessions and of what was sampled.
+
+Which texts a tokenizer turns into tokens with a meaning of their own, and how such a text is said as plain text.
+
+Special-token text in a message must not become a token, or the output of a tool could forge a turn. It is broken up
+with an unguessable text in the middle, which is taken out again where the rendered text is tokenised.
+
+Token ids back to text, at once or as they are sampled. It knows no template and no message.
+
+A byte-level BPE gives each id its exact bytes, so text leaves with the token that completes it. Other tokenizers
+decide by context (SentencePiece drops a leading space): there a window of recent ids is decoded again.
+
+The ids of words that have been tokenised before: most of a text, at a quarter of the tokenizer's cost.
+
+A byte-level BPE cuts a text at its added tokens, then into words by a pattern, and merges within each word alone. So
+the ids of a text are those of its words, one after the other, and a word needs the tokenizer once. Only for text of
+ASCII characters, where the pattern means the same here and there; `WordCache.of` takes only tokenizers that are known
+to work so, and a word is kept only if the pattern leaves it whole by itself.
 """
 
+import codecs
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
+import orjson
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.tokens.answers.answer_format import AnswerFormat
 from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
-from areal_agent.tokens.control import ANSWER_MARKUP, Breaker, any_of, control_texts
-from areal_agent.tokens.detokenizer import Detokenizer
-from areal_agent.tokens.keep_thinking import STAND_INS, HistoryThinking, keep_template
-from areal_agent.tokens.template import ChatTemplate
-from areal_agent.tokens.words import WordCache
+from areal_agent.tokens.template import STAND_INS, ChatTemplate, HistoryThinking, keep_template
 from areal_agent.types import JsonObject
+
+ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+"""Tags that an answer may hold: in system and assistant messages they keep their meaning, elsewhere they are text."""
+
+
+def control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozenset[str]:
+    """The texts of special tokens, and of other added tokens that the template or an answer's markup uses.
+
+    Added tokens that are runs of white space carry no meaning; one of a single character cannot be broken up.
+    """
+    return frozenset(
+        text
+        for token in tokenizer.added_tokens_decoder.values()
+        if len(text := token.content.strip()) > 1 and (token.special or text in template or text in ANSWER_MARKUP)
+    )
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """A pattern that finds any of some texts, the longest where several stand."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first)) or r"(?!)"
+
+
+class Breaker:
+    """Breaks up some control texts wherever they stand in JSON data.
+
+    >>> Breaker({"<|end|>"}, with_text="#").broken({"content": ["a<|end|>"]})
+    {'content': ['a<#|end|>']}
+    """
+
+    def __init__(self, texts: set[str] | frozenset[str], *, with_text: str) -> None:
+        self._pattern = re.compile(any_of(texts))
+        self._first_characters = tuple({text[0] for text in texts})
+        self._first_bytes = tuple(character.encode() for character in self._first_characters)
+        self._is_seen_in_json = not any(character in '"\\' or character < " " for character in self._first_characters)
+        self._with_text = with_text
+
+    def broken(self, value: Any) -> Any:
+        """`value` with every control text in its strings, keys included, broken after its first character.
+
+        It may be `value` itself, where there is none.
+        """
+        return value if type(value) is dict and self._is_clean(cast("JsonObject", value)) else self._broken(value)
+
+    def _is_clean(self, value: JsonObject) -> bool:
+        """Whether no string in it can hold a control text: one look at its JSON, where these are as they are."""
+        try:
+            text = orjson.dumps(value) if self._is_seen_in_json else None
+        except TypeError:  # larger integers than orjson writes, and what is no JSON
+            return False
+        return text is not None and not any(byte in text for byte in self._first_bytes)
+
+    def _broken(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._broken_text(value)
+        if isinstance(value, (dict, Mapping)):  # dict first: it is one nearly always, and Mapping asks around
+            return {self._broken_text(key): self._broken(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._broken(item) for item in value]
+        return value
+
+    def _broken_text(self, text: str) -> str:
+        for character in self._first_characters:
+            if character in text:
+                return self._broken_up(text)
+        return text  # nearly always, and ten times faster than to search
+
+    def _broken_up(self, text: str) -> str:
+        while self._pattern.search(text):  # breaking one up may join another
+            text = self._pattern.sub(lambda match: match[0][0] + self._with_text + match[0][1:], text)
+        return text
+
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no UTF-8 are shown as
+
+
+MAX_TOKEN_BYTES = 1024  # longer than any token of a vocabulary
+
+
+class TextStream(Protocol):
+    """Text of ids that come one by one: all pieces together are the text of all ids."""
+
+    def feed(self, token_id: int) -> str:
+        """The text that is certain with this id; the beginning of a character is held back."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back; there are no more ids."""
+        ...
+
+
+class Detokenizer:
+    """The way from ids to text of one tokenizer. Safe to use from several threads.
+
+    >>> Detokenizer(Tokenizer.from_file("tokenizer.json")).text_of([5, 6])          # doctest: +SKIP
+    'hello'
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._is_byte_level = isinstance(backend.decoder, ByteLevel)
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one id: exact for a byte-level BPE, those of its text alone elsewhere."""
+        if not self._is_byte_level:
+            return self.text_of([token_id]).encode()
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None else _bytes_of_token(token)
+
+    def num_tokens_through(self, mark: str, token_ids: Sequence[int]) -> int:
+        """How many ids there are up to the end of `mark` in their text; all of them where it is not."""
+        mark_id = self._backend.token_to_id(mark)
+        if mark_id is not None and mark_id in token_ids:
+            return token_ids.index(mark_id) + 1
+        told = bytearray()
+        for num_tokens, token_id in enumerate(token_ids, start=1):
+            told += self.bytes_of(token_id)
+            if mark.encode() in told[-len(mark) - MAX_TOKEN_BYTES :]:
+                return num_tokens
+        return len(token_ids)
+
+    def stream(self) -> TextStream:
+        """Begin an answer."""
+        return _ByteStream(self) if self._is_byte_level else _WindowStream(self)
+
+
+class _ByteStream:
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_id: int) -> str:
+        return self._decoder.decode(self._detokenizer.bytes_of(token_id))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowStream:
+    """Decodes the last ids together with those before whose text is out, so that context is as in the whole."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._shown_ids: list[int] = []  # their text has left; they are the context of the pending ones
+        self._pending_ids: list[int] = []
+
+    def feed(self, token_id: int) -> str:
+        self._pending_ids.append(token_id)
+        text = self._pending_text()
+        return "" if not text or text.endswith(REPLACEMENT) else self._show(text)
+
+    def finish(self) -> str:
+        return self._show(self._pending_text())
+
+    def _pending_text(self) -> str:
+        context = self._detokenizer.text_of(self._shown_ids)
+        return self._detokenizer.text_of(self._shown_ids + self._pending_ids)[len(context) :]
+
+    def _show(self, text: str) -> str:
+        self._shown_ids, self._pending_ids = self._pending_ids or self._shown_ids, []
+        return text
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary: itself where it is printable."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _bytes_of_token(token: str) -> bytes:
+    """An added token with a character outside the alphabet stands for its own text."""
+    try:
+        return bytes(_BYTES[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+MAX_WORDS = 65_536
+"""Beyond that the cache begins anew: about 10 MB."""
+
+MAX_CHARACTERS = 64
+"""Longer words are not kept: they seldom come again."""
+
+MAX_MERGED = 4096
+"""A text with a longer word is left to the tokenizer: merging a megabyte takes a second, in which no thread can run."""
+
+NUM_LEARNT = 8192
+"""Tokens of the vocabulary whose words are looked up when a tokenizer is loaded: some 30 ms."""
+
+_BYTE_LEVEL = {**{byte: 256 + byte for byte in range(33)}, 127: 289}
+"""How a byte-level vocabulary writes the ASCII characters that cannot be seen; those that can, as they are."""
+
+_ASCII_OF_BYTE_LEVEL = {written: byte for byte, written in _BYTE_LEVEL.items()}
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_IN_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
+_ASCII_OF = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
+
+
+class WordCache:
+    """Tokenises ASCII text word by word. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, words: re.Pattern[str], added: Sequence[re.Pattern[str]]) -> None:
+        self._tokenizer = tokenizer
+        self._model = tokenizer.model
+        self._words = words
+        self._added = added
+        self._ids: dict[str, Sequence[int]] = {}  # by word
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self | None:
+        """A cache in front of a tokenizer; None for one whose words are not certain to be tokenised alone."""
+        made_of: dict[str, Any] = orjson.loads(tokenizer.to_str())
+        pattern = _pattern_of(made_of)
+        added = cast("list[dict[str, Any]]", made_of["added_tokens"])
+        if pattern is None or any(one["single_word"] or one["lstrip"] or one["rstrip"] for one in added):
+            return None
+        cache = cls(tokenizer, pattern, _in_order_of_search(added))
+        cache._learn(made_of["model"]["vocab"], {one["content"] for one in added})
+        return cache
+
+    def ids_of(self, text: str) -> list[int] | None:
+        """The ids of a text; None when the tokenizer has to be asked for the whole."""
+        if not text.isascii():
+            return None
+        token_ids: list[int] = []
+        for piece, is_added in self._pieces(text):
+            words = [piece] if is_added else self._words.findall(piece)
+            if "".join(words) != piece:
+                return None
+            for word in words:
+                known = self._ids.get(word) or self._look_up(word, is_added=is_added)
+                if known is None:
+                    return None
+                token_ids += known
+        return token_ids
+
+    def _learn(self, vocabulary: dict[str, int], added: set[str]) -> None:
+        """The commonest words, so that a process is quick from its first call on.
+
+        Added tokens may stand in the vocabulary and be one word by the pattern: merged they would be something else.
+        """
+        oldest_first = sorted(vocabulary, key=vocabulary.__getitem__)  # a BPE learns what is common first
+        for token in oldest_first[:NUM_LEARNT]:
+            word = token.translate(_ASCII_OF_BYTE_LEVEL)
+            if word.isascii() and word not in added:
+                self._look_up(word, is_added=False)
+
+    def _pieces(self, text: str) -> list[tuple[str, bool]]:
+        """A text cut at its added tokens, and which pieces those are."""
+        pieces = [(text, False)]
+        for added in self._added:
+            pieces = [
+                part for piece, is_added in pieces for part in ([(piece, True)] if is_added else _cut(piece, added))
+            ]
+        return pieces
+
+    def _look_up(self, word: str, *, is_added: bool) -> Sequence[int] | None:
+        if not is_added and (len(word) > MAX_MERGED or self._words.findall(word) != [word]):
+            return None
+        known = self._tokenizer.encode(word, add_special_tokens=False).ids if is_added else self._merged(word)
+        if len(word) <= MAX_CHARACTERS:
+            if len(self._ids) >= MAX_WORDS:
+                self._ids.clear()
+            self._ids[word] = known
+        return known
+
+    def _merged(self, word: str) -> Sequence[int]:
+        """By the model alone: the tokenizer's own way there costs five times as much."""
+        return [token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))]
+
+
+def _in_order_of_search(added: Sequence[dict[str, Any]]) -> list[re.Pattern[str]]:
+    """A tokenizer looks for its added tokens twice: for those of the text as it is, then for those of what is left."""
+    searches = [[one["content"] for one in added if one["normalized"] is late] for late in (False, True)]
+    return [re.compile(f"({any_of(texts)})") for texts in searches if texts]
+
+
+def _cut(text: str, added: re.Pattern[str]) -> list[tuple[str, bool]]:
+    return [(part, index % 2 == 1) for index, part in enumerate(added.split(text))]
+
+
+def _pattern_of(made_of: dict[str, Any]) -> re.Pattern[str] | None:
+    """How a tokenizer cuts ASCII text into words that it merges alone; None if that is not certain."""
+    normalizer, model = made_of["normalizer"], made_of["model"]
+    if normalizer is not None and normalizer["type"] != "NFC":  # NFC leaves ASCII as it is
+        return None
+    if model["type"] != "BPE" or model["dropout"]:
+        return None
+    match made_of["pre_tokenizer"]:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return _ascii(_GPT2)
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            return _ascii(pattern)
+        case _:
+            return None
+
+
+def _ascii(pattern: str) -> re.Pattern[str] | None:
+    """A tokenizer's pattern as Python's, for ASCII text. Of Unicode's classes, letters and numbers are understood."""
+    inside = _IN_CLASS.sub(lambda found: _replaced(found[0], "{}"), pattern)
+    translated = _replaced(inside, "[{}]")
+    if re.search(r"\\[pPXRKGhH]|&&|\[\[|[*+?}]\+|\(\?[>|#<]", translated):
+        return None
+    try:
+        compiled = re.compile(translated, re.ASCII)
+    except re.error:
+        return None
+    return None if compiled.groups else compiled
+
+
+def _replaced(text: str, form: str) -> str:
+    for name, characters in _ASCII_OF.items():
+        text = text.replace(name, form.format(characters))
+    return text
+
 
 _OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine_types import (
+from areal_agent.errors import ArealAgentError, ConfigError, ProcessDied, TrainerError
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.wire import Frame, StepReport, TrainerInfo, encode_records, receive_frame
+from areal_agent.types import (
     CudaMemory,
     CudaWeights,
     DiskWeights,
     DistributedWeights,
+    JsonObject,
+    RolloutBatch,
     SharedMemoryWeights,
     TensorEntry,
+    TokenRecord,
     Weights,
 )
-from areal_agent.errors import ArealAgentError, ConfigError, ProcessDied, TrainerError
-from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.framing import Frame, receive_frame
-from areal_agent.trainer.records import encode_records
-from areal_agent.trainer.reports import StepReport, TrainerInfo
-from areal_agent.types import JsonObject, RolloutBatch, TokenRecord
 
 
 class TrainerClient:

@@ -1,25 +1,230 @@
 """The policy that is trained: a transformers causal language model and its forward pass over loss tokens.
 
 It knows micro-batches, not losses or optimisers. With several ranks its parameters are spread over them (`shard`).
+
+Attention within each sequence of a packed row, in the place that transformers' models keep for it.
+
+Each sequence is a call of its own, so none can see another, whatever transformers makes of masks and positions. Rows
+that are padded are one call for all: causal attention never looks at what stands behind. It knows no micro-batch.
+Shapes: B rows of T tokens, H query heads, G key-value heads, D head dimension.
+
+Layers whose activations are computed again: each keeps its input alone, and runs once more in the backward pass.
+
+Chen et al. 2016 (arXiv 1604.06174). It changes memory and time, no value and no gradient: nothing in a layer is random,
+for models are in eval mode. It knows layers, not models.
+
+Low-rank adapters: linear layers whose weight stands still, beside two thin matrices that are trained in its place.
+
+LoRA (Hu et al. 2021, arXiv 2106.09685). I inputs, O outputs, R the rank:
+
+    y = x W^T + b + (alpha / R) (x A^T) B^T        W [O, I] and b [O] frozen; A [R, I] random, B [O, R] zero at first
+
+so a model with new adapters is the model without. Merged, the layer is a plain one of weight W + (alpha / R) B A.
+It knows models as trees of modules, not losses, optimisers or files. With several ranks, matrices may be spread.
+
+The critic: the policy's architecture with one output in place of the vocabulary, and an optimiser of its own.
+
+It begins as a copy of the policy with an output layer of zeros, so every value is 0 at first. It knows micro-batches
+and returns, not how those were made.
 """
 
 import copy
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from areal_agent.algorithms.batching import MicroBatch
-from areal_agent.algorithms.logprobs import logprobs_and_entropy
+from areal_agent.algorithms.batching import MicroBatch, logprobs_and_entropy
+from areal_agent.algorithms.losses import value_loss
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.attention import use_segment_attention
-from areal_agent.trainer.config import LoraConfig
-from areal_agent.trainer.group import ALONE, Group, whole
-from areal_agent.trainer.lora import Adapter
-from areal_agent.trainer.recomputation import recompute
+from areal_agent.trainer.config import LoraConfig, TrainerConfig
+from areal_agent.trainer.optimizer import Optimizer, Schedule
+from areal_agent.trainer.ranks import ALONE, Group, whole
+
+ATTENTION_NAME = "areal_agent_segments"
+
+
+def use_segment_attention(model: PreTrainedModel) -> None:
+    """Make the model's layers call `segment_attention`; its forward passes then take `segments`.
+
+    transformers builds no mask for a name that is registered for attention only.
+    """
+    AttentionInterface.register(ATTENTION_NAME, segment_attention)
+    model.set_attn_implementation(ATTENTION_NAME)
+
+
+def segment_attention(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    segments: Sequence[int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
+
+    Shapes: query [B, H, T, D], key and value [B, G, T, D] -> [B, T, H, D].
+    """
+    lengths = list(segments or (query.shape[2],))
+    assert sum(lengths) == query.shape[2], (lengths, query.shape)
+    parts = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
+    outputs = [_causal(q, k, v, scaling, sliding_window) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Of one sequence a row; with `window`, no token sees further back than that many, itself included."""
+    length = query.shape[2]
+    if window is None or window >= length:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    everything = torch.ones(length, length, dtype=torch.bool, device=query.device)
+    band = everything.tril() & everything.triu(1 - window)
+    return scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=True)
+
+
+def recompute(layers: Sequence[nn.Module]) -> None:
+    """From now on, for good. Before the layers are spread over ranks: those gather parameters around what is done here.
+
+    A copy of a layer would still call the one that it was copied from: copies have to be made before.
+    """
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter. Weight and bias are those of the layer that it replaces: no copy is made."""
+
+    def __init__(self, layer: nn.Linear, *, rank: int, scale: float, generator: torch.Generator) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.lora_A = nn.Linear(layer.in_features, rank, bias=False, device="meta")
+        self.lora_B = nn.Linear(rank, layer.out_features, bias=False, device="meta")
+        bound = 1 / math.sqrt(layer.in_features)
+        begun = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
+        self.lora_A.weight = nn.Parameter(begun.to(layer.weight.device))
+        self.lora_B.weight = nn.Parameter(torch.zeros(layer.out_features, rank, device=layer.weight.device))
+        self.scale = scale
+        self.is_on = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        plain = super().forward(input)  # [..., O]
+        return plain + self.scale * self.lora_B(self.lora_A(input)) if self.is_on else plain
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """The weight of the plain layer that computes the same, from this one's three matrices, in float32.
+
+        Shapes: [O, I], [R, I], [O, R] -> [O, I].
+        """
+        return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale)
+
+
+class Adapter:
+    """All adapters of one model: what is trained of it, and nothing else is."""
+
+    def __init__(self, layers: Mapping[str, LoraLinear]) -> None:
+        """By the name of the layer in the model."""
+        self._layers = layers
+
+    @classmethod
+    def attach(
+        cls, model: nn.Module, inside: Iterable[nn.Module], config: LoraConfig, seed: int, *, is_gpu: bool = False
+    ) -> Self:
+        """Freeze `model`, and give adapters to the linear layers inside these parts of it that the config names.
+
+        Raises ConfigError for a name that no linear layer there has. Every rank makes the same ones. On a GPU, where
+        those layers compute in bfloat16, frozen weights that were made in it are held in it, too.
+        """
+        found = _linear_layers(model, inside)
+        known = {_last(name) for name in found}
+        if unknown := [name for name in config.target_modules if name not in known]:
+            raise ConfigError(
+                f"trainer.lora.target_modules names {unknown[0]!r}, and the model's layers have no linear layer of "
+                f"that name; they have {', '.join(sorted(known))}"
+            )
+        model.requires_grad_(False)
+        if is_gpu:
+            for layer in found.values():
+                _halve(layer)
+        generator = torch.Generator().manual_seed(seed)
+        layers: dict[str, LoraLinear] = {}
+        for name, layer in found.items():
+            if _last(name) in config.target_modules:
+                layers[name] = LoraLinear(layer, rank=config.rank, scale=config.scale, generator=generator)
+                model.set_submodule(name, layers[name])
+        return cls(layers)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What is trained, by its name in the model; where there are several ranks, the shard of this one."""
+        return dict(self._named())
+
+    @contextmanager
+    def off(self) -> Generator[None]:
+        """Inside, the model computes what it did without adapters."""
+        self._switch(is_on=False)
+        try:
+            yield
+        finally:
+            self._switch(is_on=True)
+
+    def merged(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """A parameter of the model as it is without adapters, in one piece; what has one is merged with it, in `dtype`.
+
+        Every rank has to ask.
+        """
+        layer = self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if layer is None:
+            return whole(parameter.detach())
+        a, b = whole(layer.lora_A.weight.detach()), whole(layer.lora_B.weight.detach())
+        return layer.merge(whole(parameter.detach()), a, b).to(dtype)
+
+    def merge(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state of the model as it is without adapters, from that with them, in one piece."""
+        trained = self.parameters()
+        merged = {name: one.float() for name, one in state.items() if name not in trained}
+        for name, layer in self._layers.items():
+            weight, a, b = f"{name}.weight", f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+            merged[weight] = layer.merge(state[weight], state[a], state[b])
+        return merged
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for name, layer in self._layers.items():
+            yield f"{name}.lora_A.weight", layer.lora_A.weight
+            yield f"{name}.lora_B.weight", layer.lora_B.weight
+
+    def _switch(self, *, is_on: bool) -> None:
+        for layer in self._layers.values():
+            layer.is_on = is_on
+
+
+def _linear_layers(model: nn.Module, inside: Iterable[nn.Module]) -> dict[str, nn.Linear]:
+    within = {id(module) for part in inside for module in part.modules()}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in within
+    }
+
+
+def _halve(layer: nn.Linear) -> None:
+    """Hold a frozen weight in bfloat16 where that loses nothing, as with most models from a hub."""
+    half = layer.weight.detach().to(torch.bfloat16)
+    if torch.equal(half.float(), layer.weight):
+        layer.weight = nn.Parameter(half, requires_grad=False)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
@@ -212,3 +417,69 @@ def _choose_attention(model: PreTrainedModel) -> None:
             f"model type {model.config.model_type!r} is not supported: its logits are not its output layer applied to "
             "its last hidden state, or its attention is not plain causal attention; use a Llama, Mistral or Qwen model"
         )
+
+
+class ValueForward(nn.ModuleDict):
+    """The forward pass as one module, which is what FSDP2 gathers parameters for."""
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        return self["head"](hidden_states(self["decoder"], batch))
+
+
+class Critic:
+    """Values of loss tokens: what the rollout will earn from each on, judged by what stands before it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: TrainerConfig,
+        *,
+        learning_rate: float | None,
+        clip: float,
+        schedule: Schedule | None = None,
+        group: Group = ALONE,
+    ) -> None:
+        self._device = policy.device
+        self._clip = clip
+        decoder = policy.backbone()
+        hidden_size = int(policy.model.config.get_text_config().hidden_size)
+        head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
+        nn.init.zeros_(head.weight)
+        self.model = ValueForward({"decoder": decoder, "head": head}).eval()
+        if config.gradient_checkpointing:
+            recompute(decoder_layers(decoder))
+        group.shard(decoder_layers(decoder), self.model)
+        own = config if learning_rate is None else config.model_copy(update={"learning_rate": learning_rate})
+        own_schedule = None if schedule is None else schedule.with_peak(own.learning_rate)
+        self.optimizer = Optimizer(self.model.parameters(), own, own_schedule)
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """The value of each loss token of the micro-batch, [M] float32."""
+        with mixed_precision(self._device):
+            return self.model(batch).squeeze(1).float()
+
+    def backward(self, batch: MicroBatch) -> tuple[float, int]:
+        """Accumulate the gradient of the clipped value loss; returns the loss, and how many values were clipped."""
+        assert batch.values is not None and batch.returns is not None, "a critic learns returns"
+        loss, num_clipped = value_loss(self.values(batch), batch.values, batch.returns, batch.weights, clip=self._clip)
+        loss.backward()
+        return float(loss.detach()), num_clipped
+
+    def clear_gradients(self) -> None:
+        self.optimizer.clear_gradients()
+
+    def update(self) -> float:
+        """As `Optimizer.update`: one update; returns the norm of the gradient."""
+        return self.optimizer.update()
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(R - V) / Var(R): 1 is a perfect critic, 0 one that knows the mean. 0 where returns are all equal.
+
+    Shapes: [N], [N] -> scalar.
+    """
+    assert values.shape == returns.shape, (values.shape, returns.shape)
+    if len(returns) == 0:
+        return 0.0
+    spread = float(returns.var(correction=0))
+    return 1.0 - float(torch.var(returns - values, correction=0)) / spread if spread > 0 else 0.0

@@ -35,16 +35,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from areal_agent.engine.foreign.adapters import AdapterForm
-from areal_agent.engine.stored_weights import weight_files
+from areal_agent.engine.foreign.weight_folders import AdapterForm
+from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError
-from areal_agent.manifest import MANIFEST
+from areal_agent.files import MANIFEST
 from areal_agent.trainer.checkpoint import ADAPTER, RUN_STATE, TRAINING
 from areal_agent.trainer.config import LoraConfig
-from areal_agent.trainer.critic import Critic
-from areal_agent.trainer.model import Policy
+from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
-from areal_agent.weights.adapter_folder import write_adapter
+from areal_agent.weights.channels import write_adapter
 
 PROGRESS = "progress.json"
 CHAT_TEMPLATE = "chat_template.jinja"

@@ -6,10 +6,15 @@
 
 What a token counts in an update is fixed before it is split into micro-batches, and these over ranks: gradients do not
 depend on the split. Every rank is given all records and makes the same choices; only forward and backward are shared.
+
+How the samples of one pass become the micro-batches of this rank. It knows no model and no loss.
+
+Every rank has equally many, for going through a model is something that all ranks do together; one that has nothing
+left is given a sample of no loss token.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -17,25 +22,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.aggregation import token_weights
-from areal_agent.algorithms.batching import MicroBatch
+from areal_agent.algorithms.advantages import choose_own_advantage, own_advantages, token_advantages, value_targets
+from areal_agent.algorithms.batching import MicroBatch, Sample, collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import with_causal_credit, with_parts
-from areal_agent.algorithms.divergence import divergence
-from areal_agent.algorithms.loss_stats import LossStats
-from areal_agent.algorithms.loss_tokens import LossTokens
-from areal_agent.algorithms.losses import choose_objective, policy_loss
-from areal_agent.algorithms.proximal import approximate_proximal
-from areal_agent.algorithms.samples import Sample, sample_of
-from areal_agent.algorithms.scoring import choose_own_advantage, own_advantages, token_advantages, value_targets
+from areal_agent.algorithms.losses import (
+    LossStats,
+    LossTokens,
+    approximate_proximal,
+    choose_objective,
+    divergence,
+    policy_loss,
+)
+from areal_agent.algorithms.packing import alike, balanced, deal, first_fit, token_weights
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.critic import Critic
-from areal_agent.trainer.group import ALONE, Group
-from areal_agent.trainer.micro_batches import MicroBatches
-from areal_agent.trainer.model import Measured, Policy
-from areal_agent.trainer.optimizer import Optimizer
-from areal_agent.trainer.step_input import StepInput
-from areal_agent.trainer.step_metrics import (
+from areal_agent.trainer.metrics import (
+    Mismatch,
+    Tally,
     Update,
     advantage_metrics,
     critic_metrics,
@@ -43,8 +46,39 @@ from areal_agent.trainer.step_metrics import (
     reward_metrics,
     update_metrics,
 )
-from areal_agent.trainer.tally import Mismatch, Tally
+from areal_agent.trainer.model import Critic, Measured, Policy
+from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.ranks import ALONE, Group
+from areal_agent.trainer.wire import StepInput
 from areal_agent.types import WeightVersion
+
+
+class MicroBatches:
+    """Splits samples as `trainer.packing` says, within the token budget."""
+
+    def __init__(self, config: TrainerConfig, device: torch.device, group: Group) -> None:
+        self._config = config
+        self._device = device
+        self._group = group
+
+    def share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
+        """The micro-batches of this rank, with the indices of their samples: those that have loss tokens."""
+        present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
+        lengths = [samples[index].num_tokens for index in present]
+        for part in deal(self._split(lengths), lengths, self._group.size)[self._group.rank]:
+            indices = [present[place] for place in part]
+            chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
+            yield indices, collate(chosen, self._device, is_padded=self._config.packing == "padded")
+
+    def _split(self, lengths: Sequence[int]) -> list[list[int]]:
+        budget = self._config.tokens_per_micro_batch
+        match self._config.packing:
+            case "balanced":
+                return balanced(lengths, budget, at_least=self._group.size)
+            case "first_fit":
+                return first_fit(lengths, budget)
+            case "padded":
+                return alike(lengths, budget)
 
 
 class Laps:

@@ -11,24 +11,17 @@ import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.engine.embedded.cuda_memory import CudaSharing
-from areal_agent.engine_types import TensorEntry, Weights
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.critic import Critic
-from areal_agent.trainer.group import ALONE, Group
-from areal_agent.trainer.model import Policy, choose_device
-from areal_agent.trainer.optimizer import Optimizer
-from areal_agent.trainer.reports import StepReport, TrainerInfo
-from areal_agent.trainer.schedule import Schedule
+from areal_agent.trainer.model import Critic, Policy, choose_device
+from areal_agent.trainer.optimizer import Optimizer, Schedule
+from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.state import Training, export_adapter, form_of, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
-from areal_agent.trainer.step_input import StepInput
-from areal_agent.types import JsonObject
-from areal_agent.weights.cuda_ipc import CudaChannel
-from areal_agent.weights.disk import DiskChannel
-from areal_agent.weights.distributed import DistributedChannel
-from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
+from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
+from areal_agent.types import JsonObject, TensorEntry, Weights
+from areal_agent.weights.channels import CudaChannel, DiskChannel, DistributedChannel, SharedMemoryChannel, layout
 
 NOTHING: JsonObject = {}
 

@@ -17,13 +17,10 @@ import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.framing import Arrays, Frame, read_frame
-from areal_agent.trainer.group import ALONE, Group
 from areal_agent.trainer.model import choose_device
-from areal_agent.trainer.ranks import Ranks
-from areal_agent.trainer.records import decode_records
-from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.ranks import ALONE, Group, Ranks
 from areal_agent.trainer.trainer import Trainer
+from areal_agent.trainer.wire import Arrays, Frame, StepInput, decode_records, read_frame
 from areal_agent.types import JsonObject
 
 NUM_TRACEBACK_LINES = 8

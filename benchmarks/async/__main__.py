@@ -25,8 +25,7 @@ from ideal import Work, ideal_s
 from slow_tools import Latency, long_tailed, no_latency, workflow_with
 
 from areal_agent.config import Config
-from areal_agent.observe.metrics import read_metrics
-from areal_agent.observe.rows import Spent, step_rows
+from areal_agent.observe.metrics import Spent, read_metrics, step_rows
 from areal_agent.run import Run
 
 ROOT = Path(__file__).parents[2]

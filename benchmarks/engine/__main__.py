@@ -30,17 +30,7 @@ import push
 import turns
 from meter import cpu_s
 from model import SHAPES, build_model
-from servers import (
-    NEW_TOKENS,
-    OURS,
-    NotServing,
-    Server,
-    random_ids,
-    start_ours,
-    start_sglang,
-    start_vllm,
-    wait_ready,
-)
+from servers import NEW_TOKENS, OURS, NotServing, Server, random_ids, start_ours, start_sglang, start_vllm, wait_ready
 
 OFFLINE = ("generate", "continuous", "floor")
 OFFLINE_S = 1800.0

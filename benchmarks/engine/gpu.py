@@ -31,11 +31,10 @@ from servers import OURS, NotServing, Server, random_ids, start_ours, wait_ready
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from areal_agent.cluster.weights_folder import weights_folder
+from areal_agent.cluster.local import weights_folder
 from areal_agent.engine.embedded.cuda_memory import CudaSharing
 from areal_agent.errors import EngineError
-from areal_agent.weights.cuda_ipc import CudaChannel
-from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
+from areal_agent.weights.channels import CudaChannel, SharedMemoryChannel, layout
 
 ALL_SHAPES = {"tiny": SHAPES["tiny"]} | GPU_SHAPES
 GENERATE_S = 300.0

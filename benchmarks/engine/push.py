@@ -20,12 +20,11 @@ from servers import OURS, Server, random_ids, start_ours, wait_ready
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from areal_agent.cluster.weights_folder import weights_folder
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import GenerateRequest, Weights
-from areal_agent.types import SamplingParams, WeightVersion
+from areal_agent.cluster.local import weights_folder
+from areal_agent.engine.client import HttpEngine
+from areal_agent.types import GenerateRequest, SamplingParams, Weights, WeightVersion
+from areal_agent.weights.channels import SharedMemoryChannel, layout
 from areal_agent.weights.push import PushReport, push
-from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 
 NUM_REQUESTS = 16
 NUM_PUSHES = 9

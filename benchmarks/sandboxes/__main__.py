@@ -24,10 +24,10 @@ import docker
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, Sandbox, SandboxSpec, open_pool
-from sandboxes.backends import Backend
-from sandboxes.containers.base_image import DEFAULT_IMAGE
-from sandboxes.environment import PROGRAM_PATH
+from sandboxes.containers.images import DEFAULT_IMAGE
+from sandboxes.execution import PROGRAM_PATH
 from sandboxes.judge import CallCase, StdinCase, grade
+from sandboxes.pool import Backend
 
 TRUE = ["true"]
 READS_AND_ADDS = "print(sum(map(int, input().split())))"

@@ -5,8 +5,7 @@ import time
 from dataclasses import dataclass
 
 from areal_agent.config import Config
-from areal_agent.observe.metrics import read_metrics
-from areal_agent.observe.rows import step_rows
+from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run import Run
 from areal_agent.types import RolloutBatch
 

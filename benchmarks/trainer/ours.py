@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from records import GROUP_SIZE, read_records
 
-from areal_agent.algorithms import logprobs
-from areal_agent.algorithms.batching import collate
+from areal_agent.algorithms import batching
+from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.samples import sample_of
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.step import Stepper
-from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.wire import StepInput
 from areal_agent.types import TokenRecord
 
 CPU = torch.device("cpu")
@@ -35,7 +34,7 @@ GRADIENT = TrainerConfig(learning_rate=1e6, epsilon=1e6, betas=(0.0, 0.0), weigh
 def main(folder: Path, variant: str, num_steps: int) -> None:
     torch.set_num_threads(1)
     if variant == "whole":
-        logprobs.LOGITS_PER_CHUNK = 2**62
+        batching.LOGITS_PER_CHUNK = 2**62
     packing: Any = "balanced" if variant == "whole" else variant
     given = the_step(folder)
     before_mb = peak_mb()

@@ -1,4 +1,3 @@
-# pyright: basic, reportMissingImports=false
 """TRL's side, run by the Python of its own environment: `python theirs.py FOLDER NUM_STEPS ROWS` prints a line of JSON.
 
 A GRPOTrainer as it is, given the records by `rollout_func` and a reward function; ROWS sequences go through it at
@@ -17,6 +16,8 @@ from datasets import Dataset
 from records import GROUP_SIZE, read_records
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+# pyright: basic, reportMissingImports=false
 
 
 class Meter(TrainerCallback):

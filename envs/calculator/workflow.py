@@ -17,7 +17,8 @@ from openai.types.chat import (
 
 from areal_agent import Rollout
 from envs.calculator.reward import score
-from sandboxes import ExecResult, Pool, Sandbox, Status, open_pool
+from sandboxes import Pool, Sandbox, Status, open_pool
+from sandboxes.spec import ExecResult
 
 MAX_TURNS = 4  # a program, a repair or two, and the answer
 

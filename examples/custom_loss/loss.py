@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.loss_tokens import LossTokens
+from areal_agent.algorithms.losses import LossTokens
 from areal_agent.types import TokenRecord
 
 

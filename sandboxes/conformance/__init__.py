@@ -13,9 +13,9 @@
 since it would do its harm. `python -m sandboxes check` prints the table; a backend's tests call `ROWS`.
 """
 
-from sandboxes.conformance import files, grading, resources, statuses, walls
+from sandboxes.conformance import files, grading, resources, walls
 from sandboxes.conformance.row import Row, Verdict, check
 
-ROWS: tuple[Row, ...] = (*resources.ROWS, *files.ROWS, *walls.ROWS, *grading.ROWS, *statuses.ROWS)
+ROWS: tuple[Row, ...] = (*resources.RESOURCE_ROWS, *files.ROWS, *walls.ROWS, *grading.ROWS, *resources.STATUS_ROWS)
 
 __all__ = ["ROWS", "Row", "Verdict", "check"]

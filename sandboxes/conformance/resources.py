@@ -1,10 +1,11 @@
-"""Rows 1 to 9: using up what there is."""
+"""Rows 1 to 9: using up what there is.
+
+Row 25: what a program says of its own end.
+"""
 
 from sandboxes.conformance.row import MIB, Row, ends_with, in_box, prints, told
-from sandboxes.limits import Limits
-from sandboxes.result import Status
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Isolation
+from sandboxes.spec import Isolation, Limits, Status
 
 FORK_BOMB = """
 import os
@@ -84,7 +85,7 @@ async def full_disk(box: Sandbox) -> str:
 
 JAILED = Isolation.NAMESPACES
 SMALL = Limits(wall_s=20.0, memory_bytes=100 * MIB)
-ROWS = (
+RESOURCE_ROWS = (
     Row(
         number=1, harm="fork bomb", required="PIDS, nothing left", needs=JAILED, needs_groups=True,
         run=ends_with(FORK_BOMB, Status.PIDS, Limits(wall_s=2.0, pids=32)),
@@ -110,3 +111,42 @@ ROWS = (
     Row(number=8, harm="open files", required="inside only", run=prints(OPEN_FILES, b"24\n")),
     Row(number=9, harm="full disk, many files", required="DISK", needs=JAILED, run=in_box(full_disk)),
 )  # fmt: skip
+
+
+FAKE_FRAMES = """
+import os
+os.write(1, {data})
+for descriptor in range(3, 64):
+    try: os.write(descriptor, bytes(29))
+    except OSError: pass
+os._exit(9)
+"""
+FAKE = b"status: ok\n\x00\x1b[2J\xc3\n__EXIT__0\n$ >>> " + bytes(29) + b"\x03\x11\0\0\0" + bytes(17)
+IN_A_SHELL = """
+printf '%s' "$kept"
+cat
+for fd in 3 4 5 6 7; do echo 0 >&$fd; done 2> /dev/null
+exit 9
+"""
+
+
+async def fake_frames(box: Sandbox) -> str:
+    """To every descriptor that it finds, in a program, a shell and an interpreter."""
+    source = FAKE_FRAMES.replace("{data}", repr(FAKE))
+    result = await box.exec_python(source)
+    if (result.status, result.exit_code, result.stdout) != (Status.NONZERO, 9, FAKE):
+        return told(result)
+    shell = box.shell()
+    await shell.run("kept=1")
+    result = await shell.run(IN_A_SHELL, stdin=FAKE)
+    if (result.status, result.exit_code, result.stdout) != (Status.NONZERO, 9, b"1" + FAKE):
+        return f"in a shell: {told(result)}"
+    async with box.python() as python:
+        result = await python.run(source)
+    is_right = (result.status, result.exit_code, result.stdout) == (Status.NONZERO, 9, FAKE)
+    return "" if is_right else f"in Python: {told(result)}"
+
+
+STATUS_ROWS = (
+    Row(number=25, harm="faked statuses, frames", required="raw bytes, true status", run=in_box(fake_frames)),
+)

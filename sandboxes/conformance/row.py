@@ -4,11 +4,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sandboxes.limits import Limits
 from sandboxes.pool import Pool
-from sandboxes.result import ExecResult, Status
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Isolation
+from sandboxes.spec import ExecResult, Isolation, Limits, Status
 
 MIB = 2**20
 SURVIVES = "print('still works')"

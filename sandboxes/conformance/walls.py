@@ -7,10 +7,8 @@ import tempfile
 from collections.abc import Generator
 
 from sandboxes.conformance.row import Row, in_box, prints, told
-from sandboxes.limits import Limits
-from sandboxes.result import Status
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Isolation
+from sandboxes.spec import Isolation, Limits, Status
 
 HOST_BY_PROC = """
 import os

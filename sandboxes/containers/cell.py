@@ -1,24 +1,194 @@
-"""A container as a cell: programs and files by its agent, over one stream."""
+"""A container as a cell: programs and files by its agent, over one stream.
+
+How a program in a container ended, by what the kernel told the agent. Nothing that it printed makes it OK.
+
+A program in a container whose output is read as it comes.
+
+What the agent is asked to do, packed: a program, or something with files.
+"""
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.archive import Entry, checked, entries_of
-from sandboxes.archive import pack as pack_tar
 from sandboxes.base import Program
 from sandboxes.containers.agent.files import EXECUTABLE, FILE, FOLDER
-from sandboxes.containers.agent.wire import Operation, Tell, pack, unpack
-from sandboxes.containers.agent_link import CHUNK_BYTES, AgentLink
-from sandboxes.containers.bounds import SharedBounds
-from sandboxes.containers.confinement import User
-from sandboxes.containers.judgement import result_of
-from sandboxes.containers.process import ContainerProcess
-from sandboxes.containers.request import file_request, folder_of, program_request
-from sandboxes.limits import Limits
-from sandboxes.paths import relative_parts
-from sandboxes.result import ExecResult
+from sandboxes.containers.agent.wire import REQUEST, End, Operation, Tell, pack, unpack
+from sandboxes.containers.agent_link import CHUNK_BYTES, AgentEnd, AgentLink, AgentRun
+from sandboxes.containers.confinement import SharedBounds, User
+from sandboxes.execution import status_of
+from sandboxes.folder import Entry, checked, entries_of
+from sandboxes.folder import pack as pack_tar
+from sandboxes.link import Ended
+from sandboxes.spec import ExecResult, Limits, Status, folder_parts, relative_parts
+
+STATUS_OF_END = {End.DEADLINE: Status.TIMEOUT, End.OUTPUT: Status.OUTPUT_LIMIT}
+
+
+def result_of(end: AgentEnd, stdout: bytes, stderr: bytes, limits: Limits) -> ExecResult:
+    code = os.waitstatus_to_exitcode(end.wait_status)
+    return ExecResult(
+        status=_status(code, end, stderr, limits),
+        exit_code=code if code >= 0 else None,
+        signal=-code if code < 0 else None,
+        stdout=stdout,
+        stderr=stderr,
+        truncated=end.is_cut,
+        wall_s=end.wall_s,
+        cpu_s=end.cpu_s,
+        peak_memory_bytes=end.peak_memory_bytes,
+        oom_kills=end.oom_kills,
+    )
+
+
+def _status(code: int, end: AgentEnd, stderr: bytes, limits: Limits) -> Status:
+    if end.oom_kills:
+        return Status.MEMORY
+    if end.refused_forks:
+        return Status.PIDS
+    if end.reason in STATUS_OF_END:
+        return STATUS_OF_END[end.reason]
+    ended = Ended(wait_status=end.wait_status, cpu_s=end.cpu_s, peak_memory_bytes=end.peak_memory_bytes)
+    return status_of(code, ended, stderr, limits, has_group=True)
+
+
+MAX_WAITING_BYTES = 4 * 2**20
+"""An agent sends a chunk when the last was taken, and at a program's end what its pipes hold. More is no agent's."""
+
+
+class Chunks:
+    """What came of one stream and nobody has read. `on_taken` asks for the next."""
+
+    def __init__(self, on_taken: Callable[[], None]) -> None:
+        self.num_bytes = 0
+        self._on_taken = on_taken
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def put(self, data: bytes) -> None:
+        """An empty one is the end."""
+        self.num_bytes += len(data)
+        self._queue.put_nowait(data)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        data = await self._queue.get()
+        if not data:
+            self._queue.put_nowait(data)  # for whoever asks again
+            raise StopAsyncIteration
+        self.num_bytes -= len(data)
+        self._on_taken()
+        return data
+
+
+class ContainerProcess:
+    """Make it with `start`."""
+
+    def __init__(self, link: AgentLink, limits: Limits) -> None:
+        self._link = link
+        self._limits = limits
+        self._run: AgentRun | None = None
+        self._writing = asyncio.Lock()
+        self._chunks = {stream: self._new_chunks(stream) for stream in (Tell.STDOUT, Tell.STDERR)}
+
+    @classmethod
+    async def start(cls, link: AgentLink, request: bytes, limits: Limits, *, is_timed: bool) -> Self:
+        process = cls(link, limits)
+        process._run = run = await link.start(
+            request,
+            wall_s=limits.wall_s if is_timed else 0,
+            output_bytes=-1,
+            is_paced=True,
+            on_output=process._on_output,
+        )
+        run.ended.add_done_callback(process._on_end)
+        return process
+
+    @property
+    def run(self) -> AgentRun:
+        assert self._run is not None
+        return self._run
+
+    @property
+    def stdout(self) -> AsyncIterator[bytes]:
+        return self._chunks[Tell.STDOUT]
+
+    @property
+    def stderr(self) -> AsyncIterator[bytes]:
+        return self._chunks[Tell.STDERR]
+
+    async def write(self, data: bytes) -> None:
+        async with self._writing:
+            if data and not await self._link.offer(self.run, data):
+                raise BrokenPipeError("the program reads its stdin no more")
+
+    async def close_stdin(self) -> None:
+        self._link.close_stdin(self.run)
+
+    async def wait(self) -> ExecResult:
+        end = await asyncio.shield(self.run.ended)
+        return result_of(end, b"", b"", self._limits)
+
+    async def kill(self) -> None:
+        self._link.kill(self.run)
+        await asyncio.shield(self.run.ended)
+
+    def _new_chunks(self, stream: Tell) -> Chunks:
+        return Chunks(lambda: self._link.let_more(self.run, stream))
+
+    def _on_output(self, stream: Tell, data: bytes) -> None:
+        chunks = self._chunks[stream]
+        chunks.put(data)
+        if chunks.num_bytes > MAX_WAITING_BYTES:
+            self._link.fail("it sends output that nobody asked for")
+
+    def _on_end(self, _ended: object) -> None:
+        for chunks in self._chunks.values():
+            chunks.put(b"")
+
+
+UNBOUNDED = 2**63 - 1
+
+
+def program_request(program: Program, env: Mapping[str, str], user: User, limits: Limits, *, is_timed: bool) -> bytes:
+    """`env` is all of its environment."""
+    operation = Operation.EXECUTABLE if program.source is None else Operation.SOURCE
+    if program.source is None:
+        arguments = [encoded(argument) for argument in program.argv]
+    else:  # as it is: what is no Python in it, half a character too, its own interpreter says
+        arguments = [program.source.encode(errors="surrogatepass")]
+    cpu_s = limits.max_cpu_s if is_timed else 0
+    numbers = (operation, user.uid, user.gid, cpu_s, -1, limits.file_bytes, limits.open_files)
+    return _packed(numbers, folder_of(program.cwd), env, arguments)
+
+
+def file_request(operation: Operation, user: User, *arguments: bytes, open_files: int = 128) -> bytes:
+    numbers = (operation, user.uid, user.gid, 0, -1, UNBOUNDED, open_files)
+    return _packed(numbers, b".", {}, arguments)
+
+
+def folder_of(path: str) -> bytes:
+    """PermissionError for one outside of the working directory."""
+    return encoded("/".join(folder_parts(path)) or ".")
+
+
+def encoded(text: str) -> bytes:
+    """As it reaches the kernel; ValueError for what cannot."""
+    data = os.fsencode(text)
+    if b"\0" in data:
+        raise ValueError(f"{text[:200]!r} holds a NUL byte, which no argument, path or variable can")
+    return data
+
+
+def _packed(
+    numbers: tuple[int, ...], cwd: bytes, env: Mapping[str, str], arguments: "list[bytes] | tuple[bytes, ...]"
+) -> bytes:
+    variables = [encoded(f"{name}={value}") for name, value in env.items()]
+    return REQUEST.pack(*numbers) + pack(cwd, pack(*variables), *arguments)
+
 
 OF_THE_CELL = ("disk_bytes", "inodes")
 FILES_TIMEOUT_S = 60.0

@@ -2,19 +2,30 @@
 
 Nothing of a spec reaches the configuration but what is named here: there is no way to ask for privileges, devices,
 capabilities, mounts of the host or its namespaces. It starts nothing.
+
+What bounds all programs of one container together: memory, processes, CPUs; as the program that runs asks for it.
+
+As many programs run at once as there may be processes; others wait, first come first served, and not for ever, for all
+of these have deadlines. A program that is talked with has none: it neither waits nor is waited for.
+
+Whose a container is: labels that outlive its maker, and what is done when the maker is dead. It starts nothing.
 """
 
+import asyncio
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from areal_agent.errors import SandboxError
 from sandboxes.cgroups import DEFAULT_PIDS
 from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
-from sandboxes.limits import Limits
-from sandboxes.spec import Access, CellSpec
+from sandboxes.owner import is_abandoned, own_tag
+from sandboxes.spec import Access, CellSpec, Limits
 
 WORKDIR = "/work"
 DEFAULT_RUNTIME = "runc"
@@ -172,3 +183,82 @@ def disks(spec: CellSpec, user: User) -> dict[str, str]:
         )
         for place, share in SHARES_OF_DISK
     }
+
+
+class SharedBounds:
+    """The bounds of one container. `change` makes the engine change them."""
+
+    def __init__(self, bounds: Bounds, change: Callable[[Bounds], Awaitable[None]]) -> None:
+        self._bounds = bounds
+        self._change = change
+        self._changing = asyncio.Lock()
+        self._slots = asyncio.Semaphore(bounds.pids)
+        self._num_held = 0
+
+    @asynccontextmanager
+    async def held(self, limits: Limits) -> AsyncGenerator[None, None]:
+        """For one program that is run to its end."""
+        await self.hold(limits)
+        try:
+            async with self.slot():
+                yield
+        finally:
+            self.release()
+
+    def slot(self) -> asyncio.Semaphore:
+        """To be held by what needs a process."""
+        return self._slots
+
+    async def hold(self, limits: Limits) -> None:
+        """For one program, until `release`. ValueError when others run within other bounds."""
+        async with self._changing:
+            bounds = Bounds.of(limits)
+            if bounds != self._bounds:
+                if self._num_held:
+                    raise ValueError(
+                        f"a program asks for {bounds} while others run within {self._bounds}, and the programs of a "
+                        "container share memory, processes and CPUs; give them in SandboxSpec.limits, or run it alone"
+                    )
+                await self._change(bounds)
+                self._bounds = bounds
+                self._slots = asyncio.Semaphore(bounds.pids)
+            self._num_held += 1
+
+    def release(self) -> None:
+        """It has ended."""
+        self._num_held -= 1
+
+
+OWNER_LABEL = "areal-agent.sandboxes.owner"
+HOLDER_LABEL = "areal-agent.sandboxes.holder"
+LEASE_LABEL = "areal-agent.sandboxes.lease"
+START_LEASE_S = 600.0
+"""How long a container may stay unstarted. A longer one has no maker, even if nobody here can tell who that was."""
+
+
+class Ownership:
+    """The labels of one provider's containers."""
+
+    def __init__(self) -> None:
+        self._owner = own_tag()
+        self._holder = secrets.token_hex(8)
+
+    @property
+    def filter(self) -> str:
+        """What finds them, and no other provider's."""
+        return f"{HOLDER_LABEL}={self._holder}"
+
+    def labels(self) -> dict[str, str]:
+        return {
+            OWNER_LABEL: self._owner,
+            HOLDER_LABEL: self._holder,
+            LEASE_LABEL: str(int(time.time() + START_LEASE_S)),
+        }
+
+
+def is_orphan(container: Mapping[str, Any]) -> bool:
+    """Whether its maker is known to be dead, or it was never started and its lease is over."""
+    labels = container.get("Labels") or {}
+    lease = labels.get(LEASE_LABEL, "")
+    is_over = container.get("State") == "created" and lease.isdecimal() and int(lease) < time.time()
+    return is_over or is_abandoned(labels.get(OWNER_LABEL, ""))

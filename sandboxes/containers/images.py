@@ -2,18 +2,331 @@
 
 Their makers may be task data: `dockerfile.py` says what they may ask for. A build has no network, the rights of any
 container and bounds on what it uses (`build.py`), and builds upon images that are here.
+
+One build of an image by the engine's own builder: what it may use, and what it says. It knows no Dockerfile.
+
+The builder bounds memory, share of CPUs, length of files and open files. Processes it does not bound where a step is
+root, whom the kernel does not count: when it says in which container a step runs, that container is bounded here. The
+time of the whole is kept here too: a client that goes away ends its build. How large an image may be its maker sees to
+(`images.py`).
+
+Which Dockerfiles are built: those that cannot ask for anything but files and a way to run. It builds nothing.
+
+They may come from task data. What is not on the list is refused, whatever it would do: other files than the folder's,
+volumes, triggers, flags that ask for mounts, networks or privileges, and directives that choose another reader.
+
+The default image: Debian with Python, C, C++ and JavaScript, made on this machine from its own package mirror.
+
+`python -m sandboxes image` makes it, as root, with debootstrap. What was made once is kept: the image by the engine,
+its files in the user's cache.
 """
 
+import asyncio
 import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import aiohttp
 
 from areal_agent.errors import SandboxError
-from sandboxes.archive import Entry, pack, pack_folder
-from sandboxes.archive import entries_of as members_of
-from sandboxes.containers.base_image import DEFAULT_IMAGE
-from sandboxes.containers.build import BuildBounds, run_build
-from sandboxes.containers.dockerfile import as_read, images_of
 from sandboxes.containers.engine import Engine
+from sandboxes.folder import Entry, pack, pack_folder
+from sandboxes.folder import entries_of as members_of
+
+CPU_PERIOD_US = 100_000
+MAX_SAID_LINES = 50
+RUNNING = re.compile(r" ---> Running in ([0-9a-f]{12,64})\n")
+SHM_BYTES = 2**26 + 7 * 2**12
+"""Of /dev/shm in the containers of a build and in no others: what a step prints names no other container to us."""
+READ_AHEAD_BYTES = 4 * 2**20
+"""A line of the engine's is a chunk of what a step prints, escaped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildBounds:
+    """What one build may use."""
+
+    wall_s: float = 1800.0
+    memory_bytes: int = 4 * 2**30  # of each step
+    cpus: float = 2.0
+    file_bytes: int = 4 * 2**30  # length of each file
+    open_files: int = 4096
+    processes: int = 4096  # of each step, and of its user if that is not root, also outside
+    added_bytes: int = 8 * 2**30  # by which the image may be larger than the images that it builds upon
+
+    def as_asked(self) -> dict[str, str | int]:
+        """As the builder reads them."""
+        bounds = {"fsize": self.file_bytes, "nofile": self.open_files, "nproc": self.processes, "core": 0}
+        ulimits = [{"Name": name, "Soft": value, "Hard": value} for name, value in bounds.items()]
+        return {
+            "memory": self.memory_bytes,
+            "memswap": self.memory_bytes,
+            "shmsize": SHM_BYTES,
+            "cpuperiod": CPU_PERIOD_US,
+            "cpuquota": round(self.cpus * CPU_PERIOD_US),
+            "ulimits": json.dumps(ulimits),
+        }
+
+
+async def run_build(socket_path: str, content: bytes, dockerfile: str, name: str, bounds: BuildBounds) -> None:
+    """An image of a tar and the Dockerfile in it, without network; SandboxError with what the build said."""
+    asked = {"dockerfile": dockerfile, "t": name, "rm": 1, "forcerm": 1, "networkmode": "none", **bounds.as_asked()}
+    timeout = aiohttp.ClientTimeout(total=bounds.wall_s)
+    try:
+        async with (
+            aiohttp.ClientSession(
+                connector=aiohttp.UnixConnector(socket_path), timeout=timeout, read_bufsize=READ_AHEAD_BYTES
+            ) as session,
+            session.post(
+                "http://engine/build", params=asked, data=content, headers={"Content-Type": "application/x-tar"}
+            ) as response,
+        ):
+            if not response.ok:
+                raise SandboxError(f"the container engine refused the build: {(await response.text()).strip()}")
+            await follow(session, response, bounds)
+    except TimeoutError:
+        raise SandboxError(
+            f"the image was not built within {bounds.wall_s:g} s; ask for less, or build it by hand"
+        ) from None
+    except (aiohttp.ClientError, ValueError) as error:  # the second: it says what is no line of its own
+        raise SandboxError(f"the container engine broke the build off: {error}; is dockerd running?") from error
+
+
+async def follow(session: aiohttp.ClientSession, response: aiohttp.ClientResponse, bounds: BuildBounds) -> None:
+    """To the build's end; SandboxError when it failed."""
+    said: deque[str] = deque(maxlen=MAX_SAID_LINES)
+    async for line in response.content:
+        told: dict[str, Any] = json.loads(line)
+        said.append(told.get("stream", ""))
+        if step := RUNNING.fullmatch(said[-1]):
+            await bound_processes(session, f"http://engine/containers/{step[1]}", bounds.processes)
+        if "error" in told:
+            raise SandboxError(f"the image was not built: {told['error']}; {''.join(said)[-1000:]}")
+
+
+async def bound_processes(session: aiohttp.ClientSession, container: str, num_processes: int) -> None:
+    """Of a step's container, which is about to start; it may have ended already."""
+    details = await details_of(session, container)
+    if details is None or details["HostConfig"]["ShmSize"] != SHM_BYTES:
+        return
+    async with session.post(f"{container}/update", json={"PidsLimit": num_processes}) as response:
+        refusal = "" if response.ok else (await response.text()).strip()
+    if refusal and (details := await details_of(session, container)) and details["State"]["Running"]:
+        raise SandboxError(f"the processes of a build could not be bounded: {refusal}")
+
+
+async def details_of(session: aiohttp.ClientSession, container: str) -> dict[str, Any] | None:
+    """None: it is gone."""
+    async with session.get(f"{container}/json") as response:
+        return await response.json() if response.ok else None
+
+
+ALLOWED = ("FROM", "RUN", "COPY", "ENV", "ARG", "WORKDIR", "USER", "LABEL", "SHELL", "CMD", "ENTRYPOINT")
+ALLOWED_FLAGS = {"COPY": ("--from=", "--chown=", "--chmod="), "FROM": ()}
+IMAGE = re.compile(r"[a-z0-9][a-z0-9._/-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
+OWN_LABELS = "areal-agent."
+
+
+def images_of(text: str) -> list[str]:
+    """The images that it builds upon; SandboxError, with the line, for what is not allowed."""
+    images: list[str] = []
+    stages: set[str] = set()  # by their names and numbers
+    num_stages = 0
+    for instruction, rest in instructions_of(text):
+        if instruction not in ALLOWED:
+            raise refusal(f"{instruction} {rest}", f"only {', '.join(ALLOWED)} are built")
+        words = rest.split()
+        flags = [word for word in words if word.startswith("--")] if instruction != "RUN" else leading_flags(words)
+        for flag in flags:
+            if not flag.startswith(ALLOWED_FLAGS.get(instruction, ()) or ("\0",)):
+                raise refusal(f"{instruction} {rest}", f"the flag {flag!r} is not allowed")
+            if flag.startswith("--from=") and flag.removeprefix("--from=") not in stages:
+                images.append(image_of(flag.removeprefix("--from="), rest))
+        if instruction == "LABEL" and OWN_LABELS in rest:
+            raise refusal(f"{instruction} {rest}", f"labels of {OWN_LABELS!r} are the host's")
+        if instruction == "FROM":
+            if words[0] not in stages:
+                images.append(image_of(words[0], rest))
+            if len(words) == 3 and words[1].upper() == "AS":
+                stages.add(words[2])
+            stages.add(str(num_stages))
+            num_stages += 1
+    if not images:
+        raise SandboxError("the Dockerfile has no FROM; begin it with the image that it builds upon")
+    return images
+
+
+def instructions_of(text: str) -> list[tuple[str, str]]:
+    """Name and rest of every instruction. Lines that end in a backslash go on; comments between them are left out."""
+    found: list[tuple[str, str]] = []
+    going_on = ""
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            if not found and not going_on and re.match(r"\s*#\s*\w+\s*=", line):
+                raise refusal(line, "directives choose another reader")
+            continue
+        going_on += line.rstrip().removesuffix("\\")
+        if line.rstrip().endswith("\\"):
+            continue
+        if going_on.strip():
+            name, _, rest = going_on.strip().partition(" ")
+            if rest.rstrip().endswith("\\"):
+                raise refusal(going_on, "it ends in a backslash, and whether it goes on depends on the reader")
+            found.append((name.upper(), rest.strip()))
+        going_on = ""
+    if going_on.strip():
+        raise refusal(going_on, "its last line goes on, and nothing comes")
+    return found
+
+
+def as_read(text: str) -> str:
+    """The same Dockerfile with an instruction a line: what was checked is what is built, however an engine reads lines.
+
+    >>> as_read("FROM a\\nRUN true \\\\\\n  # and then\\n  && false")
+    'FROM a\\nRUN true   && false\\n'
+    """
+    return "".join(f"{name} {rest}\n" for name, rest in instructions_of(text))
+
+
+def leading_flags(words: list[str]) -> list[str]:
+    """Of RUN: its own come first, the rest are its command's."""
+    flags: list[str] = []
+    for word in words:
+        if not word.startswith("--"):
+            break
+        flags.append(word)
+    return flags
+
+
+def image_of(name: str, rest: str) -> str:
+    if not IMAGE.fullmatch(name):
+        raise refusal(rest, f"{name!r} is no name of an image")
+    return name
+
+
+def refusal(line: str, reason: str) -> SandboxError:
+    return SandboxError(f"the Dockerfile asks for {line.strip()[:200]!r}: {reason}")
+
+
+DEFAULT_IMAGE = "areal-agent-sandbox:latest"
+RECIPE_LABEL = "areal-agent.sandboxes.recipe"
+PACKAGES = ("python3", "gcc", "g++", "libc6-dev", "nodejs")
+OF_NO_USE = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale", "var/log")
+DEBOOTSTRAP_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mirror:
+    """Where this machine's own packages come from."""
+
+    uri: str
+    suite: str
+
+    @property
+    def recipe(self) -> str:
+        """Names what the image is made of."""
+        return hashlib.sha256(repr((self.suite, PACKAGES, OF_NO_USE)).encode()).hexdigest()[:16]
+
+
+async def make_default_image(engine: Engine) -> bool:
+    """Whether there was anything to do."""
+    mirror = mirror_here()
+    if await engine.label_of_image(DEFAULT_IMAGE, RECIPE_LABEL) == mirror.recipe:
+        return False
+    files = cache_folder() / f"{mirror.recipe}.tar"
+    if not files.exists():
+        await asyncio.to_thread(make_files, mirror, files)
+    await engine.import_image(files, DEFAULT_IMAGE, {RECIPE_LABEL: mirror.recipe})
+    return True
+
+
+def cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(home) / "areal-agent-sandboxes"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def make_files(mirror: Mirror, target: Path) -> None:
+    """Minutes of work. The tar appears whole or not at all."""
+    program = shutil.which("debootstrap")
+    if program is None or os.getuid() != 0:
+        raise SandboxError("the default image is made by debootstrap, as root; install the package `debootstrap`")
+    with tempfile.TemporaryDirectory(prefix="areal-agent-image-") as scratch:
+        root, part = Path(scratch) / "root", target.with_suffix(".part")
+        options = ["--variant=minbase", f"--include={','.join(PACKAGES)}"]
+        made = subprocess.run(
+            [program, *options, mirror.suite, str(root), mirror.uri],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=DEBOOTSTRAP_TIMEOUT_S, text=True, check=False,
+        )  # fmt: skip
+        if made.returncode != 0:
+            raise SandboxError(f"debootstrap failed with {made.returncode}: {made.stdout[-1000:]}")
+        for place in OF_NO_USE:
+            shutil.rmtree(root / place, ignore_errors=True)
+        with tarfile.open(part, "w") as tar:
+            tar.add(root, arcname=".")
+        part.rename(target)
+
+
+def mirror_here() -> Mirror:
+    """SandboxError on a system that has no Debian mirror."""
+    codename = release_of(Path("/etc/os-release").read_text()) if Path("/etc/os-release").exists() else ""
+    texts = [(path.suffix, path.read_text()) for path in source_files() if path.is_file()]
+    for uri, suite, components in (entry for suffix, text in texts for entry in entries_of_image(text, suffix)):
+        if suite == codename and "main" in components:
+            return Mirror(uri=uri, suite=suite)
+    raise SandboxError(
+        f"apt has no source of {codename or 'an unnamed release'} with the component `main`; make the default image on "
+        f"Debian, or import one as {DEFAULT_IMAGE!r}"
+    )
+
+
+def source_files() -> Iterator[Path]:
+    yield Path("/etc/apt/sources.list")
+    yield from sorted(Path("/etc/apt/sources.list.d").glob("*.list"))
+    yield from sorted(Path("/etc/apt/sources.list.d").glob("*.sources"))
+
+
+def release_of(os_release: str) -> str:
+    """The codename in /etc/os-release.
+
+    >>> release_of('NAME="Debian GNU/Linux"\\nVERSION_CODENAME=bookworm')
+    'bookworm'
+    """
+    pairs = dict(line.split("=", 1) for line in os_release.splitlines() if "=" in line)
+    return pairs.get("VERSION_CODENAME", "").strip('"')
+
+
+def entries_of_image(text: str, suffix: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """URI, suite and components, from either way in which apt's sources are written.
+
+    >>> list(entries_of("deb [arch=amd64] http://mirror/debian bookworm main contrib", ".list"))
+    [('http://mirror/debian', 'bookworm', ('main', 'contrib'))]
+    """
+    if suffix != ".sources":
+        for line in text.splitlines():
+            words = [word for word in line.split() if not (word.startswith("[") or word.endswith("]"))]
+            if words[:1] == ["deb"] and len(words) > 3:
+                yield words[1], words[2], tuple(words[3:])
+        return
+    for stanza in text.split("\n\n"):
+        lines = [line.split(":", 1) for line in stanza.splitlines() if ":" in line and not line.startswith("#")]
+        fields = {name.strip(): value.split() for name, value in lines}
+        if "deb" in fields.get("Types", []):
+            for uri in fields.get("URIs", []):
+                for suite in fields.get("Suites", []):
+                    yield uri, suite, tuple(fields.get("Components", []))
+
 
 NAME = "areal-agent-sandbox-of"
 DOCKERFILE = "Dockerfile"

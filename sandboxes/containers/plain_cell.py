@@ -12,14 +12,11 @@ from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Process, Program
-from sandboxes.containers.bounds import SharedBounds
-from sandboxes.containers.engine import Engine
-from sandboxes.containers.stream import EngineStream
+from sandboxes.containers.confinement import SharedBounds
+from sandboxes.containers.engine import Engine, EngineStream
 from sandboxes.execution import status_of
-from sandboxes.limits import Limits
 from sandboxes.link import Ended
-from sandboxes.paths import relative_parts
-from sandboxes.result import ExecResult, Status
+from sandboxes.spec import ExecResult, Limits, Status, relative_parts
 
 COMMAND = ("cat",)
 """The first process: it ends with the stream to the host, which sends nothing, and with it the container."""

@@ -15,32 +15,30 @@ from typing import Self
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities, Program
 from sandboxes.containers.agent.wire import Has
-from sandboxes.containers.agent_link import AgentLink
-from sandboxes.containers.base_image import DEFAULT_IMAGE
-from sandboxes.containers.boot import COMMAND, boot_data
-from sandboxes.containers.bounds import SharedBounds
-from sandboxes.containers.cell import AgentCell
+from sandboxes.containers.agent_link import COMMAND, AgentLink, boot_data
+from sandboxes.containers.cell import AgentCell, ContainerProcess, program_request
 from sandboxes.containers.confinement import (
+    OWNER_LABEL,
     Bounds,
+    Ownership,
+    SharedBounds,
     check,
     container_config,
     has_tunnel,
+    is_orphan,
     refuse_volumes,
     tunnel_user,
     user_of,
     workdir_of,
 )
 from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram
-from sandboxes.containers.ownership import OWNER_LABEL, Ownership, is_orphan
+from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.plain_cell import COMMAND as PLAIN_COMMAND
 from sandboxes.containers.plain_cell import PlainCell
-from sandboxes.containers.process import ContainerProcess
-from sandboxes.containers.request import program_request
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
-from sandboxes.limits import Limits
+from sandboxes.jail import denying_filter
 from sandboxes.proxy import proxy_environment
-from sandboxes.seccomp import denying_filter
-from sandboxes.spec import CellSpec, Isolation
+from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.containers.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, TAKEN
-from sandboxes.containers.process import ContainerProcess
+from sandboxes.containers.cell import ContainerProcess
 from sandboxes.proxy import FilteringProxy
 from sandboxes.spec import Network
 

@@ -18,12 +18,10 @@ No expected output is ever in a process that runs the program, nor in the sandbo
 raises `SandboxError`: that is no verdict, and a rollout that ends so is not punished.
 """
 
-from sandboxes.judge.cases import CallCase, StdinCase, UnitTests
-from sandboxes.judge.checkers import CloseNumbers, Exact, SameLines
-from sandboxes.judge.custom import CustomChecker
+from sandboxes.judge.checkers import CloseNumbers, CustomChecker, Exact, SameLines
 from sandboxes.judge.grade import grade
 from sandboxes.judge.languages import LANGUAGES, Language
-from sandboxes.judge.verdict import CaseVerdict, Outcome, Verdict
+from sandboxes.judge.verdict import CallCase, CaseVerdict, Outcome, StdinCase, UnitTests, Verdict
 
 __all__ = [
     "LANGUAGES",

@@ -2,13 +2,11 @@
 
 from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Pool, SandboxSpec
-from sandboxes.judge.cases import Cases, UnitTests
-from sandboxes.judge.checkers import Checker, SameLines
-from sandboxes.judge.custom import CustomChecker
+from sandboxes.judge.checkers import Checker, CustomChecker, SameLines
 from sandboxes.judge.languages import PYTHON, Language, language_of
 from sandboxes.judge.programs import ProgramJudge
 from sandboxes.judge.unit_tests import judge_unit_tests
-from sandboxes.judge.verdict import Verdict
+from sandboxes.judge.verdict import Cases, UnitTests, Verdict
 
 SAME_LINES = SameLines()
 ANY_BOX = SandboxSpec()

@@ -1,15 +1,17 @@
 """How programs of a language are built and run in a sandbox. Another language is another `Language`; no code changes.
 
 It runs nothing. Whether the sandbox's image has the language shows when a program is to be run: see programs.py.
+
+A file of `inside/` with the others that it imports, as one text of Python. It runs nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from sandboxes import Limits
-from sandboxes.precompiled import precompiled
+from sandboxes.sessions import precompiled
 
 INSIDE = Path(__file__).parent / "inside"
 BUILD_LIMITS = Limits(wall_s=30.0, memory_bytes=2**30, file_bytes=64 * 2**20, output_bytes=256 * 2**10)
@@ -73,3 +75,34 @@ def language_of(language: str | Language) -> Language:
     if language not in LANGUAGES:
         raise ValueError(f"language is {language!r}; there are {', '.join(LANGUAGES)}, and you may give a Language")
     return LANGUAGES[language]
+
+
+PACKAGE = "sandboxes.judge.inside"
+BUNDLE = """\
+import sys, types
+
+def add(name, source):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    exec(compile(source, name, "exec"), module.__dict__)
+    return module
+
+for name in ("sandboxes", "sandboxes.judge", {package!r}):
+    add(name, "")
+for name, source in {modules!r}:
+    main = add(name, source)
+for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
+    del sys.modules[name]  # a program may have a module of that name
+main.main()
+"""
+
+
+def bundle(*names: str) -> str:
+    """The last of these files with the ones before it, which it imports."""
+    return BUNDLE.format(package=PACKAGE, modules=_sources(names))
+
+
+def _sources(names: Sequence[str]) -> list[tuple[str, str]]:
+    full_names = [f"{PACKAGE}.{name}" for name in names]
+    texts = [(INSIDE / f"{name}.py").read_text() for name in names]
+    return [(name, precompiled(text, name)) for name, text in zip(full_names, texts, strict=True)]

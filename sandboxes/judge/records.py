@@ -2,20 +2,47 @@
 
 A record is what `datasets` or a line of JSON gives: a dict. One of another shape is refused by ValueError, which names
 the field; records come from elsewhere, and nothing in them is trusted.
+
+Pickles that may hold plain data only: text, numbers, lists, tuples and dicts. Reading one can run no code.
 """
 
 import ast
 import base64
 import binascii
+import io
 import json
 import pickle
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
-from sandboxes.judge.cases import CallCase, Cases, StdinCase, UnitTests
-from sandboxes.judge.pickles import load_plain
+from sandboxes.judge.verdict import CallCase, Cases, StdinCase, UnitTests
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Refuses everything that has to be looked up by name: classes, functions, and so all that could be called."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"this pickle asks for {module_name}.{global_name}; only plain data is read")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("this pickle asks for a persistent object; only plain data is read")
+
+
+def load_plain(data: bytes) -> Any:
+    """The plain data of a pickle; UnpicklingError for anything else.
+
+    >>> load_plain(pickle.dumps([{"input": "1"}]))
+    [{'input': '1'}]
+    """
+    try:
+        return PlainUnpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # the boundary: a damaged pickle makes the unpickler raise almost anything
+        raise pickle.UnpicklingError(f"this is no pickle: {error!r}") from error
+
 
 Record = Mapping[str, Any]
 

@@ -21,9 +21,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.algorithms.advantages import gae, group_mean, group_std, leave_one_out, returns_by_token, whitened
+from areal_agent.algorithms.advantages import (
+    choose_own_advantage,
+    gae,
+    group_mean,
+    group_std,
+    leave_one_out,
+    own_advantages,
+    returns_by_token,
+    token_advantages,
+    value_targets,
+    whitened,
+)
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.scoring import choose_own_advantage, own_advantages, token_advantages, value_targets
 
 GRPO = AlgorithmConfig(preset="grpo")
 GRPO_PLAIN = AlgorithmConfig(preset="grpo", normalize_by_std=False)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.algorithms.aggregation import token_weights
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.packing import token_weights
 
 COUNTS, ROLLOUTS = [1, 3, 4, 0], ["a", "a", "b", "c"]
 

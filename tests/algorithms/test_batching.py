@@ -8,8 +8,7 @@
 import pytest
 import torch
 
-from areal_agent.algorithms.batching import collate
-from areal_agent.algorithms.samples import Sample, sample_of
+from areal_agent.algorithms.batching import Sample, collate, sample_of
 
 CPU = torch.device("cpu")
 TWO_TURNS = [[(False, [10, 11]), (True, [12, 13])], [(False, [14]), (True, [15]), (False, [16, 17])]]

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.algorithms.divergence import divergence, k1, k2, k3
-from areal_agent.algorithms.proximal import approximate_proximal
+from areal_agent.algorithms.losses import approximate_proximal, divergence, k1, k2, k3
 
 LOG2 = math.log(2.0)
 

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from areal_agent.algorithms.logprobs import logprobs_and_entropy
+from areal_agent.algorithms.batching import logprobs_and_entropy
 
 NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 31
 

@@ -18,9 +18,16 @@ import pytest
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.loss_stats import LossStats
-from areal_agent.algorithms.loss_tokens import LossTokens
-from areal_agent.algorithms.losses import choose_objective, cispo, gspo, importance_weights, policy_loss, ppo_clip
+from areal_agent.algorithms.losses import (
+    LossStats,
+    LossTokens,
+    choose_objective,
+    cispo,
+    gspo,
+    importance_weights,
+    policy_loss,
+    ppo_clip,
+)
 from areal_agent.errors import ConfigError
 
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)

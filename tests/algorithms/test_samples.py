@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_agent.algorithms.samples import sample_of
+from areal_agent.algorithms.batching import sample_of
 
 TWO_TURNS = [[(False, [10, 11]), (True, [12, 13])], [(False, [14]), (True, [15]), (False, [16, 17])]]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from areal_agent.algorithms.values import value_loss
+from areal_agent.algorithms.losses import value_loss
 
 
 def test_the_value_loss_by_hand():

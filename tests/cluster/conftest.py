@@ -10,9 +10,9 @@ import pytest_asyncio
 
 from areal_agent.cluster.workers import WorkerPool, open_workers, shard_name
 from areal_agent.engine.address import EngineAddress
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
-from areal_agent.engine.http import HttpEngine
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings

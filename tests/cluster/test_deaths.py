@@ -1,7 +1,7 @@
 """When deaths are too many: 1. three within a minute of service; 2. not when they are further apart; 3. the time that
 starts take does not count, and a death in a start does."""
 
-from areal_agent.cluster.deaths import DeathCount
+from areal_agent.cluster.kept_server import DeathCount
 
 
 class Clock:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from areal_agent.cluster.embedded import command_of
+from areal_agent.cluster.servers import command_of
 from areal_agent.engine.config import EngineConfig
 from areal_agent.types import WeightVersion
 

@@ -18,10 +18,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from areal_agent.cluster.engine_control import open_engine_control
-from areal_agent.cluster.engines import RunningEngine
+from areal_agent.cluster.engines import RunningEngine, open_engine_control
 from areal_agent.engine.address import EngineAddress
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.types import WeightVersion
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from areal_agent.cluster.engines import memory_of
 from areal_agent.engine.address import EngineAddress
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import EngineRejected
 from areal_agent.protocols import MemoryHolder

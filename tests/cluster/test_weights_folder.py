@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.cluster.weights_folder import PREFIX, folder_in
+from areal_agent.cluster.local import PREFIX, folder_in
 
 HOLDER = """
 import sys
 from pathlib import Path
-from areal_agent.cluster.weights_folder import folder_in
+from areal_agent.cluster.local import folder_in
 
 with folder_in(Path(sys.argv[1])) as folder:
     (folder / "weights").write_text("0")

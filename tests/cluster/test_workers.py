@@ -21,13 +21,12 @@ import pytest
 
 from areal_agent import ConfigError, Status, Task
 from areal_agent.engine.address import EngineAddress
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import PauseMode
 from areal_agent.errors import ProcessDied
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.types import Drop, Fate, SessionPurpose, WeightVersion
+from areal_agent.types import Drop, Fate, PauseMode, SessionPurpose, WeightVersion
 
 
 def spec_of(number: int, **data: str) -> RolloutSpec:

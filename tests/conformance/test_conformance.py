@@ -19,15 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.algorithms.advantages import STD_EPSILON
-from areal_agent.algorithms.batching import collate
+from areal_agent.algorithms.advantages import STD_EPSILON, token_advantages
+from areal_agent.algorithms.batching import Sample, collate, logprobs_and_entropy, sample_of
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
-from areal_agent.algorithms.logprobs import logprobs_and_entropy
-from areal_agent.algorithms.loss_tokens import LossTokens
-from areal_agent.algorithms.losses import choose_objective, policy_loss
+from areal_agent.algorithms.losses import LossTokens, choose_objective, policy_loss
 from areal_agent.algorithms.packing import balanced, deal, first_fit
-from areal_agent.algorithms.samples import Sample, sample_of
-from areal_agent.algorithms.scoring import token_advantages
 from areal_agent.types import TokenRecord
 from tests.trainer.lab import CPU, GRADIENT_DESCENT, Lab
 

@@ -16,14 +16,13 @@ import pytest
 
 from areal_agent import Status
 from areal_agent.engine.fake import FakeEngine
-from areal_agent.engine_types import DiskWeights, SharedMemoryWeights
 from areal_agent.errors import WeightUpdateError
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.tokens.records import token_records
-from areal_agent.trainer.commit_points import CommitPoint
-from areal_agent.types import ForkReason, WeightVersion
+from areal_agent.trainer.checkpoint import CommitPoint
+from areal_agent.types import DiskWeights, ForkReason, SharedMemoryWeights, WeightVersion
 from areal_agent.weights.push import push
 from tests.resume.lives import Zygote, check_end, check_life
 from tests.rollout.test_producer import Script, numbers, producing, roll_out

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.engine_types import GenerateRequest
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
-from areal_agent.trainer.step_input import StepInput
-from areal_agent.types import Fate, RolloutBatch, Trajectory
+from areal_agent.trainer.wire import StepInput
+from areal_agent.types import Fate, GenerateRequest, RolloutBatch, Trajectory
 from tests.gateway.conftest import VOCAB_SIZE, Agent, OpenWorld
 from tests.rollout.test_producer import Script, make_producer
 from tests.trainer.lab import Lab

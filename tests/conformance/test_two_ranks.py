@@ -12,8 +12,8 @@ import torch
 
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
-from areal_agent.trainer.step_input import StepInput
 from areal_agent.trainer.trainer import Trainer
+from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import GRADIENT_DESCENT, Lab
 from tests.trainer.two_ranks import Outcome, Work, flat, run_two_ranks
 

@@ -1,6 +1,6 @@
 """The sizes of published models, from their config.json, for tests that reach no hub."""
 
-from areal_agent.doctor.shape import ModelShape
+from areal_agent.doctor.model import ModelShape
 
 
 def qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> ModelShape:

@@ -19,9 +19,8 @@ import yaml
 
 from areal_agent.config import Config
 from areal_agent.doctor.examination import Examination
-from areal_agent.doctor.finding import State
+from areal_agent.doctor.findings import Report, State
 from areal_agent.doctor.machine import GIB, Machine
-from areal_agent.doctor.report import Report
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,12 +13,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from areal_agent.doctor.attempt import attempt, examined
-from areal_agent.doctor.finding import Finding, State
-from areal_agent.doctor.report import Report
-from areal_agent.doctor.sandboxes import judge
-from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.gpus import EnginePlan
+from areal_agent.doctor.findings import Finding, Report, State, attempt, examined
+from areal_agent.doctor.settings import judge
+from areal_agent.engine.config import EngineConfig, EnginePlan
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.rollout.config import SandboxConfig
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from areal_agent.config import Config
-from areal_agent.doctor.finding import State
+from areal_agent.doctor.findings import State
 from areal_agent.doctor.machine import GIB, Machine
-from areal_agent.doctor.memory_check import memory_findings
-from areal_agent.doctor.shape import ModelShape
-from areal_agent.preflight import load_eval_tasks
+from areal_agent.doctor.memory import memory_findings
+from areal_agent.doctor.model import ModelShape
 from areal_agent.rollout.tasks.loading import load_tasks, require_json
 from areal_agent.rollout.workflow import load_workflow
+from areal_agent.run.preflight import load_eval_tasks
 from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -20,14 +20,11 @@ from pathlib import Path
 import pytest
 
 from areal_agent.config import Config
-from areal_agent.doctor.finding import State
+from areal_agent.doctor.findings import State
 from areal_agent.doctor.machine import GIB, Machine
-from areal_agent.doctor.memory import estimate
-from areal_agent.doctor.memory_check import memory_findings
-from areal_agent.doctor.memory_parts import CUDA_CONTEXT_BYTES, SERVER_BYTES
-from areal_agent.doctor.shape import ModelShape
-from areal_agent.doctor.storage import storage_findings
-from areal_agent.doctor.trainer_memory import TrainerMemory
+from areal_agent.doctor.memory import CUDA_CONTEXT_BYTES, SERVER_BYTES, TrainerMemory, estimate, memory_findings
+from areal_agent.doctor.model import ModelShape
+from areal_agent.doctor.settings import storage_findings
 from areal_agent.models.recipe import RECIPE
 from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
 

@@ -11,11 +11,10 @@ from dataclasses import replace
 import pytest
 
 from areal_agent.config import Config
-from areal_agent.doctor.finding import State
-from areal_agent.doctor.template import template_findings
-from areal_agent.doctor.tokenizer import can_forge, is_reversible, tokenizer_findings
-from areal_agent.tokens.keep_thinking import HistoryThinking
+from areal_agent.doctor.findings import State
+from areal_agent.doctor.tokenizer import can_forge, is_reversible, template_findings, tokenizer_findings
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.template import HistoryThinking
 from tests.doctor.shapes import QWEN3_06B
 from tests.tokens.conftest import CHATML, FAMILIES, REWRITES_HISTORY, TEMPLATES, train_tokenizer
 

@@ -14,15 +14,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_agent.doctor.finding import State
-from areal_agent.doctor.pushing import parity_finding, push_findings, push_once, spans_finding
-from areal_agent.doctor.rollouts import batch_of
-from areal_agent.doctor.sampling import Asker, interruption_findings, sample, sampling_finding
+from areal_agent.doctor.findings import State
+from areal_agent.doctor.trial import (
+    Asker,
+    batch_of,
+    interruption_findings,
+    parity_finding,
+    push_findings,
+    push_once,
+    sample,
+    sampling_finding,
+    spans_finding,
+)
 from areal_agent.engine.fake import FakeEngine, Garbage
-from areal_agent.engine_types import DiskWeights, GenerateRequest, GenerateResult, PauseMode
-from areal_agent.trainer.reports import StepReport
-from areal_agent.types import FinishReason, VersionSpan, WeightVersion
-from areal_agent.weights.disk import DiskChannel
+from areal_agent.trainer.wire import StepReport
+from areal_agent.types import (
+    DiskWeights,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    VersionSpan,
+    WeightVersion,
+)
+from areal_agent.weights.channels import DiskChannel
 
 OLD, NEW = WeightVersion(), WeightVersion(step=1)
 LONG = tuple(range(10, 2010))

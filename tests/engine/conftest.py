@@ -11,14 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.grammar import Grammars
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.server import EngineServer
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import GenerateRequest, SharedMemoryWeights, TensorEntry
-from areal_agent.types import SamplingParams, WeightVersion
+from areal_agent.types import GenerateRequest, SamplingParams, SharedMemoryWeights, TensorEntry, WeightVersion
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 512

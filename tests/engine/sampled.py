@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_agent.engine_types import GenerateRequest, GenerateResult
-from areal_agent.types import VersionSpan, WeightVersion
+from areal_agent.types import GenerateRequest, GenerateResult, VersionSpan, WeightVersion
 
 TOLERANCE = 1e-4
 

@@ -16,9 +16,8 @@ import pytest
 
 from areal_agent.engine import wire
 from areal_agent.engine.embedded.grammar import Grammars
-from areal_agent.engine_types import PauseMode
 from areal_agent.errors import EngineRejected
-from areal_agent.types import FinishReason
+from areal_agent.types import FinishReason, PauseMode
 
 
 async def test_of_a_running_request(tiny, serve, ask, truth):

@@ -15,13 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_agent.cluster.adapters import engine_weights
-from areal_agent.engine.foreign.adapters import AdapterForm, begin_adapter, is_adapter, prove_adapter, read_form
-from areal_agent.engine.foreign.served_model import ServedModel
-from areal_agent.engine.foreign.tensors import read_shapes
+from areal_agent.cluster.engines import engine_weights
+from areal_agent.engine.foreign.weight_folders import (
+    AdapterForm,
+    begin_adapter,
+    is_adapter,
+    prove_adapter,
+    read_form,
+    read_shapes,
+)
+from areal_agent.engine.foreign.weights import ServedModel
 from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
-from areal_agent.weights.adapter_folder import write_adapter
+from areal_agent.weights.channels import write_adapter
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from areal_agent.engine.embedded.attention import attend_in_parts
+from areal_agent.engine.embedded.decoder import attend_in_parts
 
 
 @settings(deadline=None)

@@ -9,13 +9,10 @@ import asyncio
 
 import pytest
 from aiohttp import web
+from slept import SleptLoop, run_in_slept_loop
 
 from areal_agent.engine import wire
-from areal_agent.engine.awake_timeout import LATE_S, awake_timeout
-from areal_agent.engine.connections import Connections
-from areal_agent.engine.transport import CONNECT_TIMEOUT_S, Transport
-
-from .slept import SleptLoop, run_in_slept_loop
+from areal_agent.engine.transport import CONNECT_TIMEOUT_S, LATE_S, Connections, Transport, awake_timeout
 
 LONG_S = 2 * CONNECT_TIMEOUT_S
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from areal_agent.engine.connections import Connections
+from areal_agent.engine.transport import Connections
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 NO_LENGTH = b"HTTP/1.1 200 OK\r\n\r\nok"

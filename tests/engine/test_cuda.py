@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.paged.decode_graphs import CudaRecorder
 from areal_agent.engine.embedded.sampler import SamplingRows, sample
 from areal_agent.engine.embedded.workload import GPU_CHUNK_TOKENS

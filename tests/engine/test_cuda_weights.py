@@ -24,14 +24,12 @@ from transformers import AutoModelForCausalLM
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.config import Config
 from areal_agent.engine.embedded.cuda_memory import CudaSharing, check_gpu
-from areal_agent.engine.embedded.weight_bytes import BLOCK_BYTES, checksum
-from areal_agent.engine_types import CudaMemory
+from areal_agent.engine.embedded.transfer import BLOCK_BYTES, checksum
 from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.trainer import Trainer
-from areal_agent.types import VersionSpan, WeightVersion
-from areal_agent.weights.cuda_ipc import CudaChannel
-from areal_agent.weights.shared_memory import layout
+from areal_agent.types import CudaMemory, VersionSpan, WeightVersion
+from areal_agent.weights.channels import CudaChannel, layout
 
 CPU = torch.device("cpu")
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
@@ -221,8 +219,8 @@ def test_the_checksum_tells_a_changed_byte_and_blocks_that_changed_places():
 OPENS = """
 import json, sys, torch
 from areal_agent.engine.embedded.cuda_memory import CudaSharing
-from areal_agent.engine.embedded.weight_bytes import checksum
-from areal_agent.engine_types import CudaMemory
+from areal_agent.engine.embedded.transfer import checksum
+from areal_agent.types import CudaMemory
 print(checksum(CudaSharing().open(CudaMemory(**json.load(sys.stdin)), torch.device("cuda", 0)).clone()))
 """
 

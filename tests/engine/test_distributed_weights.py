@@ -19,18 +19,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sampled import Weights, assert_sampled_by, assert_swapped
+from transfers import damaged, open_channel, parameters_of
 
 from areal_agent.config import Config
+from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.fleet.fleet import Fleet
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import DistributedWeights, TensorEntry
 from areal_agent.errors import ConfigError, WeightUpdateError
-from areal_agent.types import VersionSpan, WeightVersion
-from areal_agent.weights.distributed import DistributedChannel
+from areal_agent.types import DistributedWeights, TensorEntry, VersionSpan, WeightVersion
+from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
-
-from .sampled import Weights, assert_sampled_by, assert_swapped
-from .transfers import damaged, open_channel, parameters_of
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 
@@ -38,8 +36,8 @@ TRAINER = """
 import dataclasses, json, sys, torch
 from pathlib import Path
 from safetensors.torch import load_file
-from areal_agent.weights.distributed import DistributedChannel
-from areal_agent.weights.shared_memory import layout
+from areal_agent.weights.channels import DistributedChannel
+from areal_agent.weights.channels import layout
 
 parameters = load_file(Path(sys.argv[1]) / "model.safetensors")
 entries = layout(parameters.items(), torch.float32)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from areal_agent.engine_types import GenerateResult, PauseMode
 from areal_agent.errors import EngineUnreachable
-from areal_agent.types import FinishReason, VersionSpan, WeightVersion
+from areal_agent.types import FinishReason, GenerateResult, PauseMode, VersionSpan, WeightVersion
 
 DRAIN_S = 1e4
 SERVED, NEW = WeightVersion(step=7), WeightVersion(step=8)

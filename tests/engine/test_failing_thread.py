@@ -8,13 +8,11 @@ import threading
 
 import pytest
 
-from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.row import Row
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
-from areal_agent.engine.embedded.workload import Workload
-from areal_agent.engine_types import PauseMode
+from areal_agent.engine.embedded.workload import Row, Workload
 from areal_agent.errors import EngineUnreachable
-from areal_agent.types import WeightVersion
+from areal_agent.types import PauseMode, WeightVersion
 from tests.engine.conftest import DEADLINE_S
 
 

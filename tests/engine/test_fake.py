@@ -16,10 +16,18 @@ from pathlib import Path
 import pytest
 
 from areal_agent.engine.fake import FakeEngine, Garbage, Operation, VirtualClock, fake_logprob, fake_top_logprobs
-from areal_agent.engine_types import DiskWeights, PauseMode, SharedMemoryWeights, TensorEntry, TokenChunk
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.manifest import MANIFEST, encode_manifest
-from areal_agent.types import FinishReason, VersionSpan, WeightVersion
+from areal_agent.files import MANIFEST, encode_manifest
+from areal_agent.types import (
+    DiskWeights,
+    FinishReason,
+    PauseMode,
+    SharedMemoryWeights,
+    TensorEntry,
+    TokenChunk,
+    VersionSpan,
+    WeightVersion,
+)
 
 NEW = WeightVersion(step=8)
 

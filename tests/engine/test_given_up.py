@@ -11,11 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.weights import read_weights
-from areal_agent.engine_types import DiskWeights, PauseMode
-from areal_agent.types import FinishReason, WeightVersion
+from areal_agent.types import DiskWeights, FinishReason, PauseMode, WeightVersion
 from tests.engine.conftest import DEADLINE_S, MAX_CONTEXT
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)

@@ -16,12 +16,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from areal_agent.engine.embedded.grammar import Grammars
-from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.row import Row
-from areal_agent.engine.embedded.workload import Workload
-from areal_agent.engine_types import PauseMode, TokenChunk
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.workload import Row, Workload
 from areal_agent.errors import EngineRejected
-from areal_agent.types import FinishReason, WeightVersion
+from areal_agent.types import FinishReason, PauseMode, TokenChunk, WeightVersion
 
 pytest.importorskip("llguidance")
 

@@ -9,10 +9,9 @@ import pytest
 from aiohttp import web
 
 from areal_agent.engine import wire
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import DiskWeights, PauseMode, SharedMemoryWeights, TensorEntry
+from areal_agent.engine.client import HttpEngine
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import WeightVersion
+from areal_agent.types import DiskWeights, PauseMode, SharedMemoryWeights, TensorEntry, WeightVersion
 
 INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_context_tokens": 512}
 

@@ -14,9 +14,8 @@ import asyncio
 import pytest
 
 from areal_agent.engine import wire
-from areal_agent.engine_types import DiskWeights, PauseMode
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import FinishReason, VersionSpan, WeightVersion
+from areal_agent.types import DiskWeights, FinishReason, PauseMode, VersionSpan, WeightVersion
 
 TOLERANCE = 1e-4
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)

@@ -12,9 +12,8 @@ from itertools import pairwise
 
 import pytest
 
-from areal_agent.engine.embedded.attention import bucket_rows
-from areal_agent.engine_types import GenerateRequest, GenerateResult
-from areal_agent.types import FinishReason
+from areal_agent.engine.embedded.decoder import bucket_rows
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult
 
 TOLERANCE = 1e-4
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 128}

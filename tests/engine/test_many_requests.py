@@ -9,11 +9,10 @@ import resource
 
 import pytest
 
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import GenerateRequest, PauseMode
-from areal_agent.observe.memory import peak_memory_bytes
+from areal_agent.engine.client import HttpEngine
+from areal_agent.observe.logging import peak_memory_bytes
 from areal_agent.process import allow_many_connections
-from areal_agent.types import FinishReason
+from areal_agent.types import FinishReason, GenerateRequest, PauseMode
 from tests.engine.test_process import process
 
 NUM_REQUESTS = 2000

@@ -19,9 +19,9 @@ import torch
 
 from areal_agent.engine import wire
 from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
-from areal_agent.engine.fields import WireError
+from areal_agent.engine.wire.fields import WireError
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, VersionSpan, WeightVersion
 from tests.engine.conftest import DEADLINE_S, MAX_CONTEXT

@@ -8,7 +8,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_agent.engine import wire
-from areal_agent.engine_types import PauseMode
+from areal_agent.types import PauseMode
 
 
 async def read(base_url: str) -> dict[str, float]:

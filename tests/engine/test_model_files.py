@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.errors import ConfigError
 
 

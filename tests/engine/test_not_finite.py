@@ -12,14 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.row import Row
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.sampler import SamplingRows, sample
 from areal_agent.engine.embedded.weights import read_weights
-from areal_agent.engine.embedded.workload import Workload
-from areal_agent.engine_types import DiskWeights
+from areal_agent.engine.embedded.workload import Row, Workload
 from areal_agent.errors import EngineUnreachable
-from areal_agent.types import SamplingParams, WeightVersion
+from areal_agent.types import DiskWeights, SamplingParams, WeightVersion
 from tests.engine.conftest import MAX_CONTEXT
 from tests.engine.test_room import load, to_the_end
 

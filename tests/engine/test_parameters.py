@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from areal_agent.engine_types import GenerateRequest, GenerateResult, PauseMode
+from areal_agent.types import GenerateRequest, GenerateResult, PauseMode
 
 TOLERANCE = 1e-4
 

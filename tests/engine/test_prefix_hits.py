@@ -9,8 +9,7 @@ import asyncio
 
 import pytest
 
-from areal_agent.engine_types import GenerateRequest, PauseMode
-from areal_agent.types import SamplingParams, WeightVersion
+from areal_agent.types import GenerateRequest, PauseMode, SamplingParams, WeightVersion
 
 TOLERANCE = 1e-4
 NEW = WeightVersion(step=8)

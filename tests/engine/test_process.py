@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from areal_agent.engine.__main__ import main
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import PauseMode
+from areal_agent.engine.client import HttpEngine
 from areal_agent.errors import ConfigError, EngineUnreachable
-from areal_agent.types import FinishReason, WeightVersion
+from areal_agent.types import FinishReason, PauseMode, WeightVersion
 
 
 @asynccontextmanager

@@ -14,11 +14,10 @@ import aiohttp
 import pytest
 
 from areal_agent.engine import wire
-from areal_agent.engine.http import HttpEngine
+from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.pushes import Pushes
-from areal_agent.engine_types import DiskWeights, PauseMode
 from areal_agent.errors import EngineRejected, PushConflict
-from areal_agent.types import WeightVersion
+from areal_agent.types import DiskWeights, PauseMode, WeightVersion
 
 NEW = WeightVersion(step=8)
 OTHERS = pytest.mark.parametrize("other", [None, "another"])

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.engine.pushes import Pushes
-from areal_agent.engine_types import DiskWeights, SharedMemoryWeights
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import WeightVersion
+from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
 
 SENDERS = st.sampled_from(["a", "b"])
 STEPS = st.one_of(

@@ -25,12 +25,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import DiskWeights, SharedMemoryWeights
+from areal_agent.engine.client import HttpEngine
 from areal_agent.errors import PushConflict, WeightUpdateError
-from areal_agent.manifest import MANIFEST
-from areal_agent.types import VersionSpan, WeightVersion
-from areal_agent.weights.disk import DiskChannel
+from areal_agent.files import MANIFEST
+from areal_agent.types import DiskWeights, SharedMemoryWeights, VersionSpan, WeightVersion
+from areal_agent.weights.channels import DiskChannel
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 TOLERANCE = 1e-4

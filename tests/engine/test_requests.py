@@ -17,12 +17,11 @@ import pytest
 
 from areal_agent.engine import wire
 from areal_agent.engine.__main__ import main
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.engine.limits import check_request
-from areal_agent.engine_types import EngineInfo, GenerateRequest, PauseMode
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable
-from areal_agent.types import SamplingParams, WeightVersion
+from areal_agent.types import EngineInfo, GenerateRequest, PauseMode, SamplingParams, WeightVersion
 
 
 def body(**changes: object) -> dict[str, object]:

@@ -11,14 +11,11 @@
 import pytest
 import torch
 
-from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
-from areal_agent.engine.embedded.kv_room import plan_room
-from areal_agent.engine.embedded.model_runner import ModelRunner, Piece
-from areal_agent.engine.embedded.row import Row
-from areal_agent.engine.embedded.workload import CHUNK_TOKENS, GPU_CHUNK_TOKENS, TURN_TOKENS, Workload
-from areal_agent.engine_types import GenerateRequest
+from areal_agent.engine.embedded.kv_cache import KVCache, KVShape, plan_room
+from areal_agent.engine.embedded.model import ModelRunner, Piece
+from areal_agent.engine.embedded.workload import CHUNK_TOKENS, GPU_CHUNK_TOKENS, TURN_TOKENS, Row, Workload
 from areal_agent.errors import ConfigError
-from areal_agent.types import SamplingParams, WeightVersion
+from areal_agent.types import GenerateRequest, SamplingParams, WeightVersion
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")

@@ -17,11 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent.engine import wire
-from areal_agent.engine.fields import WireError
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
+from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.wire.fields import WireError
 from areal_agent.errors import EngineRejected, EngineUnreachable
-from areal_agent.types import FinishReason, SamplingParams, VersionSpan, WeightVersion
+from areal_agent.types import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    TokenChunk,
+    VersionSpan,
+    WeightVersion,
+)
 
 INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_context_tokens": 512}
 SPANS = [{"version": "0:7", "start": 0, "end": 2}, {"version": "0:8", "start": 2, "end": 4}]

@@ -15,9 +15,8 @@ import aiohttp
 import pytest
 
 from areal_agent.engine import wire
-from areal_agent.engine_types import GenerateRequest, GenerateResult, PauseMode, TokenChunk
 from areal_agent.errors import EngineRejected, EngineUnreachable
-from areal_agent.types import FinishReason, WeightVersion
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, PauseMode, TokenChunk, WeightVersion
 
 
 class Collected:

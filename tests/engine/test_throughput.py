@@ -2,7 +2,7 @@
 nothing was sampled, and where no time has passed.
 """
 
-from areal_agent.engine.embedded.throughput import WINDOW_S, Throughput
+from areal_agent.engine.embedded.metrics import WINDOW_S, Throughput
 
 
 class Clock:

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from areal_agent.engine.foreign.weight_folders import WeightFolders
-from areal_agent.engine_types import DiskWeights
 from areal_agent.errors import WeightUpdateError
-from areal_agent.weights.disk import DiskChannel
+from areal_agent.types import DiskWeights
+from areal_agent.weights.channels import DiskChannel
 
 NAME = "model.safetensors"
 MEMORY = "/dev/shm"

@@ -5,8 +5,8 @@ What is not there has none.
 
 from pathlib import Path
 
-from areal_agent.engine.weight_size import size_of
-from areal_agent.engine_types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.engine.pushes import size_of
+from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
 
 ENTRIES = tuple(
     TensorEntry(name=name, dtype="float32", shape=(3,), offset=start, num_bytes=12)

@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from areal_agent.engine_types import DiskWeights, GenerateResult, SharedMemoryWeights
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import WeightVersion
+from areal_agent.types import DiskWeights, GenerateResult, SharedMemoryWeights, WeightVersion
 from tests.engine.conftest import DEADLINE_S
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)

@@ -10,16 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent.engine import wire
-from areal_agent.engine.fields import WireError
-from areal_agent.engine_types import (
+from areal_agent.engine.wire.fields import WireError
+from areal_agent.types import (
     DiskWeights,
     EngineInfo,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
+    SamplingParams,
     SharedMemoryWeights,
     TensorEntry,
+    VersionSpan,
+    WeightVersion,
 )
-from areal_agent.types import FinishReason, SamplingParams, VersionSpan, WeightVersion
 
 versions = st.builds(WeightVersion, incarnation=st.integers(0, 9), step=st.integers(0, 10**6))
 ids = st.lists(st.integers(0, 2**31), max_size=30).map(tuple)

@@ -10,9 +10,8 @@ from typing import Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_agent.engine_types import DistributedWeights
-from areal_agent.weights.distributed import DistributedChannel
-from areal_agent.weights.shared_memory import layout
+from areal_agent.types import DistributedWeights
+from areal_agent.weights.channels import DistributedChannel, layout
 
 GONE_S = 0.5
 """How long somebody who is not there is waited for."""

@@ -12,9 +12,8 @@ from typing import Any
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.models.tokenizer import render, train_tokenizer
-from areal_agent.rollout.clients import open_clients
 from areal_agent.rollout.context import SharedResources
-from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
+from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject, SessionPurpose, SessionRecord, Task, Trajectory, Turn
 

@@ -14,15 +14,7 @@ from itertools import islice
 import pytest
 
 from envs.calculator.demonstrations import demonstrations
-from envs.calculator.tasks import (
-    NUM_RESULT_DIGITS,
-    NUM_TASKS,
-    Split,
-    draw_question,
-    draw_text,
-    is_held_out,
-    load,
-)
+from envs.calculator.tasks import NUM_RESULT_DIGITS, NUM_TASKS, Split, draw_question, draw_text, is_held_out, load
 
 
 def operands(text: str) -> list[int]:

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_agent.gateway.online.bound import Bound
 from areal_agent.gateway.online.consumer import Consumer
+from areal_agent.gateway.online.groups import Bound
 from areal_agent.gateway.online.wire import LeaseReply, decode_lease
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import Fate
-
-from .conftest import Agent, OpenWorld, World
+from conftest import Agent, OpenWorld, World
 
 GROUP_WAIT_S = 60.0
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
 from areal_agent.errors import EngineUnreachable
-from areal_agent.gateway.stats import Counters
-from areal_agent.gateway.turns.calls import NOTHING, EngineCalls
-from areal_agent.types import SamplingParams
+from areal_agent.gateway.answers import NOTHING, EngineCalls
+from areal_agent.gateway.metrics import Counters
+from areal_agent.types import GenerateRequest, GenerateResult, SamplingParams, TokenChunk
 
 
 class HangingEngine:

@@ -19,10 +19,8 @@ import openai
 import pytest
 
 from areal_agent.engine.fake import fake_logprob
-from areal_agent.engine_types import DiskWeights, PauseMode
-from areal_agent.types import Distribution, FinishReason, ForkReason, WeightVersion
-
-from .conftest import OpenWorld
+from areal_agent.types import DiskWeights, Distribution, FinishReason, ForkReason, PauseMode, WeightVersion
+from conftest import OpenWorld
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "print(2**70)", "n": 1180591620717411303424}}</tool_call>'

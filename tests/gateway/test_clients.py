@@ -18,17 +18,15 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import GenerateRequest
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import Distribution, Trajectory, WeightVersion
-
-from .conftest import Agent, OpenWorld, World
+from areal_agent.types import Distribution, GenerateRequest, Trajectory, WeightVersion
+from conftest import Agent, OpenWorld, World
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
 ANSWERS = (

@@ -13,9 +13,8 @@ import openai
 import pytest
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.endpoints.completions import CompletionsRequest
-
-from .conftest import Agent, OpenWorld
+from areal_agent.gateway.completions import CompletionsRequest
+from conftest import Agent, OpenWorld
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 

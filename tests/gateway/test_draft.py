@@ -13,13 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.engine_types import GenerateResult, TokenChunk
-from areal_agent.gateway.turns.draft import Draft, Gain
-from areal_agent.gateway.turns.reading import ChatReading, PlainReading, Reading
+from areal_agent.gateway.draft import ChatReading, Draft, Gain, PlainReading, Reading
 from areal_agent.tokens.answers.answer_format import AnswerFormat
 from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import FinishReason, VersionSpan, WeightVersion
+from areal_agent.types import FinishReason, GenerateResult, TokenChunk, VersionSpan, WeightVersion
 
 HERMES = ChatReading(
     answer_format=AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.THINK),

@@ -15,11 +15,10 @@ import json
 import logging
 
 import pytest
+from raw import is_error_object, parse, say
 
-from areal_agent.gateway.limits import Limits
-
-from .conftest import ADMIN_KEY, OpenWorld
-from .raw import is_error_object, parse, say
+from areal_agent.gateway.bodies import Limits
+from conftest import ADMIN_KEY, OpenWorld
 
 SECRET = "sk-this-key-is-a-secret-of-its-owner"
 HEAD = (

@@ -10,8 +10,7 @@ import aiohttp
 import pytest
 
 from areal_agent.process import allow_many_connections
-
-from .conftest import ADMIN_KEY, OpenWorld
+from conftest import ADMIN_KEY, OpenWorld
 
 pytestmark = pytest.mark.filterwarnings("error")
 

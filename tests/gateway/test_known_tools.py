@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.endpoints.known_tools import MAX_SET_BYTES, MAX_SETS, KnownTools, Tools
-from areal_agent.gateway.endpoints.strict_tools import Accepts
+from areal_agent.gateway.conversation import MAX_SET_BYTES, MAX_SETS, Accepts, KnownTools, Tools
 from areal_agent.tokens.answers.parsed import ToolCall
 
 scalars = st.sampled_from([0, 1, False, True, 0.0, -0.0, 1.0, "1", None, ""])

@@ -4,7 +4,7 @@
 than every bound; 3. where it names none, all are its own; 4. an incarnation is named once.
 """
 
-from areal_agent.gateway.online.labels import FOREIGN, Labels
+from areal_agent.gateway.online.groups import FOREIGN, Labels
 from areal_agent.staleness import is_stale
 from areal_agent.types import WeightVersion
 

@@ -16,26 +16,17 @@ from typing import Any
 import openai
 import pytest
 
-from areal_agent.engine_types import PauseMode
-from areal_agent.errors import (
-    ConfigError,
-    EngineError,
-    EngineRejected,
-    EngineUnreachable,
-    LedgerError,
-    RequestError,
-)
+from areal_agent.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable, LedgerError, RequestError
 from areal_agent.gateway.app import Gateway
+from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.control import EndRequest
-from areal_agent.gateway.endpoints.chat import ChatRequest
-from areal_agent.gateway.services import Services
+from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.session import Session, SessionOptions
-from areal_agent.gateway.stats import Counters
+from areal_agent.gateway.turn import Services
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import FinishReason, SessionPurpose, SessionRecord
-
-from .conftest import MemoryJournal, OpenWorld
+from areal_agent.types import FinishReason, PauseMode, SessionPurpose, SessionRecord
+from conftest import MemoryJournal, OpenWorld
 
 
 async def hang_up(call: "asyncio.Task[Any]") -> None:

@@ -18,9 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.online.bound import Bound, Progress
-from areal_agent.gateway.online.group import Waiting
-from areal_agent.gateway.online.groups import Groups
+from areal_agent.gateway.online.groups import Bound, Groups, Progress, Waiting
 from areal_agent.types import WeightVersion
 
 WAIT_S = 60.0

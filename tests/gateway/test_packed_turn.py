@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.gateway.turns.packed_turn import PackedTurn
+from areal_agent.gateway.turn import PackedTurn
 from areal_agent.tokens.prompt import packed
 from areal_agent.types import Completion, Distribution, FinishReason, SamplingParams, Turn, VersionSpan, WeightVersion
 

@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent.errors import RequestError
+from areal_agent.gateway.chat import ChatRequest
+from areal_agent.gateway.completions import CompletionsRequest
 from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
-from areal_agent.gateway.endpoints.chat import ChatRequest
-from areal_agent.gateway.endpoints.completions import CompletionsRequest
-from areal_agent.gateway.endpoints.conversation import read_message
+from areal_agent.gateway.conversation import read_message
+from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.tree import Forest
 from areal_agent.types import Distribution
-
-from .conftest import OpenWorld
+from conftest import OpenWorld
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from live import live_gateway
+from raw import is_error_object
 from schemathesis import Case
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -27,10 +29,7 @@ from schemathesis.specs.openapi.checks import (
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.openapi.document import openapi_document
 from areal_agent.tokens.renderer import Renderer
-
-from .conftest import ADMIN_KEY, MemoryJournal
-from .live import live_gateway
-from .raw import is_error_object
+from conftest import ADMIN_KEY, MemoryJournal
 
 
 def narrowed_document() -> dict[str, Any]:

@@ -24,8 +24,8 @@ import pytest
 
 from areal_agent.errors import ConfigError
 from areal_agent.gateway.__main__ import main
-from areal_agent.gateway.admin_key import VARIABLE, AdminKey, find_admin_key
-from areal_agent.ledger.lock import FileLock
+from areal_agent.gateway.standalone import VARIABLE, AdminKey, find_admin_key
+from areal_agent.ledger.files import FileLock
 from areal_agent.ledger.verify import verify
 
 LIMIT_S = 120.0

@@ -8,7 +8,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.gateway.turns.stop import StopFinder
+from areal_agent.gateway.draft import StopFinder
 
 
 def through(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

@@ -13,9 +13,8 @@ import pytest
 from pydantic import BaseModel
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.endpoints.strict_tools import strict_tools
-
-from .conftest import OpenWorld
+from areal_agent.gateway.conversation import strict_tools
+from conftest import OpenWorld
 
 
 class Weather(BaseModel):

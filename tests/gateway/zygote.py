@@ -14,13 +14,13 @@ import traceback
 from pathlib import Path
 
 from areal_agent.engine.fake import FakeEngine
-from areal_agent.engine_types import GenerateRequest
 from areal_agent.gateway.app import Gateway
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.models.tokenizer import train_tokenizer
 from areal_agent.protocols import Journal
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import GenerateRequest
 
 ADMIN_KEY = "sk-storm"
 MODEL = "model"

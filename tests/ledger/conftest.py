@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from areal_agent.ledger.digest import lease_digest
+from areal_agent.ledger.encoding import lease_digest
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.protocols import Journal
 from areal_agent.types import (

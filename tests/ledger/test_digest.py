@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal_agent.ledger.digest import completions_digest, lease_digest, token_digest
+from areal_agent.ledger.encoding import completions_digest, lease_digest, token_digest
 from areal_agent.types import Rewards
 
 COMPLETIONS = [("c1", (5, 6), (-0.5, -0.25)), ("c2", (7,), (-1.0,))]

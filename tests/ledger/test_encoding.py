@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger.digest import lease_digest
-from areal_agent.ledger.invariants import Invariant
+from areal_agent.ledger.encoding import lease_digest
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.verify import verify
+from areal_agent.ledger.verify import Invariant, verify
 from areal_agent.types import (
     Completion,
     Distribution,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.records import Incarnation
+from areal_agent.ledger.reads import Incarnation
 from areal_agent.types import Drop, Fate, SessionPurpose, Status
 
 

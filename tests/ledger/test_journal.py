@@ -15,7 +15,7 @@ import pytest
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.writer import GroupCommitWriter
+from areal_agent.ledger.shard import GroupCommitWriter
 
 
 async def test_turns_come_back_in_order_of_many_sessions_at_once(ledger: Ledger, make) -> None:

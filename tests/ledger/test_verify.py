@@ -18,15 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.ledger.digest import lease_digest
+from areal_agent.ledger.encoding import lease_digest
 from areal_agent.ledger.files import shard_path
-from areal_agent.ledger.invariants import Invariant
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
-from areal_agent.ledger.verify import verify
+from areal_agent.ledger.verify import Invariant, verify
 from areal_agent.types import Drop, SessionPurpose, VersionSpan, WeightVersion
-
-from .conftest import Make
+from conftest import Make
 
 
 async def live(ledger: Ledger, make) -> None:

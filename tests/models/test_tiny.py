@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from areal_agent.command import run_command
 from areal_agent.errors import ConfigError
-from areal_agent.models.cache import model_folder
-from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Recipe
+from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Recipe, model_folder
 from areal_agent.models.tiny import REPORT_NAME, build, cached, main
 from areal_agent.models.tokenizer import Conversation
 from areal_agent.models.warm_start import WarmStartProgress

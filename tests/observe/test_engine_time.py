@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.observe.engine_time import EngineReading, engine_seconds
+from areal_agent.observe.clock import EngineReading, engine_seconds
 
 seconds = st.floats(0.0, 1e7)
 readings = st.builds(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from areal_agent.observe.memory import peak_memory_bytes
+from areal_agent.observe.logging import peak_memory_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import pytest
 
+from areal_agent.observe.metrics import StepView
 from areal_agent.observe.progress import Progress
-from areal_agent.observe.step_view import StepView
 
 VIEW = StepView(
     step=1,

@@ -6,7 +6,7 @@ them, was generated; what an earlier process's rows tell of counts once; 5. time
 import pytest
 
 from areal_agent import RolloutBatch
-from areal_agent.observe.rows import Spent, Uncounted, evaluation_rows, living_rows, step_rows, total
+from areal_agent.observe.metrics import Spent, Uncounted, evaluation_rows, living_rows, step_rows, total
 from tests.observe.batches import batch_of, record, trajectory
 
 

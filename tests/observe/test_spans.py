@@ -8,7 +8,7 @@ never reports again holds up nothing once it has left.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.observe.spans import SpanLog, SpanUnion
+from areal_agent.observe.clock import SpanLog, SpanUnion
 
 SECONDS = 40
 

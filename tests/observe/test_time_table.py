@@ -4,8 +4,8 @@ waited for, and why; 3. there is none without a step; 4. fewer threads are advis
 
 import pytest
 
-from areal_agent.observe.rows import Spent
-from areal_agent.observe.time_table import advice, time_table
+from areal_agent.observe.metrics import Spent
+from areal_agent.observe.progress import advice, time_table
 
 
 def spent(engine: dict[str, float], trainer: dict[str, float]) -> Spent:

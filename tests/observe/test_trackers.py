@@ -19,9 +19,15 @@ from tensorboardX.proto.event_pb2 import Event
 
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
-from areal_agent.observe.trackers.background import MAX_WAITING, BackgroundTracker, Trackers
-from areal_agent.observe.trackers.choice import TrackerName, require_installed, start_trackers
-from areal_agent.observe.trackers.tracker import TrackedRun
+from areal_agent.observe.trackers import (
+    MAX_WAITING,
+    BackgroundTracker,
+    TrackedRun,
+    TrackerName,
+    Trackers,
+    require_installed,
+    start_trackers,
+)
 
 Logged = list[tuple[int, Mapping[str, float]]]
 ROWS: Logged = [(1, {"reward/mean": 0.25, "seconds/wall": 2.0}), (2, {"reward/mean": 0.5}), (1, {"eval/success": 0.75})]

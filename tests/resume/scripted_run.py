@@ -11,20 +11,16 @@ from typing import Any
 
 import orjson
 
-from areal_agent.commits import Beginning, begin, commit, leases_of
 from areal_agent.config import Config
 from areal_agent.engine.fake import FakeEngine, Script
-from areal_agent.engine_types import DiskWeights, GenerateRequest
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.own_rollouts import TASKS, make_producer
-from areal_agent.preflight import Preflight
-from areal_agent.rollout.executor import RolloutExecutor
-from areal_agent.rollout.group import run_all, sibling_specs
-from areal_agent.rollout.local import LocalSettings, open_local
-from areal_agent.rollout.producer import Producer
-from areal_agent.trainer.checkpoint import publish_checkpoint
-from areal_agent.trainer.commit_points import CommitPoint, Passing, pass_by
-from areal_agent.types import RolloutBatch, Task, TrajectoryGroup, WeightVersion
+from areal_agent.rollout.local import LocalSettings, RolloutExecutor, open_local
+from areal_agent.rollout.producer import Producer, run_all, sibling_specs
+from areal_agent.run.commits import Beginning, begin, commit, leases_of
+from areal_agent.run.preflight import Preflight
+from areal_agent.run.sources import TASKS, make_producer
+from areal_agent.trainer.checkpoint import CommitPoint, Passing, pass_by, publish_checkpoint
+from areal_agent.types import DiskWeights, GenerateRequest, RolloutBatch, Task, TrajectoryGroup, WeightVersion
 from areal_agent.weights.push import push
 
 CHECKPOINT_EVERY = 2

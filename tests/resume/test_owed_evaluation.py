@@ -12,12 +12,11 @@ import psutil
 import pytest
 
 from areal_agent.ledger.verify import verify
-from areal_agent.observe.metrics import read_metrics
-from areal_agent.observe.rows import evaluation_rows
+from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.trainer.checkpoint import latest_checkpoint
 from tests.resume.test_saving import ROOT, read_until
-from tests.test_run import config
-from tests.test_run import solve as answer
+from tests.run.test_run import config
+from tests.run.test_run import solve as answer
 
 HELD_BY = "HELD_BY_METRICS"
 """Names the run's metrics.jsonl: evaluations after the first one never end."""

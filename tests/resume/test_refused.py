@@ -11,7 +11,7 @@ import pytest
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.run import Run
-from tests.test_run import config, end, solve, train
+from tests.run.test_run import config, end, solve, train
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics
 from areal_agent.run import Run
 from areal_agent.trainer.checkpoint import latest_checkpoint
-from tests.test_run import config, end, solve, train
+from tests.run.test_run import config, end, solve, train
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ async def test_agents_are_answered_while_a_save_goes_on(tmp_path: Path, small_mo
 @contextmanager
 def running(tmp_path: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
     """The main job; it has trained two steps."""
-    settings = config(tmp_path, model, steps=1000).model_copy(update={"workflow": "tests.test_run:solve"})
+    settings = config(tmp_path, model, steps=1000).model_copy(update={"workflow": "tests.run.test_run:solve"})
     file = tmp_path / "config.yaml"
     file.write_text(settings.to_yaml())
     command = [sys.executable, "-m", "areal_agent.train", "--config", str(file), "observe.progress=plain"]

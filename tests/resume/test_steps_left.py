@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import ConfigError
-from areal_agent.preflight import require_steps_left
-from areal_agent.run_folder import RunFolder
+from areal_agent.files import RunFolder
+from areal_agent.run.preflight import require_steps_left
 from areal_agent.trainer.checkpoint import publish_checkpoint
 
 

@@ -14,8 +14,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from areal_agent.engine_types import GenerateRequest
-from areal_agent.trainer.commit_points import CommitPoint
+from areal_agent.trainer.checkpoint import CommitPoint
+from areal_agent.types import GenerateRequest
 from tests.resume.scripted_run import answer, live
 
 NEVER = "never"

@@ -12,8 +12,8 @@ import threading
 from asyncio import base_events
 from pathlib import Path
 
-from areal_agent.rollout import blocking
-from areal_agent.rollout.blocking import Blockage, Frame, find_blockage
+from areal_agent.rollout import watchdog
+from areal_agent.rollout.watchdog import Blockage, Frame, find_blockage
 
 
 def frame(file: str, function: str = "f", line: int = 1) -> Frame:
@@ -26,7 +26,7 @@ AGENT = frame("/home/me/agent.py", "solve", 41)
 CALLER = frame("/home/me/agent.py", "outer", 12)
 THREADING = frame(threading.__file__, "wait")
 INSTALLED = frame("/venv/lib/python3.11/site-packages/requests/api.py", "get")
-OURS = frame(blocking.__file__, "render")
+OURS = frame(watchdog.__file__, "render")
 SELECT = frame(selectors.__file__, "select")
 HANDLE = frame(asyncio.events.__file__, "_run")
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent import Completion, Rewards, Status, Trajectory, Turn, VersionSpan, WeightVersion
+from areal_agent.algorithms.advantages import token_advantages
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import with_causal_credit
-from areal_agent.algorithms.scoring import token_advantages
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Distribution, FinishReason, SamplingParams

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from areal_agent.rollout.loop_clock import clock_of_thread
+from areal_agent.rollout.watchdog import clock_of_thread
 
 
 def test_waiting_for_a_core_is_no_time(tmp_path: Path) -> None:

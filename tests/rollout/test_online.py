@@ -17,12 +17,12 @@ import pytest
 
 from areal_agent.errors import GatewayError
 from areal_agent.gateway.app import Gateway
-from areal_agent.gateway.serve import ServedGateway
+from areal_agent.gateway.server import ServedGateway
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.online import OnlineGateway
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, Fate, TokenRecord
-from tests.online_gateway import KEY, open_online_side
+from tests.run.online_gateway import KEY, open_online_side
 
 
 @dataclass(kw_only=True)

@@ -19,9 +19,8 @@ from areal_agent import Reject, SandboxError, Status, Task
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.rollout.clients import open_clients
 from areal_agent.rollout.context import SharedResources
-from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
+from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
 from areal_agent.rollout.workflow import load_workflow
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import SessionPurpose

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from areal_agent.rollout.threads import run_in_thread
+from areal_agent.rollout.workflow import run_in_thread
 
 who = contextvars.ContextVar("who", default="nobody")
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.rollout.blocking import Blockage, Frame
-from areal_agent.rollout.watchdog import Watchdog
+from areal_agent.rollout.watchdog import Blockage, Frame, Watchdog
 
 
 class Scene:

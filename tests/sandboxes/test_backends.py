@@ -10,8 +10,8 @@ import logging
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes.backends import start_strongest
 from sandboxes.base import Provider
+from sandboxes.pool import start_strongest
 from sandboxes.spec import Isolation
 from sandboxes.subprocess import SubprocessProvider
 

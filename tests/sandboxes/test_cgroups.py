@@ -19,14 +19,17 @@ import pytest
 from areal_agent.errors import SandboxError
 from sandboxes import Limits
 from sandboxes.cgroups import (
+    MAX_IDLE,
     MAX_LEFT_BYTES,
+    MAX_OPEN,
     Bounds,
     ControlGroup,
+    GroupTree,
     Hierarchy,
     find_hierarchies,
     hierarchies_here,
+    remove_abandoned,
 )
-from sandboxes.group_tree import MAX_IDLE, MAX_OPEN, GroupTree, remove_abandoned
 from sandboxes.owner import GROUP_PREFIX, is_abandoned, own_tag
 
 

@@ -27,7 +27,7 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Network, Pool, SandboxSpec, Status, link, open_pool
-from sandboxes import zygote as zygotes
+from sandboxes import bubblewrap as zygotes
 from sandboxes.cgroups import hierarchies_here
 from sandboxes.conformance.row import processes_left
 from sandboxes.inner.processes import children_of

@@ -17,8 +17,7 @@ import pytest
 
 from sandboxes import Pool
 from sandboxes.judge import CallCase, StdinCase, UnitTests, grade
-from sandboxes.judge.pickles import load_plain
-from sandboxes.judge.records import from_apps, from_humaneval, from_livecodebench
+from sandboxes.judge.records import from_apps, from_humaneval, from_livecodebench, load_plain
 
 SUM = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
 CALL = {"input": "[1, 2]\n3", "output": "[1, 2, 3]", "testtype": "functional"}

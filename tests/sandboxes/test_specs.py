@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Network, Pool, Sandbox, SandboxSpec, open_pool
-from sandboxes.archive import Entry, entries_of, pack
+from sandboxes.folder import Entry, entries_of, pack
 
 
 async def test_set_up_runs_once_with_the_files(pool: Pool) -> None:

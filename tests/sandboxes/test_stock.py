@@ -16,8 +16,8 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Sandbox, SandboxSpec
+from sandboxes.pool import Stock
 from sandboxes.spec import CellSpec
-from sandboxes.stock import Stock
 
 ONE, OTHER = CellSpec(limits=Limits()), CellSpec(limits=Limits(), image="other")
 

@@ -13,8 +13,7 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Pool, Process, Sandbox, SandboxSpec, Status, sync
-from sandboxes.python_session import PythonSession
-from sandboxes.shell_session import ShellSession
+from sandboxes.sessions import PythonSession, ShellSession
 
 
 def test_calls_of_a_sandbox(tmp_path: Path) -> None:

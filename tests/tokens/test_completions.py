@@ -8,8 +8,8 @@
 - the identity is that of the prompt
 """
 
+from areal_agent.tokens.forest import Forest, Prompt, Reply
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.tree import Forest, Prompt, Reply
 from areal_agent.types import ForkReason
 
 

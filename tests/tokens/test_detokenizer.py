@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from areal_agent.tokens.detokenizer import Detokenizer
+from areal_agent.tokens.renderer import Detokenizer
 
 
 def byte_level() -> Tokenizer:

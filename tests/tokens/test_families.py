@@ -22,10 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agent.tokens.keep_thinking import HistoryThinking
+from areal_agent.tokens.forest import Forest, Prompt, Reply
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.tree import Forest, Prompt, Reply
+from areal_agent.tokens.template import HistoryThinking
 from areal_agent.types import (
     Completion,
     Distribution,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from areal_agent.tokens.keep_thinking import HistoryThinking, keep_template
 from areal_agent.tokens.renderer import Renderer, exported_template
+from areal_agent.tokens.template import HistoryThinking, keep_template
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 QUESTION, NEXT = {"role": "user", "content": "hi"}, {"role": "user", "content": "why?"}

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from areal_agent.tokens.answers.answer_format import AnswerFormat
 from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.answers.parsed import ToolCall
+from areal_agent.tokens.forest import Forest, Prompt, Reply
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.tree import Forest, Prompt, Reply
 from areal_agent.types import (
     Completion,
     Distribution,

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from areal_agent.tokens.forest import FIRST_AUDIT, Forest, Prompt, Reply
+from areal_agent.tokens.prompt import MAX_MESSAGES, longest_cut
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.stand_in import MAX_MESSAGES, longest_cut
-from areal_agent.tokens.tree import FIRST_AUDIT, Forest, Prompt, Reply
 from areal_agent.types import ForkReason, JsonObject
 
 # Writes the number of each result: a stand-in has others.

@@ -26,11 +26,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from areal_agent.tokens.forest import Forest, Opening, Prompt, Reply
 from areal_agent.tokens.renderer import HistoryThinking, Renderer
-from areal_agent.tokens.tree import Forest, Opening, Prompt, Reply
 from areal_agent.types import ForkReason, JsonObject
-
-from .conftest import CHATML
+from conftest import CHATML
 
 HELLO = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "more"}

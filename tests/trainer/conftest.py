@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.wire import StepInput
 from areal_agent.types import Rewards, RolloutBatch, Status, TokenRecord, Trajectory, TrajectoryGroup
 
 VOCAB_SIZE = 61

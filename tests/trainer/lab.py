@@ -6,12 +6,11 @@ import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.critic import Critic
-from areal_agent.trainer.group import ALONE, Group
-from areal_agent.trainer.model import Policy
+from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.step import Stepper
-from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.wire import StepInput
 from areal_agent.types import TokenRecord
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from areal_agent.trainer.attention import segment_attention, use_segment_attention
+from areal_agent.trainer.model import segment_attention, use_segment_attention
 
 LENGTHS = (3, 1, 5)
 

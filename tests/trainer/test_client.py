@@ -29,13 +29,13 @@ from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_distributed_weights, take_weights
-from areal_agent.engine_types import DiskWeights, DistributedWeights, SharedMemoryWeights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.process import ManagedProcess
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.framing import Frame, receive_frame
+from areal_agent.trainer.wire import Frame, receive_frame
 from areal_agent.trainer.worker import Worker
+from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
 
 
 async def init(client: TrainerClient, model: Path, shared_memory: Path):

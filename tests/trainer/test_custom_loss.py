@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.loss_tokens import LossTokens
+from areal_agent.algorithms.losses import LossTokens
 from areal_agent.config import Config
 from areal_agent.trainer.config import TrainerConfig
 from examples.custom_loss.loss import smooth_clip

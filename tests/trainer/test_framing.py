@@ -14,8 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_agent.trainer.framing import Frame, read_frame, receive_frame
-from areal_agent.trainer.records import DTYPES, decode_records, encode_records
+from areal_agent.trainer.wire import DTYPES, Frame, decode_records, encode_records, read_frame, receive_frame
 from areal_agent.types import TokenRecord
 
 

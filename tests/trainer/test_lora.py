@@ -23,13 +23,13 @@ from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from areal_agent.algorithms.batching import sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.samples import sample_of
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
-from areal_agent.trainer.group import ALONE
-from areal_agent.trainer.lora import Adapter, LoraLinear
-from areal_agent.trainer.micro_batches import MicroBatches
+from areal_agent.trainer.model import Adapter, LoraLinear
+from areal_agent.trainer.ranks import ALONE
+from areal_agent.trainer.step import MicroBatches
 from areal_agent.trainer.trainer import Trainer
 from tests.trainer.lab import CPU, GRADIENT_DESCENT, PLAIN, Lab
 from tests.trainer.two_ranks import flat

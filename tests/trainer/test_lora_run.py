@@ -10,10 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from areal_agent.ledger.verify import verify
-from areal_agent.observe.metrics import read_metrics
-from areal_agent.observe.rows import step_rows
+from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run import Run
-from tests.test_run import config, end, solve, train
+from tests.run.test_run import config, end, solve, train
 
 TOLERANCE = 1e-4
 

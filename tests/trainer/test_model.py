@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig
 
-from areal_agent.algorithms.batching import collate
-from areal_agent.algorithms.samples import sample_of
+from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.model import Policy, choose_device
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.optimizer import Optimizer
-from areal_agent.trainer.schedule import Schedule
+from areal_agent.trainer.optimizer import Optimizer, Schedule
 
 
 def parameter(*shape: int, gradient: float) -> torch.nn.Parameter:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.schedule import Schedule
+from areal_agent.trainer.optimizer import Schedule
 
 
 def rates(shape: str, num_warmup: int, num_updates: int) -> list[float]:

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from areal_agent.algorithms.advantages import token_advantages
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.scoring import token_advantages
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
-from areal_agent.algorithms.loss_tokens import LossTokens
+from areal_agent.algorithms.losses import LossTokens
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.trainer import Trainer

@@ -21,10 +21,9 @@ import torch
 from safetensors.torch import load_file
 
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.observe.metrics import read_metrics
-from areal_agent.observe.rows import step_rows
+from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.types import Trajectory
-from tests.test_run import config
+from tests.run.test_run import config
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
@@ -38,7 +37,7 @@ def whole_run(folder: Path, model: Path, *, num_ranks: int) -> Path:
     settings = config(
         folder,
         model,
-        workflow="tests.test_run:solve",
+        workflow="tests.run.test_run:solve",
         max_staleness=0,
         steps=NUM_STEPS,
         seed=7,

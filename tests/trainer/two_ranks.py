@@ -16,9 +16,9 @@ import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.group import Group
-from areal_agent.trainer.step_input import StepInput
+from areal_agent.trainer.ranks import Group
 from areal_agent.trainer.trainer import Trainer
+from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import CPU, Lab
 
 

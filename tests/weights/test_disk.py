@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from areal_agent.engine.embedded.weights import WeightLayout, take_weights
-from areal_agent.engine_types import DiskWeights
-from areal_agent.weights.disk import DiskChannel
+from areal_agent.types import DiskWeights
+from areal_agent.weights.channels import DiskChannel
 from tests.weights.test_shared_memory import Tied, parameters
 
 

@@ -19,13 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_agent.engine.embedded.transfer_group import Request, ask, connect, next_request, open_store
-from areal_agent.engine.embedded.weight_bytes import BLOCK_BYTES
+from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, ask, connect, next_request, open_store
 from areal_agent.engine.embedded.weights import WeightLayout, take_distributed_weights
-from areal_agent.engine_types import DistributedWeights
 from areal_agent.errors import WeightUpdateError
-from areal_agent.weights.distributed import DistributedChannel
-from areal_agent.weights.shared_memory import layout
+from areal_agent.types import DistributedWeights
+from areal_agent.weights.channels import DistributedChannel, layout
 from tests.engine.transfers import damaged, from_nobody, lacking_a_tensor
 from tests.weights.test_shared_memory import Tied, parameters
 

@@ -16,18 +16,16 @@ from typing import Any
 
 import pytest
 
-from areal_agent.commits import begin
 from areal_agent.engine.fake import FakeEngine
-from areal_agent.engine_types import DiskWeights, PauseMode
 from areal_agent.errors import WeightUpdateError
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.own_rollouts import make_producer
-from areal_agent.preflight import Preflight
 from areal_agent.rollout.local import LocalSettings, open_local
 from areal_agent.rollout.producer import Producer
-from areal_agent.types import Trajectory, WeightVersion
-from areal_agent.weights.policies import OnPush, push_under
-from areal_agent.weights.push import PushReport
+from areal_agent.run.commits import begin
+from areal_agent.run.preflight import Preflight
+from areal_agent.run.sources import make_producer
+from areal_agent.types import DiskWeights, PauseMode, Trajectory, WeightVersion
+from areal_agent.weights.push import OnPush, PushReport, push_under
 from tests.resume.scripted_run import answer, make_config, run_group_by
 
 OLD, NEW = WeightVersion(step=0), WeightVersion(step=1)

@@ -14,11 +14,18 @@ import pytest
 import torch
 
 from areal_agent.engine.fake import FakeEngine, Operation
-from areal_agent.engine_types import DiskWeights, GenerateRequest, GenerateResult, PauseMode
 from areal_agent.errors import EngineUnreachable, WeightUpdateError
-from areal_agent.types import SamplingParams, VersionSpan, WeightVersion
+from areal_agent.types import (
+    DiskWeights,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    SamplingParams,
+    VersionSpan,
+    WeightVersion,
+)
+from areal_agent.weights.channels import SharedMemoryChannel, layout
 from areal_agent.weights.push import push
-from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 WEIGHTS = DiskWeights(path="unused")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from areal_agent.engine.embedded.weights import WeightLayout, read_weights
-from areal_agent.engine_types import SharedMemoryWeights
-from areal_agent.weights.shared_memory import SharedMemoryChannel, layout
+from areal_agent.types import SharedMemoryWeights
+from areal_agent.weights.channels import SharedMemoryChannel, layout
 
 
 class Tied(torch.nn.Module):

@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from areal_agent.engine_types import CudaMemory
 from areal_agent.errors import WeightUpdateError
+from areal_agent.types import CudaMemory
 
 
 class DeviceSharing(Protocol):

@@ -18,30 +18,53 @@ What happens to the rows that hold a slot (workload.py):
 
 Nothing is lost while paused: new requests wait, and an abort answers at once, with what was sampled. A command that
 takes the rows' KV away does not wait for the step under way, whose result would be lost: that is given up.
+
+The tokens of one streamed request on their way from the model thread to the event loop.
+
+A reader that is slower than the model finds all that has gathered, as one chunk: nobody waits for it.
+
+The weights of the model that serves, as pushes see them: what is taken, and how it comes to serve.
+
+Reading and proving happen beside the model thread; only the copy in place happens in it.
 """
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.grammar import Matcher
 from areal_agent.engine.embedded.metrics import Metrics
-from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.row import Row, TokenSink
-from areal_agent.engine.embedded.workload import Workload
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.weights import WeightLayout, take_cuda_weights, take_distributed_weights, take_weights
+from areal_agent.engine.embedded.workload import Row, TokenSink, Workload
 from areal_agent.engine.wire import EngineStats
-from areal_agent.engine_types import GenerateRequest, GenerateResult, PauseMode
-from areal_agent.errors import EngineRejected, EngineUnreachable
-from areal_agent.types import WeightVersion
+from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.process import uninterrupted
+from areal_agent.types import (
+    CudaWeights,
+    DistributedWeights,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    TokenChunk,
+    TopLogprobs,
+    VersionSpan,
+    Weights,
+    WeightVersion,
+)
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 
@@ -261,3 +284,92 @@ def _pass_on_failure(done: Future[None], answer: Future[Any]) -> None:
     error = done.exception()
     if error is not None:
         answer.set_exception(error)
+
+
+class TokenStream:
+    """`put` is for the model thread, all else for the loop on which it was made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tokens: deque[tuple[int, float, TopLogprobs, WeightVersion]] = deque()
+        self._arrived = asyncio.Event()
+        self._is_announced = False  # waking the loop costs a system call: once for all that gathers
+
+    def put(self, token_id: int, logprob: float, top: TopLogprobs, version: WeightVersion) -> None:
+        """Hand over one token."""
+        self._tokens.append((token_id, logprob, top, version))
+        if not self._is_announced:
+            self._is_announced = True
+            self._loop.call_soon_threadsafe(self._arrived.set)
+
+    def end(self) -> None:
+        """No token follows: whoever waits for one is woken."""
+        self._arrived.set()
+
+    async def take(self) -> TokenChunk:
+        """Wait for tokens or the end; all that have come since the last call, perhaps none."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        self._is_announced = False  # before looking: a token that comes from now on announces itself
+        tokens = [self._tokens.popleft() for _ in range(len(self._tokens))]
+        return TokenChunk(
+            token_ids=tuple(token_id for token_id, _, _, _ in tokens),
+            logprobs=tuple(logprob for _, logprob, _, _ in tokens),
+            top_logprobs=tuple(top for _, _, top, _ in tokens) if any(top for _, _, top, _ in tokens) else (),
+            versions=_spans([version for _, _, _, version in tokens]),
+        )
+
+
+def _spans(versions: Sequence[WeightVersion]) -> tuple[VersionSpan, ...]:
+    spans: list[VersionSpan] = []
+    start = 0
+    for version, of_one in groupby(versions):
+        end = start + sum(1 for _ in of_one)
+        spans.append(VersionSpan(version=version, start=start, end=end))
+        start = end
+    return tuple(spans)
+
+
+Taken = Mapping[str, Tensor]
+
+
+class ModelWeights:
+    """A `pushes.PushTarget`."""
+
+    def __init__(
+        self, scheduler: Scheduler, layout: WeightLayout, device: torch.device, sharing: DeviceSharing
+    ) -> None:
+        self._scheduler = scheduler
+        self._layout = layout
+        self._device = device
+        self._sharing = sharing
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._scheduler.stats().weight_version
+
+    async def take(self, weights: Weights) -> Taken:
+        try:
+            return await asyncio.to_thread(self._take, weights)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise WeightUpdateError(
+                f"there is no memory to take the new weights beside those that serve: {str(error)[:200]}; leave more "
+                "of it free (engine.leave_gib, --leave-gib, or fewer kv_tokens)"
+            ) from error
+
+    def _take(self, weights: Weights) -> Taken:
+        if isinstance(weights, CudaWeights):
+            return take_cuda_weights(weights, self._layout, self._device, self._sharing)
+        if isinstance(weights, DistributedWeights):
+            return take_distributed_weights(weights, self._layout, self._device)
+        return take_weights(weights, self._layout, self._device)
+
+    async def holds(self, taken: Taken) -> bool:
+        return await asyncio.to_thread(self._layout.holds, taken)
+
+    async def swap(self, taken: Taken, version: WeightVersion, *, flush_cache: bool) -> None:
+        """Once handed over it happens, whether or not anyone waits for it: so it is waited for."""
+        await uninterrupted(self._swap(taken, version, flush_cache))
+
+    async def _swap(self, taken: Taken, version: WeightVersion, flush_cache: bool) -> None:
+        await asyncio.wrap_future(self._scheduler.swap(taken, version, flush_cache=flush_cache))

@@ -2,14 +2,23 @@
 
 It knows paths, status codes and what a disconnected client means; the JSON is `wire/`'s and all state is the
 scheduler's. A request that is wrong is answered with 400 and a message, and everything else goes on.
+
+A streamed answer on its way to the client: events as tokens come, at the pace at which the client reads.
+
+The answer begins with the first token, so that a request which is refused before that is answered with its own status.
+Whatever ends it later is an event. It knows nothing of the model thread; a client that is gone is its caller's matter.
+
+Requests that a server is preparing, and has not handed to its scheduler yet: an abort reaches them, too.
+
+It knows neither what there is to prepare nor how a request ends.
 """
 
 import asyncio
 import contextlib
 import logging
 from array import array
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,25 +29,94 @@ from areal_agent.engine import wire
 from areal_agent.engine.embedded.cuda_memory import CudaSharing, DeviceSharing
 from areal_agent.engine.embedded.grammar import Grammars, Matcher
 from areal_agent.engine.embedded.metrics import CONTENT_TYPE
-from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.model_weights import ModelWeights
-from areal_agent.engine.embedded.preparations import Preparations
-from areal_agent.engine.embedded.scheduler import Scheduler
-from areal_agent.engine.embedded.streaming import stream_answer
-from areal_agent.engine.embedded.token_stream import TokenStream
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.scheduler import ModelWeights, Scheduler, TokenStream
 from areal_agent.engine.embedded.weights import read_weights
-from areal_agent.engine.fields import WireError, decode_json
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
 from areal_agent.engine.wire import WeightUpdate
-from areal_agent.engine_types import EngineInfo, GenerateRequest, GenerateResult
-from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import WeightVersion
+from areal_agent.engine.wire.fields import WireError, decode_json
+from areal_agent.errors import (
+    ConfigError,
+    EngineError,
+    EngineRejected,
+    EngineUnreachable,
+    PushConflict,
+    WeightUpdateError,
+)
+from areal_agent.types import EngineInfo, GenerateRequest, GenerateResult, WeightVersion
+
+logger = logging.getLogger(__name__)
+
+
+HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+
+async def stream_answer(
+    http: web.Request, request: GenerateRequest, tokens: TokenStream, answer: asyncio.Future[GenerateResult]
+) -> web.StreamResponse:
+    """Send what `tokens` has until `answer` is done. Raises ConnectionError when the client is gone."""
+    response = web.StreamResponse(headers=HEADERS)
+    num_sent = 0
+    while True:
+        chunk = await tokens.take()
+        if answer.done():
+            break  # the last event has all that was not sent
+        if not chunk.token_ids:
+            continue
+        if not response.prepared:
+            await response.prepare(http)
+        num_sent += len(chunk.token_ids)
+        await response.write(wire.encode_event(wire.encode_chunk(request.request_id, chunk, num_tokens=num_sent)))
+    if not response.prepared:
+        answer.result()  # a failure is answered in one piece
+        await response.prepare(http)
+    await response.write(_last_event(request, answer, num_sent) + wire.STREAM_END)
+    await response.write_eof()
+    return response
+
+
+def _last_event(request: GenerateRequest, answer: asyncio.Future[GenerateResult], num_sent: int) -> bytes:
+    try:
+        return wire.encode_event(wire.encode_result(request, answer.result(), num_sent=num_sent))
+    except EngineError as error:
+        status = 400 if isinstance(error, EngineRejected) else 503
+        return wire.encode_event(wire.encode_failure(wire.Failure(message=str(error), status=status)))
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Preparation:
+    """Of one request."""
+
+    request_id: str
+    is_aborted: bool = False
+
+
+class Preparations:
+    """All that are under way. Use it from one event loop."""
+
+    def __init__(self) -> None:
+        self._under_way: set[Preparation] = set()
+
+    @contextlib.contextmanager
+    def begin(self, request_id: str) -> Generator[Preparation]:
+        """Inside, an abort of this request is remembered."""
+        one = Preparation(request_id=request_id)
+        self._under_way.add(one)
+        try:
+            yield one
+        finally:
+            self._under_way.remove(one)
+
+    def abort(self, request_id: str | None) -> None:
+        """One request, or all of them. An unknown id is no error."""
+        for one in self._under_way:
+            one.is_aborted |= request_id in (None, one.request_id)
+
 
 MAX_BODY_BYTES = 64 * 2**20
 SHUTDOWN_GRACE_S = 2.0
 
-logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

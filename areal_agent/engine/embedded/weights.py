@@ -17,11 +17,10 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from areal_agent.engine.embedded.cuda_memory import DeviceSharing
-from areal_agent.engine.embedded.transfer_group import Request, receive
-from areal_agent.engine.embedded.weight_bytes import BLOCK_BYTES, checksum
-from areal_agent.engine.stored_weights import check_places, take_folder, take_shared_memory, weight_files
-from areal_agent.engine_types import CudaWeights, DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, checksum, receive
+from areal_agent.engine.pushes import check_places, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import WeightUpdateError
+from areal_agent.types import CudaWeights, DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

@@ -11,25 +11,212 @@ long prompt nor a long answer holds the other up.
 What rows have of the room for keys and values comes first, the rest is kept for rows that begin alike. When the
 decoding rows outgrow it, the last one goes back to wait. A step that is given up leaves its rows as they were
 before. It knows no thread, no queue and no pause.
+
+One request and what it has so far. Knows nothing of models, slots or other rows.
+
+How the rows of one batch sample, from one change of its rows to the next: adjust the logits, then draw.
+
+It reads the requests of rows and what they have so far; it gives them nothing but the progress of their grammars.
+
+How long things took, counted in buckets: what Prometheus calls a histogram. Knows no clock and no request.
+
+>>> latency = Latency()
+>>> latency.add(0.02), latency.add(7.0)
+(None, None)
+>>> latency.sum_s, latency.buckets()[:3], latency.buckets()[-1]
+(7.02, [('0.01', 0), ('0.03', 1), ('0.1', 1)], ('+Inf', 2))
+
+What an engine has done since it started.
 """
 
 import contextlib
 import math
+import secrets
 import time
+from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_agent.engine.embedded.batch import SamplingBatch
-from areal_agent.engine.embedded.counts import Counts
 from areal_agent.engine.embedded.decoder import StepGivenUp
+from areal_agent.engine.embedded.grammar import Matcher
 from areal_agent.engine.embedded.kv_store import Piece
-from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.row import Row
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.sampler import Adjustments, Draws, History, SamplingRows, sample
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
-from areal_agent.types import FinishReason, WeightVersion
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TopLogprobs, VersionSpan, WeightVersion
+
+TokenSink = Callable[[int, float, TopLogprobs, WeightVersion], None]
+"""Gets every token of a streamed request, its log-probability, the likeliest tokens there and the version that sampled
+it, in the model thread."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Row:
+    """A request in flight. Only the model thread touches it; others wait for `answer`."""
+
+    request: GenerateRequest
+    prompt_ids: NDArray[np.int32]
+    seed: int
+    answer: Future[GenerateResult]
+    on_token: TokenSink | None = None
+    matcher: Matcher | None = None  # of the grammar that holds its answer
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])  # empty when none are asked for
+    begun: list[tuple[WeightVersion, int]] = field(default_factory=list[tuple[WeightVersion, int]])  # with which token
+    num_computed: int = 0  # tokens whose keys and values are in its slot, while it is prefilled
+    num_cached: int | None = None  # of the prompt, when it was prefilled first
+    arrived_s: float = 0.0  # by the clock of whoever runs it
+    is_mixed: bool = False  # its keys and values are of more than one set of weights
+    has_waited_for_sibling: bool = False
+
+    @classmethod
+    def of(cls, request: GenerateRequest, on_token: TokenSink | None = None, matcher: Matcher | None = None) -> "Row":
+        """A row with nothing sampled; a request without a seed gets one here."""
+        answer: Future[GenerateResult] = Future()
+        answer.set_running_or_notify_cancel()  # nobody but the model thread ends it
+        seed = request.sampling.seed
+        return cls(
+            request=request,
+            prompt_ids=np.frombuffer(array("i", request.input_ids), dtype=np.int32),
+            seed=secrets.randbits(63) if seed is None else seed,
+            answer=answer,
+            on_token=on_token,
+            matcher=matcher,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and sampled tokens."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def all_ids(self) -> NDArray[np.int32]:
+        """Prompt and sampled ids: what a prefill computes."""
+        if not self.token_ids:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, np.frombuffer(array("i", self.token_ids), dtype=np.int32)])
+
+    def append(self, token_id: int, logprob: float, top: TopLogprobs, version: WeightVersion) -> None:
+        """Keep one sampled token, stamped with the version that sampled it, and hand it out if it is streamed."""
+        if not self.begun or self.begun[-1][0] is not version:  # a swap, perhaps to weights of the same label
+            self.begun.append((version, len(self.token_ids)))
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if top:
+            self.top_logprobs.append(top)
+        if self.on_token is not None:
+            self.on_token(token_id, logprob, top, version)
+
+    def finish_reason(self, eos_token_ids: Set[int]) -> FinishReason | None:
+        """Why the row ends after its last token, or None when it goes on."""
+        sampling = self.request.sampling
+        if self.token_ids[-1] in eos_token_ids or self.token_ids[-1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= sampling.max_tokens else None
+
+    def finish(self, reason: FinishReason) -> None:
+        """Answer with what there is."""
+        self.answer.set_result(
+            GenerateResult(
+                token_ids=tuple(self.token_ids),
+                logprobs=tuple(self.logprobs),
+                versions=self._spans(),
+                finish_reason=reason,
+                cached_tokens=self.num_cached or 0,
+                top_logprobs=tuple(self.top_logprobs),
+            )
+        )
+
+    def _spans(self) -> tuple[VersionSpan, ...]:
+        starts = [start for _, start in self.begun]
+        return tuple(
+            VersionSpan(version=version, start=start, end=end)
+            for (version, start), end in zip(self.begun, [*starts[1:], len(self.token_ids)], strict=False)
+        )
+
+
+class SamplingBatch:
+    """The sampling of these rows, in this order. Rows that come, go or move make a new one necessary."""
+
+    def __init__(self, rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> None:
+        params = [row.request.sampling for row in rows]
+        histories = [History(prompt_ids=row.request.input_ids, token_ids=row.token_ids) for row in rows]
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._is_constrained = any(row.matcher is not None for row in rows)
+        self._adjustments = Adjustments.of(params, histories, vocab_size=vocab_size, device=device)
+        self._sampling = SamplingRows.of(
+            params,
+            [row.seed for row in rows],
+            [row.request.num_top_logprobs for row in rows],
+            vocab_size=vocab_size,
+            device=device,
+        )
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor) -> Draws:
+        """The next token of every row; logits `[n, V]`."""
+        adjusted = logits if self._adjustments is None else self._adjustments.apply(logits)
+        if self._is_constrained:
+            adjusted = adjusted.masked_fill(self._forbidden().to(logits.device), float("-inf"))
+        draws = sample(adjusted, self._sampling, [row.num_tokens for row in self._rows])
+        if self._adjustments is not None:
+            self._adjustments.follow(draws.token_ids)
+        for row, token_id in zip(self._rows, draws.token_ids, strict=True) if self._is_constrained else ():
+            if row.matcher is not None:
+                row.matcher.follow([token_id])
+        return draws
+
+    def _forbidden(self) -> Tensor:
+        """The tokens that no grammar lets come next, `[n, V]`."""
+        free = np.ones(self._vocab_size, dtype=np.bool_)
+        return torch.from_numpy(
+            ~np.stack([free if row.matcher is None else row.matcher.allowed() for row in self._rows])
+        )
+
+
+BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+class Latency:
+    """One thread adds; others may read."""
+
+    def __init__(self) -> None:
+        self.sum_s = 0.0
+        self._counts = [0] * (len(BOUNDS_S) + 1)  # of each bucket alone; the last is beyond all bounds
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bounds, and how many took no longer."""
+        return list(zip([*map(str, BOUNDS_S), "+Inf"], accumulate(self._counts), strict=True))
+
+
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """Sums; the model thread adds to them and others read."""
+
+    busy_s: float = 0.0  # in which a step was running
+    requests: int = 0
+    aborted_requests: int = 0
+    retracted_requests: int = 0  # for want of room
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, found in the prefix cache
+    generated_tokens: int = 0
+    to_first_token: Latency = field(default_factory=Latency)  # from the arrival of a request
+    to_answer: Latency = field(default_factory=Latency)  # of those that nobody aborted
+
 
 CHUNK_TOKENS = 512
 """Tokens of one prefill step: enough for matrix products at full speed, few enough to stay in the CPU's caches."""

@@ -1,18 +1,147 @@
-"""One server of a fleet: its client, what is known of it, and the calls that it has in hand. It decides nothing."""
+"""One server of a fleet: its client, what is known of it, and the calls that it has in hand. It decides nothing.
+
+A call at one server that can be taken away from it. It knows neither what is asked nor who asks.
+
+How long a fleet waits for what, in seconds. Plain data.
+
+Whether a server serves the model of the others. Knows what servers say of themselves, and no server.
+
+What one process knows of a fleet's servers, for others that use them, too. Plain data.
+
+Any engine that a run has connections to: one server or several, of whichever kind. A protocol and nothing else.
+
+Which of several servers a request goes to: the one with its beginning in the cache, unless that has too much to do.
+
+A prompt is cut into blocks; each block's key depends on all before it. The deepest block that is known names the server
+that computed it. Knows servers by their names alone, which may come and go, and no model.
+
+The servers of a fleet and their states: the one place that changes them, and says so once.
+
+    catching_up ──▶ serving ──▶ leaving ──▶ (gone)
+         ▲             │
+         └ quarantined ◀   it failed, hangs, or serves another version than is due
+
+Who waits for a server is woken by every change. It asks no server anything.
+
+The weight versions that a fleet has been given: a token of any other was sampled by weights that nobody here knows.
+
+Where another process pushes, word of a version may come a moment after its first token. It knows no server.
+"""
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from areal_agent.engine.fleet.call import Call
-from areal_agent.engine.served import ServedEngine
-from areal_agent.types import WeightVersion
+import numpy as np
+
+from areal_agent.engine.wire import EngineStats
+from areal_agent.errors import EngineUnreachable, ServerRefused
+from areal_agent.protocols import Engine
+from areal_agent.section import Section
+from areal_agent.types import EngineInfo, VersionSpan, WeightVersion
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Call(Generic[T]):
+    """One call. Its task lives as long as `run`."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[T] | None = None
+        self._taken_away: str | None = None
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`. Raises EngineUnreachable once the call has been taken away."""
+        caller = asyncio.current_task()
+        assert caller is not None
+        num_cancelled = caller.cancelling()  # it may live on after a cancellation
+        self._task = asyncio.create_task(work)
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if self._taken_away is None or caller.cancelling() > num_cancelled:
+                raise
+            raise EngineUnreachable(self._taken_away) from None
+        finally:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    def take_away(self, why: str) -> None:
+        """Nobody waits for the server any more. Harmless when it has answered."""
+        self._taken_away = why
+        if self._task is not None:
+            self._task.cancel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """The defaults are those of the config section `engine`."""
+
+    hung_after_s: float = 30.0  # a server that neither answers nor samples for so long is hung
+    wait_s: float = 120.0  # requests and pushes wait so long while no server serves
+    probe_every_s: float = 5.0  # how often a server is asked how it is
+    probe_timeout_s: float = 4.0  # how long its answer may take; a failure within that time says that it is down
+    abort_s: float = 3.0  # how long a server may take to answer an abort
+    max_failures: int = 5  # how often one request may fail under servers before it fails itself
+
+
+def check_model(url: str, info: EngineInfo, known: EngineInfo) -> None:
+    """Raise ServerRefused when a server that is `info` cannot stand in for those that are `known`."""
+    fault = _fault(info, known)
+    if fault is not None:
+        raise ServerRefused(f"{url} {fault}", code="another_model")
+
+
+def _fault(info: EngineInfo, known: EngineInfo) -> str | None:
+    if info.vocab_size != known.vocab_size:
+        return (
+            f"serves {info.model_path}, with {info.vocab_size} ids, and the others {known.model_path}, with "
+            f"{known.vocab_size}; start it with their model"
+        )
+    if info.max_context_tokens < known.max_context_tokens:
+        return (
+            f"has a context of {info.max_context_tokens} tokens, and the others {known.max_context_tokens}; start it "
+            "with theirs"
+        )
+    if known.has_grammar and not info.has_grammar:
+        return "does not constrain answers to a grammar, and the others do; start it as they were"
+    return None
+
+
+class FleetView(Section):
+    """A server that stands in neither has left."""
+
+    serving: tuple[str, ...]
+    out: Mapping[str, str]
+    """Why, by URL: they are not to be asked for now."""
+    versions: tuple[str, ...]
+    """One of which every server that serves has: the one that is due, and one that is being committed."""
+    is_loading: bool = False
+    """Whether servers load weights now: they may be silent meanwhile, and none of them hangs."""
+
+
+class ServedEngine(Engine, Protocol):
+    """Implementations: `engine.http.HttpEngine`, `engine.foreign.engine.ForeignEngine`, `engine.fleet.fleet.Fleet`."""
+
+    async def info(self) -> EngineInfo:
+        """The model that it serves, and the current weight version."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Its work."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connections. Harmless when done before."""
+        ...
 
 
 class MemberEngine(ServedEngine, Protocol):
@@ -77,3 +206,218 @@ class Member:
         """Nobody waits for this server any more."""
         for call in self._calls:
             call.take_away(f"{self.url} {why}")
+
+
+BLOCK_TOKENS = 64
+MAX_KEYS = 2**18
+MAX_LEAD = 8
+"""How many requests more than the idlest a server may have and still be given what its cache has."""
+
+
+class Router:
+    """Chooses among servers by name. What it chose is where the blocks are from then on."""
+
+    def __init__(self, *, max_lead: int = MAX_LEAD, max_keys: int = MAX_KEYS) -> None:
+        self._max_lead = max_lead
+        self._max_keys = max_keys
+        self._home_of: OrderedDict[bytes, str] = OrderedDict()  # the server that has this block, by its key
+
+    def choose(self, input_ids: Sequence[int], loads: Mapping[str, int]) -> str:
+        """The name of a server; `loads` are the requests in flight at each that may be chosen.
+
+        >>> router, prompt = Router(), range(100)
+        >>> router.choose(prompt, {"a": 1, "b": 0})
+        'b'
+        >>> router.choose([*prompt, 5], {"a": 0, "b": 3})      # its first block is there
+        'b'
+        >>> router.choose([*prompt, 5], {"a": 0, "b": 9})      # too much to do there
+        'a'
+        >>> router.choose([*prompt, 5], {"b": 9})
+        'b'
+        """
+        keys = list(_keys(input_ids))
+        home = next((known for key in reversed(keys) if (known := self._home_of.get(key)) in loads), None)
+        idlest = min(loads, key=loads.__getitem__)
+        chosen = idlest if home is None or loads[home] > loads[idlest] + self._max_lead else home
+        for key in keys:
+            self._home_of[key] = chosen
+            self._home_of.move_to_end(key)
+        while len(self._home_of) > self._max_keys:
+            self._home_of.popitem(last=False)
+        return chosen
+
+
+def _keys(input_ids: Sequence[int]) -> Iterator[bytes]:
+    """One a whole block."""
+    packed = np.asarray(input_ids, dtype=np.int32).tobytes()
+    state = blake2b(digest_size=16)
+    for start in range(0, len(packed) - len(packed) % (4 * BLOCK_TOKENS), 4 * BLOCK_TOKENS):
+        state.update(packed[start : start + 4 * BLOCK_TOKENS])
+        yield state.copy().digest()
+
+
+MAX_LAG = 2
+"""How often in a row a server may be found behind others, where this fleet does not push, before it comes last."""
+
+
+class Roster:
+    """All members, by URL."""
+
+    def __init__(self, members: Iterable[Member], router: Router | None = None) -> None:
+        self._members = {member.url: member for member in members}
+        self._router = router or Router()
+        self._has_changed = asyncio.Event()
+        self.num_quarantines = 0
+        self.num_moves = 0  # of requests, from one server to the next
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self._members.values())
+
+    @property
+    def serving(self) -> list[Member]:
+        """Those that may be asked to sample."""
+        return [member for member in self._members.values() if member.state is MemberState.SERVING]
+
+    @property
+    def newest_version(self) -> WeightVersion | None:
+        """That any of them has been found with."""
+        return max((member.version for member in self.serving if member.version is not None), default=None)
+
+    def find(self, url: str) -> Member | None:
+        return self._members.get(url)
+
+    def enter(self, member: Member) -> None:
+        """One more."""
+        self._members[member.url] = member
+        self.ring()
+
+    def forget(self, member: Member) -> None:
+        """It is gone; another one may be at its URL by now."""
+        if self._members.get(member.url) is member:
+            del self._members[member.url]
+        self.ring()
+
+    # ------------------------------------------------------------------------------------------------ states
+
+    def fall(self, member: Member, why: str, *, is_lost: bool = False) -> None:
+        """It gets no further requests. With `is_lost` those that it has are taken away from it, too."""
+        if member.state is MemberState.SERVING:
+            self.num_quarantines += 1
+            left = len(self.serving) - 1
+            logger.warning("%s is quarantined: %s; servers that serve now: %d", member.url, why, left)
+        self._move(member, MemberState.QUARANTINED, why)
+        member.looked_after.set()
+        if is_lost:
+            member.take_away_all(f"was quarantined: {why}")
+
+    def catch_up(self, member: Member) -> None:
+        """It answers, and is being verified."""
+        self._move(member, MemberState.CATCHING_UP, member.reason)
+
+    def serve(self, member: Member) -> None:
+        """It gets requests from now on."""
+        logger.info("%s serves version %s", member.url, member.version)
+        self._move(member, MemberState.SERVING, "")
+
+    def leave(self, member: Member) -> None:
+        """It gets no further requests, and will be forgotten."""
+        logger.info("%s leaves; requests that it still has: %d", member.url, member.num_requests)
+        self._move(member, MemberState.LEAVING, "it is being removed")
+
+    def _move(self, member: Member, state: MemberState, reason: str) -> None:
+        if member.state is not MemberState.LEAVING:  # there is no way back
+            member.state, member.reason = state, reason
+        self.ring()
+
+    # ------------------------------------------------------------------------------------------------ choice
+
+    def ring(self) -> None:
+        """Let everyone who waits look again."""
+        self._has_changed.set()
+        self._has_changed = asyncio.Event()
+
+    async def changed(self) -> None:
+        """Return at the next change."""
+        await self._has_changed.wait()
+
+    async def wait_for_some(self, wait_s: float, is_given_up: Callable[[], bool] = lambda: False) -> list[Member]:
+        """Those that serve, once one does; none when it is given up. Raises EngineUnreachable after `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self.serving and not is_given_up():
+                    await self._has_changed.wait()
+        except TimeoutError:
+            raise EngineUnreachable(
+                f"no server has served for {wait_s:g} s: {self._why_none()}; see their logs, or raise engine.wait_s"
+            ) from None
+        return self.serving
+
+    async def until_idle(self, member: Member) -> None:
+        """Return when it has no requests."""
+        while member.num_requests:
+            await self._has_changed.wait()
+
+    def choose(self, input_ids: Sequence[int]) -> Member:
+        """The server for a request, of those that serve; one at least does. Those that are behind come last."""
+        serving = self.serving
+        candidates = [member for member in serving if member.lag <= MAX_LAG] or serving
+        url = self._router.choose(input_ids, {member.url: member.num_requests for member in candidates})
+        return self._members[url]
+
+    def _why_none(self) -> str:
+        return "; ".join(f"{member.url} is {member.state}: {member.reason}" for member in self.members) or "it has none"
+
+
+class Versions:
+    """All that were ever given. Before the first one nobody has said anything, and every version is as good."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._known: set[WeightVersion] = set()
+        self._strange: set[WeightVersion] = set()  # waited for in vain
+        self._has_changed = asyncio.Event()
+
+    def begin(self, version: WeightVersion) -> None:
+        """It is served, and from now on every version that is not given is a stranger."""
+        self._known.add(version)
+        self._strange.discard(version)
+        self._has_changed.set()
+        self._has_changed = asyncio.Event()
+
+    def add(self, version: WeightVersion) -> None:
+        """It is about to be served."""
+        if self._known:
+            self.begin(version)
+
+    def forget(self, version: WeightVersion) -> None:
+        """It was not served after all."""
+        self._known.discard(version)
+
+    def knows(self, version: WeightVersion) -> bool:
+        return not self._known or version in self._known
+
+    async def stranger(self, spans: Iterable[VersionSpan]) -> VersionSpan | None:
+        """The first tokens of one answer that no server of this fleet should have sampled.
+
+        Their version is not known, and does not become so within a while; or it is earlier than that of the tokens
+        before: their server was started again, say, and nobody has noticed yet.
+        """
+        newest = WeightVersion()
+        for span in spans:
+            if span.version < newest or not (self.knows(span.version) or await self._becomes_known(span.version)):
+                return span
+            newest = span.version
+        return None
+
+    async def _becomes_known(self, version: WeightVersion) -> bool:
+        if version in self._strange:
+            return False
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while not self.knows(version):
+                    await self._has_changed.wait()
+        except TimeoutError:
+            self._strange.add(version)
+            return False
+        return True

@@ -14,14 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_agent.engine.fleet.due import Due, require_version
-from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState
-from areal_agent.engine.fleet.patience import Patience
-from areal_agent.engine.fleet.roster import Roster
-from areal_agent.engine.fleet.versions import Versions
-from areal_agent.engine_types import PauseMode, Weights
+from areal_agent.engine.fleet.keeper import Due, require_version
+from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState, Patience, Roster, Versions
 from areal_agent.errors import EngineError, EnginesGone, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import WeightVersion
+from areal_agent.types import PauseMode, Weights, WeightVersion
 
 
 @dataclass(kw_only=True, slots=True)

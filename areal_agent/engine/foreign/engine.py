@@ -1,22 +1,281 @@
-"""The client of one server that is not ours, as `protocols.Engine`. It knows it by its `ForeignServer` alone."""
+"""The client of one server that is not ours, as `protocols.Engine`. It knows it by its `ForeignServer` alone.
+
+One request at a server, from its first byte to its last. Knows nothing of other requests, nor of weights.
+
+It is always streamed. Who closes a stream takes the request out of the server at once, wherever it stands there:
+
+    not begun, or held at a pause   close: an abort would be lost (SGLang: and the next one for it, too)
+    begun (a token has come)        abort, and read on: what was sampled is told to the end
+
+How a server is asked, and how it answers, is its `Dialect`.
+
+What one kind of server has to say and to do, so that there is a client of it: the seam behind `engine.py`.
+
+The requests of one client that are under way, and whether further ones may go to the server. It knows no server.
+"""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
-from areal_agent.engine.foreign.in_flight import RequestsInFlight
-from areal_agent.engine.foreign.request import ServerRequest
-from areal_agent.engine.foreign.served_model import ServedModel
-from areal_agent.engine.foreign.server import ForeignServer, ServerState
+from areal_agent.engine import wire
 from areal_agent.engine.foreign.weight_folders import WeightFolders
-from areal_agent.engine.foreign.weights import ServerWeights
+from areal_agent.engine.foreign.weights import Loader, Receiver, Served, ServedModel, ServerWeights
 from areal_agent.engine.limits import check_request
-from areal_agent.engine.readiness import wait_until_healthy
+from areal_agent.engine.transport import Transport, wait_until_healthy
 from areal_agent.engine.wire import EngineStats
-from areal_agent.engine_types import EngineInfo, GenerateRequest, GenerateResult, PauseMode, TokenChunk, Weights
-from areal_agent.errors import EngineError, WeightUpdateError
-from areal_agent.types import WeightVersion
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.types import (
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    JsonObject,
+    PauseMode,
+    TokenChunk,
+    Weights,
+    WeightVersion,
+)
+
+NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+"""What a request gave that was ended before it gave anything."""
+
+_UNTOLD_STATUS = 400  # of a failure in mid-stream that names none
+
+
+class AnswerReader(Protocol):
+    """Puts the events of one answer together."""
+
+    @property
+    def result(self) -> GenerateResult | None:
+        """All of it, once the events that make it have been read."""
+        ...
+
+    def read(self, fields: JsonObject) -> TokenChunk:
+        """Read one event; the tokens that are new, perhaps none.
+
+        Raises WireError for what cannot be read, and an EngineError when the server says that it failed.
+        """
+        ...
+
+
+class Dialect(Protocol):
+    """How one kind of server is asked for a completion."""
+
+    @property
+    def path(self) -> str:
+        """Where requests are posted."""
+        ...
+
+    def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
+        """The body of a request, to be answered in events. The server knows it by `rid`; `label` is what serves now."""
+        ...
+
+    def reader(self, request: GenerateRequest) -> AnswerReader:
+        """For the events of its answer."""
+        ...
+
+    async def abort(self, transport: Transport, rid: str) -> None:
+        """Let the server end a request that has begun."""
+        ...
+
+
+class ServerRequest:
+    """One call of `generate`. Its id at the server is its own, as long as any other: SGLang takes ids for prefixes."""
+
+    def __init__(self, transport: Transport, dialect: Dialect, request: GenerateRequest) -> None:
+        self.rid = uuid.uuid4().hex
+        self._transport = transport
+        self._dialect = dialect
+        self._request = request
+        self._reader = dialect.reader(request)
+        self._reading: asyncio.Task[GenerateResult] | None = None
+        self._has_begun = False
+        self._is_given_up = False
+
+    async def run(
+        self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[str]]
+    ) -> GenerateResult:
+        """Sample to the end, once `admitted`, which tells the label of what serves. Cancelling it closes the stream."""
+        if self._is_given_up:
+            return NOTHING
+        num_cancelled = _num_cancelled()
+        self._reading = asyncio.create_task(self._read(on_chunk, admitted), name=f"reader of {self.rid}")
+        try:
+            return await self._reading
+        except asyncio.CancelledError:
+            if self._is_given_up and self._reading.cancelled() and _num_cancelled() == num_cancelled:
+                return NOTHING
+            raise
+        finally:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+
+    async def abort(self) -> None:
+        """End it: `run` returns what it has."""
+        if self._has_begun:
+            await self._dialect.abort(self._transport, self.rid)
+            return
+        self._is_given_up = True
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _read(
+        self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[str]]
+    ) -> GenerateResult:
+        label = await admitted()
+        splitter = wire.EventSplitter()
+        body = self._dialect.encode(self._request, self.rid, label)
+        async with contextlib.aclosing(self._transport.stream(self._dialect.path, body)) as pieces:
+            async for piece in pieces:
+                for event in splitter.feed(piece):
+                    self._has_begun = True
+                    chunk = self._read_event(event)
+                    if chunk.token_ids and on_chunk is not None:
+                        on_chunk(chunk)
+        if self._reader.result is None:
+            raise EngineUnreachable(
+                f"the answer of {self._transport.base_url}{self._dialect.path} ended before its last event; is the "
+                "engine running? see its log"
+            )
+        return self._reader.result
+
+    def _read_event(self, event: bytes) -> TokenChunk:
+        read, path = self._transport.decoded, self._dialect.path
+        body = read(wire.decode_event, path, event)
+        if "error" not in body:
+            return read(self._reader.read, path, body)
+        failure = wire.decode_failure(body, _UNTOLD_STATUS)
+        message = f"{self._transport.base_url}{path} broke off with {failure.status}: {failure.message}"
+        raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
+
+
+def _num_cancelled() -> int:
+    """How often the task that runs here was cancelled; it may live on after that."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerState:
+    """What a server says of itself."""
+
+    model: Path  # that it was started with
+    served: Served  # the weights that it has now
+    max_context_tokens: int
+    has_grammar: bool
+    applies_adapters: bool = False  # every request names them
+
+
+class ForeignServer(Protocol):
+    """One server, spoken to in its own way. Implementations: `sglang.server.SglangServer`, `vllm.server.VllmServer`.
+
+    Each call raises EngineUnreachable when there is no answer, or none that can be read.
+    """
+
+    @property
+    def kind(self) -> str:
+        """How its makers call it."""
+        ...
+
+    @property
+    def transport(self) -> Transport:
+        """The connections to it; whoever has the server closes them."""
+        ...
+
+    @property
+    def dialect(self) -> Dialect:
+        """How it is asked for a completion."""
+        ...
+
+    @property
+    def loader(self) -> Loader:
+        """Lets it load weights."""
+        ...
+
+    @property
+    def receiver(self) -> Receiver:
+        """Lets it take weights from the trainer."""
+        ...
+
+    async def state(self) -> ServerState:
+        """What it says of itself."""
+        ...
+
+    async def stats(self, version: WeightVersion) -> EngineStats:
+        """Its work, of a server that serves this version."""
+        ...
+
+    async def probe(self, timeout_s: float) -> None:
+        """Ask something that only a scheduler answers which is alive, paused or not. Raises EngineError."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling. With `wait`, this client's requests have ended before."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        ...
+
+
+class RequestsInFlight:
+    """A request is here from its call to its end, and has *begun* once it was let go to the server."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, ServerRequest] = {}  # by our ids
+        self._begun: set[ServerRequest] = set()
+        self._has_ended = asyncio.Event()
+        self._may_begin = asyncio.Event()
+        self._may_begin.set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: str) -> ServerRequest | None:
+        """None when there is no such request."""
+        return self._requests.get(request_id)
+
+    @contextmanager
+    def holding(self, request_id: str, request: ServerRequest) -> Generator[None]:
+        """Count a request from here to the end of the block. Raises EngineRejected when its id is taken."""
+        if request_id in self._requests:
+            raise EngineRejected(f"a request {request_id!r} is in flight; give every request an id of its own")
+        self._requests[request_id] = request
+        try:
+            yield
+        finally:
+            del self._requests[request_id]
+            self._begun.discard(request)
+            self._has_ended.set()
+
+    async def begin(self, request: ServerRequest) -> None:
+        """Return when a request may go to the server: from then on it has begun."""
+        while not self._may_begin.is_set():  # a pause may follow at once on what has ended the one before
+            await self._may_begin.wait()
+        self._begun.add(request)
+
+    def hold_back(self) -> None:
+        """From now on requests wait."""
+        self._may_begin.clear()
+
+    def let_go(self) -> None:
+        """They wait no more."""
+        self._may_begin.set()
+
+    async def end_of_begun(self) -> None:
+        """Return when those have ended that have begun by now."""
+        begun = set(self._begun)
+        while not begun.isdisjoint(self._begun):
+            self._has_ended.clear()
+            await self._has_ended.wait()
+
 
 HEALTH_TIMEOUT_S = 5.0
 

@@ -6,22 +6,150 @@
 A folder is proved by its manifest before a server is told of it. It stays as long as a server is told to serve it,
 whatever becomes of what was pushed: one that fails at the next weights, and at those after them, is given these again.
 Knows no server, no version and no torch.
+
+Folders of safetensors: what one holds, without reading the numbers, and whether another fits in its place.
+
+A server loads whatever a folder has: what is missing there keeps its old value, and what does not fit may end it.
+So a folder is proved here before a server hears of it. Knows no torch, no server and no versions.
+
+Folders of adapters in the format of PEFT, which a server applies to the model that it has loaded. No torch.
+
+    adapter_config.json, adapter_model.safetensors
+
+A server begins with adapters that change nothing, or with those of a checkpoint: what requests name has to be there
+from the first one on. Knows no server and no versions.
 """
 
 import asyncio
+import math
 import mmap
 import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from areal_agent.cancellation import uninterrupted
-from areal_agent.engine.foreign.tensors import StoredTensor, encode_header
-from areal_agent.engine.stored_weights import WEIGHTS
-from areal_agent.engine_types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry
+import orjson
+
+from areal_agent.engine.pushes import WEIGHTS, weight_files
+from areal_agent.engine.wire.fields import WireError, as_ids, as_integer, as_object, decode_json, get
 from areal_agent.errors import WeightUpdateError
-from areal_agent.manifest import MANIFEST, encode_manifest, read_manifest
+from areal_agent.files import MANIFEST, encode_manifest, read_manifest
+from areal_agent.process import uninterrupted
+from areal_agent.types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry
+
+TIED_HEAD = "lm_head.weight"
+
+ITEM_BYTES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2}
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One tensor of a file: its type by safetensors' name (`F32`), its shape, and its bytes behind the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a Hugging Face folder. Raises WeightUpdateError for files that are not whole."""
+    return {name: shape for file in _files(folder) for name, shape in read_file_shapes(file).items()}
+
+
+def read_file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a file. Raises WeightUpdateError for one that is not whole."""
+    try:
+        with file.open("rb") as opened:
+            tensors, header_bytes = _read_header(opened.read(_LENGTH_BYTES), opened.read)
+        _check_whole(tensors, file.stat().st_size - header_bytes)
+    except (OSError, WireError) as error:
+        raise WeightUpdateError(
+            f"cannot read weights from {str(file)!r}: {error}; it must be a whole safetensors file"
+        ) from error
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return [folder / name for name in weight_files(folder)]
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise WeightUpdateError(f"cannot read the index of the weights in {str(folder)!r}: {error!r}") from error
+
+
+def prove_fits(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, is_tied: bool, where: str
+) -> None:
+    """Raises WeightUpdateError unless these are the tensors that are expected, no more and no less.
+
+    The head of a tied model is its embedding: whether it is saved again does not matter.
+    """
+    ignored = {TIED_HEAD} if is_tied else set[str]()
+    missing = sorted(set(expected) - set(found) - ignored)
+    unknown = sorted(set(found) - set(expected) - ignored)
+    if missing or unknown:
+        raise WeightUpdateError(
+            f"the weights {where} lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that "
+            f"the engine's model does not know {unknown[:3]}; publish the model that the engine loaded"
+        )
+    for name in set(found) & set(expected):
+        if found[name] != expected[name]:
+            raise WeightUpdateError(
+                f"{name!r} has shape {found[name]} {where} and the engine's model has {expected[name]}; "
+                "publish the model that the engine loaded"
+            )
+
+
+def encode_header(tensors: Mapping[str, StoredTensor]) -> bytes:
+    """The beginning of a safetensors file. The bytes of the tensors follow, without gaps, in their order."""
+    header = orjson.dumps(
+        {
+            name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (tensor.start, tensor.end)}
+            for name, tensor in tensors.items()
+        }
+    )
+    padded = header.ljust(-(-len(header) // _LENGTH_BYTES) * _LENGTH_BYTES)
+    return len(padded).to_bytes(_LENGTH_BYTES, "little") + padded
+
+
+def _read_header(length: bytes, read: Any) -> tuple[dict[str, StoredTensor], int]:
+    """The tensors of a file and the number of bytes before theirs."""
+    num_bytes = int.from_bytes(length, "little")
+    if len(length) < _LENGTH_BYTES or num_bytes > _MAX_HEADER_BYTES:
+        raise WireError("it does not begin with the length of a header")
+    fields = as_object(decode_json(read(num_bytes)), "the header")
+    tensors = {name: _decode_tensor(as_object(entry, name)) for name, entry in fields.items() if name != "__metadata__"}
+    return tensors, _LENGTH_BYTES + num_bytes
+
+
+def _decode_tensor(fields: Mapping[str, Any]) -> StoredTensor:
+    offsets = as_ids(get(fields, "data_offsets", list), "data_offsets")
+    if len(offsets) != 2:
+        raise WireError(f"data_offsets is {offsets}; it must be a start and an end")
+    tensor = StoredTensor(
+        dtype=get(fields, "dtype", str),
+        shape=as_ids(get(fields, "shape", list), "shape"),
+        start=offsets[0],
+        end=offsets[1],
+    )
+    if tensor.dtype not in ITEM_BYTES:
+        raise WireError(f"it has a tensor of type {tensor.dtype!r}; it must be one of {', '.join(ITEM_BYTES)}")
+    if tensor.end - tensor.start != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]:
+        raise WireError(f"a tensor of shape {tensor.shape} lies at bytes {tensor.start} to {tensor.end}")
+    return tensor
+
+
+def _check_whole(tensors: Mapping[str, StoredTensor], num_bytes: int) -> None:
+    needed = max((tensor.end for tensor in tensors.values()), default=0)
+    if num_bytes != needed or any(tensor.start < 0 for tensor in tensors.values()):
+        raise WireError(f"its tensors take {needed} bytes and it has {num_bytes}: it was cut off or overwritten")
+
 
 _DTYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PIECE_BYTES = 2**24
@@ -151,3 +279,99 @@ def _pieces(entry: TensorEntry) -> Iterator[slice]:
     end = entry.offset + entry.num_bytes
     for start in range(entry.offset, end, _PIECE_BYTES):
         yield slice(start, min(start + _PIECE_BYTES, end))
+
+
+CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT writes in front of the names that matrices have in the model."""
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterForm:
+    """What adapters are, but for their numbers."""
+
+    base: Path  # the model that they are for
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+    def encode(self) -> bytes:
+        """As PEFT has it."""
+        fields = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(self.base),
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": self.target_modules,
+            "bias": "none",
+            "inference_mode": True,
+        }
+        return orjson.dumps(fields, option=orjson.OPT_INDENT_2)
+
+    def shapes(self, model: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Of its matrices for a model of such tensors: A [R, I] and B [O, R] of each weight [O, I]."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in model.items():
+            module = name.removesuffix(".weight")
+            if module.rpartition(".")[2] in self.target_modules and name != module and len(shape) == 2:
+                shapes[f"{PREFIX}{module}.lora_A.weight"] = (self.rank, shape[1])
+                shapes[f"{PREFIX}{module}.lora_B.weight"] = (shape[0], self.rank)
+        return shapes
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds adapters, and no model."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def read_form(folder: Path) -> AdapterForm:
+    """What the adapters of a folder are. Raises WeightUpdateError where its config does not say."""
+    try:
+        fields = as_object(decode_json((folder / CONFIG).read_bytes()), CONFIG)
+        names: list[object] = get(fields, "target_modules", list)
+        return AdapterForm(
+            base=Path(get(fields, "base_model_name_or_path", str)),
+            rank=as_integer(fields.get("r"), "r"),
+            alpha=float(fields["lora_alpha"]),
+            target_modules=tuple(map(str, names)),
+        )
+    except (OSError, KeyError, TypeError, ValueError, WireError) as error:
+        raise WeightUpdateError(f"cannot read what the adapters in {str(folder)!r} are: {error}") from error
+
+
+def prove_adapter(folder: Path, model: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises WeightUpdateError unless these are adapters for a model of such tensors, all of them."""
+    form = read_form(folder)
+    expected, found = form.shapes(model), read_file_shapes(folder / ADAPTER_WEIGHTS)
+    if found != expected:
+        wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        raise WeightUpdateError(
+            f"the adapters in {str(folder)!r} are not those of rank {form.rank} for the engine's model: "
+            f"{', '.join(wrong[:3])}; publish those of the model that the engine loaded"
+        )
+
+
+def begin_adapter(folder: Path, form: AdapterForm, saved: Path | None) -> Path:
+    """Make `folder`: the adapters of a folder that was saved, or some that change nothing.
+
+    Raises WeightUpdateError where the model cannot be read.
+    """
+    folder.mkdir()
+    (folder / CONFIG).write_bytes(form.encode())
+    if saved is not None:
+        shutil.copyfile(saved / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
+        return folder
+    tensors: dict[str, StoredTensor] = {}
+    end = 0
+    for name, (rows, columns) in form.shapes(read_shapes(form.base)).items():
+        start, end = end, end + _FLOAT32_BYTES * rows * columns
+        tensors[name] = StoredTensor(dtype="F32", shape=(rows, columns), start=start, end=end)
+    with (folder / ADAPTER_WEIGHTS).open("wb") as file:
+        file.write(encode_header(tensors))
+        file.truncate(file.tell() + end)  # zeros
+    return folder

@@ -7,18 +7,87 @@
              may be sampled until a commit succeeds
 
 Knows the server by its `Loader` and its `Receiver` alone, and nothing of requests.
+
+What has to be known of the model behind a server, and what servers do not tell: read from the model's folder.
+
+SGLang dies of a token id outside the vocabulary, and servers load weights of any shape: both are checked on this side.
+
+Weights that nobody has labelled: those that a server of SGLang or vLLM was started with. Knows no server.
+
+Before the first push of a trainer elsewhere they are what serves, and count as the first version, 0:0. Where this
+process pushes they are a stranger's: it gives every server a label before it samples.
+
+Lets the processes of a server take weights from the trainer, while they sample. Knows neither servers nor pushes.
+
+A process receives in a thread of its own (reception.py): a call that lasted as long would hold up the requests. So it
+is asked again and again how that goes, seldomer each time.
 """
 
 import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
 
-from areal_agent.engine.foreign.served_model import ServedModel
-from areal_agent.engine.foreign.weight_folders import WeightFolders
-from areal_agent.engine_types import DistributedWeights, Weights
-from areal_agent.errors import EngineError, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import WeightVersion
+import orjson
+
+from areal_agent.engine.foreign.weight_folders import WeightFolders, is_adapter, prove_adapter, prove_fits, read_shapes
+from areal_agent.engine.wire.fields import WireError, as_integer, as_object, decode_json
+from areal_agent.engine.wire.weights import encode_distributed
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
+from areal_agent.types import DistributedWeights, JsonObject, TensorEntry, Weights, WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """The ids that it knows, and the names and shapes of its weights."""
+
+    folder: Path
+    vocab_size: int
+    is_tied: bool  # its head is its embedding
+    shapes: Mapping[str, tuple[int, ...]]
+    has_adapters: bool = False  # the server applies some as it samples: merged weights would be so twice
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a Hugging Face folder. Raises EngineRejected when it is none, or on another machine."""
+        try:
+            fields = as_object(decode_json((folder / "config.json").read_bytes()), "config.json")
+            vocab_size = as_integer(fields.get("vocab_size"), "vocab_size")
+            shapes = read_shapes(folder)
+        except (OSError, WireError, EngineError) as error:
+            raise EngineRejected(
+                f"the server says that it serves {str(folder)!r}, which cannot be read here: {error}; start it "
+                "with the path of a folder that this machine sees, too"
+            ) from error
+        is_tied = fields.get("tie_word_embeddings") is True
+        return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes)
+
+    def prove(self, weights: Path) -> None:
+        """Raises WeightUpdateError unless the weights in this folder fit, all; where it applies adapters, these."""
+        if is_adapter(weights):
+            if not self.has_adapters:
+                raise WeightUpdateError(
+                    f"{str(weights)!r} has adapters, and the server was started without any; set trainer.lora.push to "
+                    "'merged'"
+                )
+            prove_adapter(weights, self.shapes)
+        else:
+            self._require_plain()
+            prove_fits(read_shapes(weights), self.shapes, is_tied=self.is_tied, where=f"in {str(weights)!r}")
+
+    def prove_entries(self, entries: Sequence[TensorEntry]) -> None:
+        """The same of weights that are not here, and of a whole model."""
+        self._require_plain()
+        shapes = {entry.name: entry.shape for entry in entries}
+        prove_fits(shapes, self.shapes, is_tied=self.is_tied, where="that were published")
+
+    def _require_plain(self) -> None:
+        if self.has_adapters:
+            raise WeightUpdateError(
+                "the server applies adapters to its model, and would to a whole one that has them in it; push adapters"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,3 +282,54 @@ class ServerWeights:
         if self._push is None or self._push.id != push_id:
             raise PushConflict(f"push {push_id!r} is not open at {self._loader.base_url}; begin one")
         return self._push
+
+
+UNLABELLED = "default"
+"""What both say."""
+
+FIRST = str(WeightVersion())
+
+
+def label_spans(spans: Sequence[Any]) -> list[JsonObject]:
+    """Of an answer, as the server tells them.
+
+    >>> label_spans([{"version": "default", "start": 0, "end": 2}, {"version": "1:0", "start": 2, "end": 3}])
+    [{'version': '0:0', 'start': 0, 'end': 2}, {'version': '1:0', 'start': 2, 'end': 3}]
+    """
+    return [_label(as_object(span, "a span of weight_versions"), "version") for span in spans]
+
+
+def label_meta(meta: JsonObject) -> JsonObject:
+    """Of SGLang's `meta_info`: the label of the moment, and the spans."""
+    told = _label(meta, "weight_version")
+    spans = told.get("weight_versions")
+    return {**told, "weight_versions": label_spans(spans)} if isinstance(spans, list) else told
+
+
+def _label(fields: JsonObject, name: str) -> JsonObject:
+    return {**fields, name: FIRST} if fields.get(name) == UNLABELLED else fields
+
+
+FIRST_LOOK_S = 0.02
+LAST_LOOK_S = 0.5
+
+
+class Ask(Protocol):
+    """What each process of a server answers to a method of ours. Raises EngineError where one has none of it."""
+
+    async def __call__(self, method: str, arguments: Sequence[str]) -> Sequence[str]: ...
+
+
+async def receive(ask: Ask, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
+    """Let all processes receive, prove and hold these. Raises EngineError when one does not.
+
+    Of what they held before they keep what came in the push `beside`.
+    """
+    told = {**encode_distributed(weights), "group": secrets.token_hex(8)}
+    await ask("receive_weights", [push_id, orjson.dumps(told).decode(), beside or ""])
+    look_s = FIRST_LOOK_S
+    while unproved := [state for state in await ask("received", [push_id]) if state != "proved"]:
+        if failed := [state for state in unproved if state != "receiving"]:
+            raise WeightUpdateError(f"the server did not take the weights: {failed[0]}")
+        await asyncio.sleep(look_s)
+        look_s = min(2 * look_s, LAST_LOOK_S)

@@ -12,5 +12,5 @@ own ways are known here alone. No torch, but in those two.
 
 from pathlib import Path
 
-LAUNCHER = Path(__file__).with_name("launcher.py")
+SGLANG_LAUNCHER = Path(__file__).with_name("launcher.py")
 """Run it with the Python of SGLang's environment; arguments are those of `sglang.launch_server`."""

@@ -13,21 +13,261 @@ What SGLang does otherwise than the common wire says, and what is done about it:
     no pause lets requests end first (`wait`)            foreign/in_flight.py: they have ended, and others wait there
 
 The seed of a request holds where the server was started with `--enable-deterministic-inference`.
+
+Reads the events of one answer of SGLang: those of the common wire, but for how an aborted answer ends.
+
+The last event of an aborted answer names its last id once more, or all ids, or none, although the events before were
+increments. Its log-probabilities say which: they hold either all tokens or the new ones, each with its id.
+
+How a SGLang server is asked for a completion. Knows no server.
+
+What a SGLang server says of itself. `/model_info` is what serves now; `/server_info` is what it was started with.
+
+Lets a SGLang server load weights. Knows nothing of pushes, nor of what is in a folder.
+
+Lets the schedulers of a SGLang server take weights from the trainer (scheduler_extension.py). Knows no pushes.
 """
 
+import asyncio
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from areal_agent.engine import wire
-from areal_agent.engine.foreign.server import ServerState
-from areal_agent.engine.sglang.dialect import SglangDialect
-from areal_agent.engine.sglang.info import LOADS, decode_loads, decode_served, decode_start, tells_new_tokens
-from areal_agent.engine.sglang.loader import SglangLoader
-from areal_agent.engine.sglang.receiver import SglangReceiver
+from areal_agent.engine.foreign.engine import ServerState
+from areal_agent.engine.foreign.weights import Served, label_meta, receive
+from areal_agent.engine.pushes import size_of_folder
+from areal_agent.engine.sglang import SGLANG_LAUNCHER
 from areal_agent.engine.transport import Transport
 from areal_agent.engine.wire import EngineStats
-from areal_agent.engine_types import PauseMode
-from areal_agent.errors import EngineRejected
-from areal_agent.types import WeightVersion
+from areal_agent.engine.wire.fields import WireError, as_integer, as_object, get
+from areal_agent.engine.wire.generate import decode_tokens, finished, top_entries
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.types import (
+    DistributedWeights,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    JsonObject,
+    PauseMode,
+    TokenChunk,
+    TopLogprobs,
+    WeightVersion,
+)
+
+
+class SglangAnswer:
+    """Puts the events of one answer together. `result` is there after the last one."""
+
+    def __init__(self, *, takes_unlabelled: bool = False) -> None:
+        """With `takes_unlabelled` weights that nobody has labelled are the first version."""
+        self._takes_unlabelled = takes_unlabelled
+        self.result: GenerateResult | None = None
+        self._reader = wire.ResultReader()
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
+
+    def read(self, fields: JsonObject) -> TokenChunk:
+        """Read one event; the tokens that are new, perhaps none.
+
+        Raises WireError for what cannot be read, and an EngineError when the server says that it failed.
+        """
+        meta = as_object(get(fields, "meta_info", dict), "meta_info")
+        if self._takes_unlabelled:
+            meta = label_meta(meta)
+            fields = {**fields, "meta_info": meta}
+        finish = meta.get("finish_reason")
+        if finish is not None and as_object(finish, "finish_reason").get("type") == FinishReason.ABORT:
+            _raise_failure(as_object(finish, "finish_reason"))
+            return self._read_abort(meta)
+        chunk = self._reader.read(fields)
+        self.result = self._reader.result
+        return self._keep(chunk)
+
+    def _read_abort(self, meta: JsonObject) -> TokenChunk:
+        seen, after = len(self._token_ids), as_integer(meta.get("completion_tokens", 0), "completion_tokens")
+        entries = _new_entries(meta.get("output_token_logprobs") or [], seen, after)
+        tops = _new_entries(top_entries(meta), seen, after)
+        chunk = self._keep(decode_tokens([_id_of(entry) for entry in entries], entries, tops))
+        tokens = TokenChunk(
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            top_logprobs=tuple(self._top_logprobs),
+        )
+        spans = _cut(meta.get("weight_versions") or [], len(tokens.token_ids))
+        self.result = finished(tokens, {**meta, "weight_versions": spans})
+        return chunk
+
+    def _keep(self, chunk: TokenChunk) -> TokenChunk:
+        self._token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self._top_logprobs += chunk.top_logprobs
+        return chunk
+
+
+def _raise_failure(finish: JsonObject) -> None:
+    """An abort with a status is the server's own: the request was wrong, or the server failed at it."""
+    status = finish.get("status_code")
+    if isinstance(status, int) and status >= 400:
+        message = f"the engine ended the request with {status}: {finish.get('message')}"
+        error: type[EngineError] = EngineRejected if status < 500 else EngineUnreachable
+        raise error(message)
+
+
+def _new_entries(entries: Sequence[Any], seen: int, after: int) -> Sequence[Any]:
+    """Those of the tokens behind the first `seen`, of a list that ends with all `after` tokens or has the new ones."""
+    if len(entries) >= after:
+        return entries[len(entries) - after + seen :]
+    return entries if len(entries) == after - seen else []
+
+
+def _id_of(entry: Any) -> Any:
+    match entry:
+        case [_, token_id, *_]:
+            return token_id
+        case _:
+            raise WireError(f"output_token_logprobs holds {entry!r:.80}; it must hold [log-probability, token id, ...]")
+
+
+def _cut(spans: Sequence[Any], num_tokens: int) -> list[dict[str, Any]]:
+    """The spans of the first `num_tokens` tokens: more may have been sampled than arrived."""
+    fields = [as_object(span, "a span of weight_versions") for span in spans]
+    return [
+        {**span, "end": min(as_integer(span.get("end"), "end"), num_tokens)}
+        for span in fields
+        if as_integer(span.get("start"), "start") < max(1, num_tokens)
+    ]
+
+
+class SglangDialect:
+    """`foreign.request.Dialect`: the common wire, but for the end of an aborted answer."""
+
+    path = wire.GENERATE
+
+    def __init__(self, *, takes_unlabelled: bool = False) -> None:
+        self._takes_unlabelled = takes_unlabelled
+
+    def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
+        """The body of a request. What serves needs no name."""
+        del label
+        return {**wire.encode_request(request, is_streamed=True), "rid": rid}
+
+    def reader(self, request: GenerateRequest) -> SglangAnswer:
+        """For the events of its answer, which needs nothing of the request."""
+        del request
+        return SglangAnswer(takes_unlabelled=self._takes_unlabelled)
+
+    async def abort(self, transport: Transport, rid: str) -> None:
+        """Let the server end a request that has begun."""
+        await transport.post(wire.ABORT_REQUEST, wire.encode_abort(rid))
+
+
+LOADS = "/v1/loads"
+
+RECEIVED = "areal-agent-push:"
+"""In front of a push: the path of what came in it by torch.distributed (scheduler_extension.py)."""
+
+_UNLABELLED = "default"  # SGLang's label of weights that nobody labelled
+
+
+def decode_served(model_info: object) -> Served:
+    """Read `/model_info`. The label in `/server_info` is the one of the start, for ever."""
+    fields = as_object(model_info, wire.MODEL_INFO)
+    path = get(fields, "model_path", str)
+    source = None if path.startswith(RECEIVED) else Path(path)
+    return Served(source=source, label=get(fields, "weight_version", str))
+
+
+def decode_start(server_info: object) -> EngineInfo:
+    """What the server was started with, but for its vocabulary, which it does not tell.
+
+    Its context is `max_req_input_len`: a longer request that `context_length` has room for is cut without a word.
+    """
+    started = as_object(server_info, wire.SERVER_INFO)
+    return wire.decode_info({**started, "context_length": None, "weight_version": _UNLABELLED})
+
+
+def tells_new_tokens(server_info: object) -> bool:
+    """Whether the events of an answer hold its new tokens alone, as on the common wire."""
+    return as_object(server_info, wire.SERVER_INFO).get("incremental_streaming_output") is not False
+
+
+def decode_loads(body: object, version: WeightVersion) -> EngineStats:
+    """How many requests run and wait, over all schedulers of the server."""
+    loads: list[Any] = get(as_object(body, LOADS), "loads", list)
+    fields = [as_object(load, "an entry of loads") for load in loads]
+    return EngineStats(
+        num_running=sum(as_integer(load.get("num_running_reqs"), "num_running_reqs") for load in fields),
+        num_queued=sum(as_integer(load.get("num_waiting_reqs"), "num_waiting_reqs") for load in fields),
+        busy_s=None,
+        generated_tokens=None,
+        weight_version=version,
+    )
+
+
+class SglangLoader:
+    """`foreign.weights.Loader`. The answer is believed when the label has moved."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    @property
+    def base_url(self) -> str:
+        """Where the server listens."""
+        return self._transport.base_url
+
+    async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
+        """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
+        path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
+        num_bytes = await asyncio.to_thread(size_of_folder, folder)
+        await self.update(path, label, flush_cache=flush_cache, num_bytes=num_bytes)
+
+    async def update(self, path: str, label: str, *, flush_cache: bool, num_bytes: int = 0) -> None:
+        """The same of what the server knows by this name, so much from a disk."""
+        body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
+        await self._transport.post(wire.UPDATE_FROM_DISK, body, refusal=WeightUpdateError, num_bytes=num_bytes)
+        answer = await self._transport.get(wire.MODEL_INFO)
+        served = self._transport.decoded(decode_served, wire.MODEL_INFO, answer)
+        if served.label != label:
+            raise WeightUpdateError(f"{self.base_url} says that it serves {served.label} after an update to {label}")
+
+
+ACTION = "areal_agent."
+CHECK_WEIGHTS = "/weights_checker"
+
+_BETWEEN_REPLICAS = " | "  # SGLang's
+
+
+class SglangReceiver:
+    """`foreign.weights.Receiver`. What came is loaded as a folder is, of a name that only our schedulers know."""
+
+    def __init__(self, transport: Transport, loader: SglangLoader) -> None:
+        self._transport = transport
+        self._loader = loader
+
+    async def receive(self, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
+        """Let all schedulers receive, prove and hold these. Raises EngineError when one does not."""
+        await receive(self._ask, push_id, weights, beside=beside)
+
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
+        """Let the paused server load what they hold. Raises EngineError unless it says that it serves that."""
+        await self._loader.update(RECEIVED + push_id, label, flush_cache=flush_cache)
+
+    async def _ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
+        """What each replica answers to this method of its schedulers."""
+        body = {"action": ACTION + method, "skip_tensor_list": arguments}
+        try:
+            answer = await self._transport.post(CHECK_WEIGHTS, body, refusal=WeightUpdateError)
+        except EngineError as error:
+            raise WeightUpdateError(f"{error}; see its log. Was it started by {SGLANG_LAUNCHER}?") from error
+        return self._transport.decoded(_messages, CHECK_WEIGHTS, answer)
+
+
+def _messages(body: object) -> list[str]:
+    return get(as_object(body, CHECK_WEIGHTS), "message", str).split(_BETWEEN_REPLICAS)
 
 
 class SglangServer:

@@ -13,7 +13,7 @@ No torch.
 
 from pathlib import Path
 
-LAUNCHER = Path(__file__).with_name("launcher.py")
+VLLM_LAUNCHER = Path(__file__).with_name("launcher.py")
 """Run it with the Python of vLLM's environment; arguments are those of `vllm serve`."""
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

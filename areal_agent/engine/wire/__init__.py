@@ -20,64 +20,61 @@ or unknown raises `WireError`, never becomes a default. The one exception is `/s
 from areal_agent.engine.wire.control import (
     ABORT_REQUEST,
     CONTINUE_GENERATION,
-    PAUSE_GENERATION,
-    Pause,
-    decode_abort,
-    decode_continue,
-    decode_pause,
-    encode_abort,
-    encode_continue,
-    encode_pause,
-)
-from areal_agent.engine.wire.failure import Failure, decode_failure, encode_failure
-from areal_agent.engine.wire.generate import (
-    GENERATE,
-    GenerateCall,
-    decode_call,
-    decode_result,
-    encode_request,
-    encode_result,
-)
-from areal_agent.engine.wire.info import (
     HEALTH,
     METRICS,
     MODEL_INFO,
+    PAUSE_GENERATION,
+    RELEASE_MEMORY,
+    RESUME_MEMORY,
     SERVER_INFO,
     EngineStats,
+    Pause,
+    check_memory,
+    decode_abort,
+    decode_continue,
     decode_info,
+    decode_pause,
     decode_stats,
+    encode_abort,
+    encode_continue,
     encode_info,
+    encode_memory,
+    encode_pause,
 )
-from areal_agent.engine.wire.memory import RELEASE_MEMORY, RESUME_MEMORY, check_memory, encode_memory
-from areal_agent.engine.wire.pushes import (
+from areal_agent.engine.wire.fields import Failure, decode_failure, encode_failure
+from areal_agent.engine.wire.generate import (
+    GENERATE,
+    MAX_SEED,
+    STREAM_END,
+    EventSplitter,
+    GenerateCall,
+    ResultReader,
+    decode_call,
+    decode_event,
+    decode_result,
+    encode_chunk,
+    encode_event,
+    encode_request,
+    encode_result,
+)
+from areal_agent.engine.wire.weights import (
     ABORT_PUSH,
     BEGIN_PUSH,
     COMMIT_PUSH,
     SEND_PUSH,
+    UPDATE_FROM_DISK,
+    UPDATE_FROM_SHARED_MEMORY,
     PushCommit,
     PushSend,
+    WeightUpdate,
+    decode_disk_update,
     decode_push,
     decode_push_commit,
     decode_push_send,
+    decode_shared_memory_update,
     encode_push,
     encode_push_commit,
     encode_push_send,
-)
-from areal_agent.engine.wire.sampling import MAX_SEED
-from areal_agent.engine.wire.stream import (
-    STREAM_END,
-    EventSplitter,
-    ResultReader,
-    decode_event,
-    encode_chunk,
-    encode_event,
-)
-from areal_agent.engine.wire.weights import (
-    UPDATE_FROM_DISK,
-    UPDATE_FROM_SHARED_MEMORY,
-    WeightUpdate,
-    decode_disk_update,
-    decode_shared_memory_update,
     encode_update,
 )
 

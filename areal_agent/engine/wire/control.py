@@ -2,14 +2,29 @@
 
 POST /pause_generation      {"mode"?, "push_id"?}      the push that this pause is a step of, if it is one
 POST /continue_generation   {"push_id"?}               SGLang has no pushes, and no such field
+
+Releasing and resuming the memory of keys and values as JSON, and back: SGLang's paths, of its tags `kv_cache` alone.
+
+POST /release_memory_occupation   {"tags"?: ["kv_cache"]}
+POST /resume_memory_occupation    the same
+
+What an engine says of itself and of its work. Of a real SGLang server it reads what is there.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from areal_agent.engine.fields import as_member, as_object, get, refuse_unknown
-from areal_agent.engine_types import PauseMode
-from areal_agent.types import JsonObject
+from areal_agent.engine.wire.fields import (
+    WireError,
+    as_integer,
+    as_member,
+    as_number,
+    as_object,
+    decode_version,
+    get,
+    refuse_unknown,
+)
+from areal_agent.types import EngineInfo, JsonObject, PauseMode, WeightVersion
 
 ABORT_REQUEST = "/abort_request"
 PAUSE_GENERATION = "/pause_generation"
@@ -63,3 +78,103 @@ def decode_abort(body: object) -> str | None:
 
 def _push_id(fields: JsonObject) -> str | None:
     return None if fields.get("push_id") is None else get(fields, "push_id", str)
+
+
+RELEASE_MEMORY = "/release_memory_occupation"
+RESUME_MEMORY = "/resume_memory_occupation"
+
+_TAGS = ["kv_cache"]
+
+
+def encode_memory() -> dict[str, Any]:
+    """The body of both."""
+    return {"tags": _TAGS}
+
+
+def check_memory(body: object, path: str) -> None:
+    """Read it. Raises WireError for what is more than keys and values: weights stay where they are."""
+    fields = as_object(body, "the body")
+    refuse_unknown(fields, {"tags"}, path)
+    tags = get({"tags": _TAGS, **fields}, "tags", list)
+    if tags != _TAGS:
+        raise WireError(f"tags is {tags!r:.80}; {path} takes {_TAGS}: of keys and values alone")
+
+
+HEALTH = "/health"
+SERVER_INFO = "/server_info"
+MODEL_INFO = "/model_info"
+METRICS = "/metrics"
+
+UNTOLD_VOCAB_SIZE = 2**31 - 1
+"""Taken when an engine does not tell its vocabulary, as SGLang does not: then no id is refused before it is sent."""
+
+_CONTEXT_NAMES = ("max_context_tokens", "context_length", "max_req_input_len")  # ours, then SGLang's
+_UNLABELLED = "default"  # SGLang's name for the weights that it starts with
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """What `/server_info` says of the engine's work since it started."""
+
+    num_running: int  # requests that hold a slot
+    num_queued: int  # requests that wait for one
+    busy_s: float | None  # seconds in which a step was running; None: it does not tell
+    generated_tokens: int | None
+    weight_version: WeightVersion
+    num_serving: int = 1  # servers that get requests: a fleet has several
+    num_out: int = 0  # servers that do not: quarantined, catching up or leaving
+    num_moves: int = 0  # requests that went on at another server
+
+
+def encode_info(info: EngineInfo, stats: EngineStats) -> dict[str, Any]:
+    """The answer of `/server_info`; `/model_info` is a part of it."""
+    return {
+        "model_path": info.model_path,
+        "weight_version": str(stats.weight_version),
+        "vocab_size": info.vocab_size,
+        "max_context_tokens": info.max_context_tokens,
+        "has_grammar": info.has_grammar,
+        "num_running_reqs": stats.num_running,
+        "num_queue_reqs": stats.num_queued,
+        "busy_s": stats.busy_s,
+        "generated_tokens": stats.generated_tokens,
+    }
+
+
+def decode_info(body: object) -> EngineInfo:
+    """Read what `/server_info` says of the model."""
+    fields = as_object(body, "the answer")
+    version = fields.get("weight_version")
+    return EngineInfo(
+        model_path=get(fields, "model_path", str),
+        weight_version=WeightVersion() if version == _UNLABELLED else decode_version(version),
+        vocab_size=as_integer(fields.get("vocab_size", UNTOLD_VOCAB_SIZE), "vocab_size"),
+        max_context_tokens=_decode_context(fields),
+        has_grammar=_decode_grammar(fields),
+    )
+
+
+def _decode_context(fields: JsonObject) -> int:
+    """SGLang leaves `context_length` empty when nobody set it, and always says how long a prompt may be."""
+    name = next((name for name in _CONTEXT_NAMES if fields.get(name) is not None), None)
+    if name is None:
+        raise WireError(f"none of {', '.join(_CONTEXT_NAMES)} is there: the length of the context must be known")
+    return as_integer(fields[name], name)
+
+
+def _decode_grammar(fields: JsonObject) -> bool:
+    if "has_grammar" in fields:
+        return get(fields, "has_grammar", bool)
+    return fields.get("grammar_backend") not in (None, "none")
+
+
+def decode_stats(body: object) -> EngineStats:
+    """Read what `/server_info` says of the engine's work."""
+    fields = as_object(body, "the answer")
+    return EngineStats(
+        num_running=as_integer(fields.get("num_running_reqs"), "num_running_reqs"),
+        num_queued=as_integer(fields.get("num_queue_reqs"), "num_queue_reqs"),
+        busy_s=as_number(fields.get("busy_s"), "busy_s"),
+        generated_tokens=as_integer(fields.get("generated_tokens"), "generated_tokens"),
+        weight_version=decode_version(fields.get("weight_version")),
+    )

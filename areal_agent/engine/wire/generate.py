@@ -1,22 +1,267 @@
-"""`/generate`: one request, and its answer in one piece (stream.py: in events)."""
+"""`/generate`: one request, and its answer in one piece (stream.py: in events).
+
+`sampling_params` of `/generate`: how one completion is sampled, and the bounds of every parameter.
+
+Parameters that are off are not sent. `SamplingParams.stop` never is: texts are cut by the gateway.
+
+What an answer says of every token: its id, its log-probability, and the likeliest tokens in its place.
+
+The answer of `/generate` in events, as it is sampled: lines `data: {...}`, and `data: [DONE]` after the last.
+
+Every event says in `meta_info.completion_tokens` how many tokens there are so far. The embedded engine sends those
+that are new, with their version spans; SGLang sends all of them every time. Which it is shows in the lengths, list by
+list. The last event has the finish reason and the version spans of all tokens.
+"""
 
 import uuid
 from array import array
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import orjson
 
-from areal_agent.engine.fields import WireError, as_ids, as_integer, as_member, as_object, get, refuse_unknown
-from areal_agent.engine.wire.sampling import decode_sampling, encode_sampling
-from areal_agent.engine.wire.tokens import decode_tokens, encode_logprobs, top_entries
-from areal_agent.engine.wire.versions import decode_spans, encode_spans
-from areal_agent.engine_types import GenerateRequest, GenerateResult, TokenChunk
-from areal_agent.types import FinishReason, JsonObject
+from areal_agent.engine.wire.fields import (
+    WireError,
+    as_ids,
+    as_integer,
+    as_member,
+    as_number,
+    as_numbers,
+    as_object,
+    decode_json,
+    decode_new_spans,
+    decode_spans,
+    encode_spans,
+    get,
+    refuse_unknown,
+)
+from areal_agent.types import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    JsonObject,
+    SamplingParams,
+    TokenChunk,
+    TopLogprobs,
+)
+
+T = TypeVar("T")
+
+
+MAX_SEED = 2**63 - 1
+
+TEMPERATURES = (1e-6, 1e6)
+"""What logits may be divided by, beside 0 for greedy. This and the two below keep them finite in float32."""
+
+MIN_REPETITION_PENALTY = 0.01
+
+MAX_BIAS = 1e6
+
+MAX_ID_DIGITS = 10
+
+_OFF = SamplingParams()
+_BOUNDS = {"min_p": (0.0, 1.0), "frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
+_GRAMMARS = ("json_schema", "regex", "ebnf")
+_KNOWN_SAMPLING = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    *_GRAMMARS,
+    "max_new_tokens",
+    "stop_token_ids",
+    "sampling_seed",
+}
+
+
+def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """The object `sampling_params`."""
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,  # 0 is `off` for us and an error for SGLang
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", *_GRAMMARS):
+        if getattr(sampling, name) != getattr(_OFF, name):
+            params[name] = getattr(sampling, name)
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    return params
+
+
+def decode_sampling(fields: JsonObject) -> SamplingParams:
+    """Read `sampling_params`; what is not given is off."""
+    refuse_unknown(fields, _KNOWN_SAMPLING, "sampling_params")
+    grammar = _grammar(fields)
+    return SamplingParams(
+        temperature=_temperature(fields.get("temperature", 1.0)),
+        top_p=_top_p(fields.get("top_p", 1.0)),
+        top_k=_top_k(fields.get("top_k", -1)),
+        min_p=_bounded(fields, "min_p"),
+        frequency_penalty=_bounded(fields, "frequency_penalty"),
+        presence_penalty=_bounded(fields, "presence_penalty"),
+        repetition_penalty=_repetition_penalty(fields.get("repetition_penalty", 1.0)),
+        logit_bias=_logit_bias(_given(fields, "logit_bias", dict)),
+        json_schema=grammar.get("json_schema"),
+        regex=grammar.get("regex"),
+        ebnf=grammar.get("ebnf"),
+        max_tokens=_max_tokens(fields.get("max_new_tokens", 128)),
+        stop_token_ids=as_ids(_given(fields, "stop_token_ids", list), "stop_token_ids"),
+        seed=None if fields.get("sampling_seed") is None else _seed(fields["sampling_seed"]),
+    )
+
+
+def _given(fields: JsonObject, name: str, kind: type[T]) -> T:
+    """An empty one where it is off: left out, or null."""
+    return kind() if fields.get(name) is None else get(fields, name, kind)
+
+
+def _temperature(value: object) -> float:
+    temperature = as_number(value, "temperature")
+    low, high = TEMPERATURES
+    if temperature and not low <= temperature <= high:
+        raise WireError(f"temperature is {temperature}; it must be 0 (greedy), or from {low:g} to {high:g}")
+    return temperature
+
+
+def _top_p(value: object) -> float:
+    top_p = as_number(value, "top_p")
+    if not 0 < top_p <= 1:
+        raise WireError(f"top_p is {top_p}; it must be above 0 and at most 1 (off)")
+    return top_p
+
+
+def _top_k(value: object) -> int:
+    top_k = as_integer(value, "top_k")
+    if top_k < 1 and top_k != -1:
+        raise WireError(f"top_k is {top_k}; it must be at least 1, or -1 (off)")
+    return top_k
+
+
+def _bounded(fields: JsonObject, name: str) -> float:
+    number = as_number(fields.get(name, 0.0), name)
+    low, high = _BOUNDS[name]
+    if not low <= number <= high:
+        raise WireError(f"{name} is {number}; it must be from {low:g} to {high:g}, 0 is off")
+    return number
+
+
+def _repetition_penalty(value: object) -> float:
+    penalty = as_number(value, "repetition_penalty")
+    if not MIN_REPETITION_PENALTY <= penalty <= 2:
+        raise WireError(f"repetition_penalty is {penalty}; it must be from {MIN_REPETITION_PENALTY} to 2, 1 is off")
+    return penalty
+
+
+def _logit_bias(entries: JsonObject) -> tuple[tuple[int, float], ...]:
+    for token_id in entries:
+        if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= MAX_ID_DIGITS):
+            raise WireError(f"logit_bias has the key {token_id!r:.80}; every key must be a token id")
+    return tuple((int(token_id), _bias(bias, f"logit_bias of {token_id}")) for token_id, bias in entries.items())
+
+
+def _bias(value: object, name: str) -> float:
+    bias = as_number(value, name)
+    if abs(bias) > MAX_BIAS:
+        raise WireError(f"{name} is {bias:g}; it must be from -{MAX_BIAS:g} to {MAX_BIAS:g}")
+    return bias
+
+
+def _grammar(fields: JsonObject) -> dict[str, str]:
+    given = {name: get(fields, name, str) for name in _GRAMMARS if fields.get(name) is not None}
+    if len(given) > 1:
+        raise WireError(f"{' and '.join(given)} are given; an answer is held to one of {', '.join(_GRAMMARS)}")
+    return given
+
+
+def _max_tokens(value: object) -> int:
+    max_tokens = as_integer(value, "max_new_tokens")
+    if max_tokens < 1:
+        raise WireError(f"max_new_tokens is {max_tokens}; it must be at least 1")
+    return max_tokens
+
+
+def _seed(value: object) -> int:
+    seed = as_integer(value, "sampling_seed")
+    if not 0 <= seed <= MAX_SEED:
+        raise WireError(f"sampling_seed is {seed}; it must be from 0 to {MAX_SEED}")
+    return seed
+
+
+def encode_logprobs(chunk: TokenChunk) -> dict[str, Any]:
+    """The fields of `meta_info` that have one entry a token."""
+    fields: dict[str, Any] = {
+        "output_token_logprobs": [
+            (logprob, token_id, None) for logprob, token_id in zip(chunk.logprobs, chunk.token_ids, strict=True)
+        ]
+    }
+    if chunk.top_logprobs:
+        fields["output_top_logprobs"] = [
+            [(logprob, token_id, None) for token_id, logprob in top] for top in chunk.top_logprobs
+        ]
+    return fields
+
+
+def top_entries(meta: JsonObject) -> list[Any]:
+    """What `meta_info` says of the likeliest tokens; empty when nobody asked."""
+    return [] if meta.get("output_top_logprobs") is None else get(meta, "output_top_logprobs", list)
+
+
+def decode_tokens(ids: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[Any]) -> TokenChunk:
+    """Read ids and what belongs to them. `tops` is empty when nobody asked for the likeliest tokens."""
+    token_ids = as_ids(ids, "output_ids")
+    sampled_ids, sampled_logprobs = _columns(logprobs)
+    if tuple(sampled_ids) != token_ids:
+        raise WireError(
+            f"output_token_logprobs has {len(sampled_ids)} entries that do not match {len(token_ids)} output_ids"
+        )
+    if tops and len(tops) != len(token_ids):
+        raise WireError(f"output_top_logprobs has {len(tops)} entries for {len(token_ids)} output_ids")
+    return TokenChunk(
+        token_ids=token_ids,
+        logprobs=as_numbers(sampled_logprobs, "a log-probability"),
+        top_logprobs=tuple(_decode_top(top) for top in tops),
+    )
+
+
+def _decode_top(entries: object) -> TopLogprobs:
+    """A token whose log-probability is null cannot be sampled (JSON has no minus infinity): it is left out."""
+    if not isinstance(entries, list):
+        raise WireError(f"output_top_logprobs holds {entries!r:.80}; it must hold a list for every token")
+    token_ids, logprobs = _columns(cast("list[Any]", entries))
+    possible = [(id_, logprob) for id_, logprob in zip(token_ids, logprobs, strict=True) if logprob is not None]
+    return tuple(
+        zip(
+            as_ids([id_ for id_, _ in possible], "output_top_logprobs"),
+            as_numbers([logprob for _, logprob in possible], "a log-probability"),
+            strict=True,
+        )
+    )
+
+
+def _columns(entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Token ids and log-probabilities of entries `[log-probability, token id, ...]`."""
+    try:
+        return [entry[1] for entry in entries], [entry[0] for entry in entries]
+    except (TypeError, IndexError, KeyError):
+        raise WireError(
+            f"log-probabilities are {entries!r:.80}; each must be [log-probability, token id, ...]"
+        ) from None
+
 
 GENERATE = "/generate"
 
-_KNOWN = {"rid", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "stream"}
+_KNOWN_FIELDS = {"rid", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "stream"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +296,7 @@ def decode_call(body: object) -> GenerateCall:
     """Read the body of `/generate`. What this wire does not carry is refused, not ignored. As with SGLang, a request
     without a `rid` is given one, and without `sampling_params` their defaults."""
     fields = as_object(body, "the body")
-    refuse_unknown(fields, _KNOWN, GENERATE)
+    refuse_unknown(fields, _KNOWN_FIELDS, GENERATE)
     if fields.get("return_logprob", True) is not True:
         raise WireError(f"return_logprob is {fields['return_logprob']!r}; it is always on here: leave it out")
     parameters = fields.get("sampling_params")
@@ -131,3 +376,93 @@ def finished(tokens: TokenChunk, meta: JsonObject) -> GenerateResult:
         cached_tokens=as_integer(meta.get("cached_tokens", 0), "cached_tokens"),
         top_logprobs=tokens.top_logprobs,
     )
+
+
+STREAM_END = b"data: [DONE]\n\n"
+
+_PREFIX = b"data:"
+_END = b"[DONE]"
+
+
+def encode_event(body: dict[str, Any]) -> bytes:
+    """One event as it goes over the socket."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def encode_chunk(request_id: str, chunk: TokenChunk, *, num_tokens: int) -> dict[str, Any]:
+    """An event in the middle; `num_tokens` are all so far, these included."""
+    meta = {"id": request_id, "finish_reason": None, "completion_tokens": num_tokens, **encode_logprobs(chunk)}
+    if chunk.versions:
+        meta["weight_versions"] = encode_spans(chunk.versions, first=num_tokens - len(chunk.token_ids))
+    return {"text": "", "output_ids": chunk.token_ids, "meta_info": meta}
+
+
+def decode_event(data: bytes) -> JsonObject:
+    """The object that one event holds."""
+    return as_object(decode_json(data), "an event")
+
+
+class EventSplitter:
+    """Cuts bytes, which arrive in pieces of any size, into the data of events. Nothing limits the length of one."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []  # of the line that has not ended
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of every event that this piece completes; `[DONE]`, comments and empty lines are none."""
+        first, *rest = piece.split(b"\n")
+        self._pieces.append(first)
+        if not rest:
+            return []
+        lines = [b"".join(self._pieces), *rest[:-1]]
+        self._pieces = [rest[-1]]
+        data = [line[len(_PREFIX) :].strip() for line in lines if line.startswith(_PREFIX)]
+        return [event for event in data if event != _END]
+
+
+class ResultReader:
+    """Puts the events of one answer together. `result` is there after the last one."""
+
+    def __init__(self) -> None:
+        self.result: GenerateResult | None = None
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
+
+    def read(self, fields: JsonObject) -> TokenChunk:
+        """Read one event; the tokens in it that no event before had, perhaps none."""
+        meta = as_object(get(fields, "meta_info", dict), "meta_info")
+        chunk = self._new_tokens(fields, meta)
+        self._token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self._top_logprobs += chunk.top_logprobs
+        if meta.get("finish_reason") is not None:
+            self.result = finished(self._all_tokens(), meta)
+        return chunk
+
+    def _new_tokens(self, fields: JsonObject, meta: JsonObject) -> TokenChunk:
+        before = len(self._token_ids)
+        after = as_integer(meta.get("completion_tokens"), "completion_tokens")
+        tops = top_entries(meta)
+        tokens = decode_tokens(
+            _new_part(get(fields, "output_ids", list), before, after, "output_ids"),
+            _new_part(get(meta, "output_token_logprobs", list), before, after, "output_token_logprobs"),
+            _new_part(tops, before, after, "output_top_logprobs") if tops else [],
+        )
+        return replace(tokens, versions=decode_new_spans(meta, before, after))
+
+    def _all_tokens(self) -> TokenChunk:
+        return TokenChunk(
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            top_logprobs=tuple(self._top_logprobs),
+        )
+
+
+def _new_part(entries: Sequence[Any], num_before: int, num_after: int, name: str) -> Sequence[Any]:
+    """What is new of entries that are either all so far or the new ones only."""
+    if len(entries) == num_after >= num_before:
+        return entries[num_before:]
+    if len(entries) == num_after - num_before:
+        return entries
+    raise WireError(f"{name} has {len(entries)} entries in an event that takes {num_before} tokens to {num_after}")

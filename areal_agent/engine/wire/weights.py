@@ -1,16 +1,48 @@
 """A set of weights and its label as the JSON of the two update paths, and back. Knows nothing of who reads weights.
 
 `/update_weights_from_shared_memory` is our one extension of SGLang's API: its body is a `SharedMemoryWeights`.
+
+A set of weights that the trainer sends by torch.distributed as JSON, and back. Knows nothing of process groups.
+
+A set of weights in a GPU's memory as JSON, and back: handles as text, no pickle. Knows nothing of GPUs.
+
+The four calls of a push as JSON, and back: our extension of SGLang's API, beside its weight updates in one call.
+
+    POST /begin_weight_push   {"push_id"}
+    POST /send_weight_push    {"push_id", "shared_memory": {"path", "entries", "crc32"}}, or "disk": {"model_path"},
+                              "cuda_ipc": {"memory", "entries", "checksum"},
+                              or "distributed": {"host", "port", "name", "entries", "checksum", ...}
+    POST /commit_weight_push  {"push_id", "weight_version", "flush_cache"?}
+    POST /abort_weight_push   {"push_id"}
+
+The sender names its push. 400: the weights or the version are refused. 409: another push is open, or this one is not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_agent.engine.fields import as_ids, as_integer, as_object, get, refuse_unknown
-from areal_agent.engine.wire.versions import decode_version
-from areal_agent.engine_types import DiskWeights, SharedMemoryWeights, TensorEntry
-from areal_agent.types import JsonObject, WeightVersion
+from areal_agent.engine.wire.fields import (
+    WireError,
+    as_ids,
+    as_integer,
+    as_number,
+    as_object,
+    decode_version,
+    get,
+    refuse_unknown,
+)
+from areal_agent.types import (
+    CudaMemory,
+    CudaWeights,
+    DiskWeights,
+    DistributedWeights,
+    JsonObject,
+    SharedMemoryWeights,
+    TensorEntry,
+    Weights,
+    WeightVersion,
+)
 
 UPDATE_FROM_DISK = "/update_weights_from_disk"
 UPDATE_FROM_SHARED_MEMORY = "/update_weights_from_shared_memory"
@@ -107,3 +139,165 @@ def _decode_entry(entry: object) -> TensorEntry:
         offset=as_integer(fields.get("offset"), "offset"),
         num_bytes=as_integer(fields.get("num_bytes"), "num_bytes"),
     )
+
+
+_FIELDS = {"host", "port", "name", "entries", "num_bytes", "bucket_bytes", "checksum", "timeout_s"}
+
+
+def encode_distributed(weights: DistributedWeights) -> dict[str, Any]:
+    """Where to ask for them, what lies where in them, and their checksum."""
+    plain = {name: getattr(weights, name) for name in sorted(_FIELDS - {"entries"})}
+    return {**plain, "entries": encode_entries(weights.entries)}
+
+
+def decode_distributed(value: object) -> DistributedWeights:
+    """Read it."""
+    fields = as_object(value, "distributed")
+    refuse_unknown(fields, _FIELDS, "weights by torch.distributed")
+    weights = DistributedWeights(
+        host=get(fields, "host", str),
+        port=as_integer(fields.get("port"), "port"),
+        name=get(fields, "name", str),
+        entries=decode_entries(fields),
+        num_bytes=as_integer(fields.get("num_bytes"), "num_bytes"),
+        bucket_bytes=as_integer(fields.get("bucket_bytes"), "bucket_bytes"),
+        checksum=as_integer(fields.get("checksum"), "checksum"),
+        timeout_s=as_number(fields.get("timeout_s"), "timeout_s"),
+    )
+    for name in ("num_bytes", "bucket_bytes", "timeout_s"):
+        if getattr(weights, name) <= 0:
+            raise WireError(f"{name} is {getattr(weights, name)}; it must be above 0")
+    return weights
+
+
+_MEMORY = {"gpu", "handle", "offset", "num_bytes", "counter", "counter_offset", "event", "waits_for_event"}
+
+
+def encode_cuda(weights: CudaWeights) -> dict[str, Any]:
+    """Where in which GPU they are, what lies where there, and their checksum."""
+    memory = weights.memory
+    return {
+        "memory": {name: getattr(memory, name) for name in sorted(_MEMORY)},
+        "entries": encode_entries(weights.entries),
+        "checksum": weights.checksum,
+    }
+
+
+def decode_cuda(value: object) -> CudaWeights:
+    """Read it."""
+    fields = as_object(value, "cuda_ipc")
+    refuse_unknown(fields, {"memory", "entries", "checksum"}, "weights in a GPU's memory")
+    return CudaWeights(
+        memory=_decode_memory(fields.get("memory")),
+        entries=decode_entries(fields),
+        checksum=as_integer(fields.get("checksum"), "checksum"),
+    )
+
+
+def _decode_memory(value: object) -> CudaMemory:
+    fields = as_object(value, "memory")
+    refuse_unknown(fields, _MEMORY, "a GPU's memory")
+    return CudaMemory(
+        gpu=get(fields, "gpu", str),
+        handle=get(fields, "handle", str),
+        offset=as_integer(fields.get("offset"), "offset"),
+        num_bytes=as_integer(fields.get("num_bytes"), "num_bytes"),
+        counter=get(fields, "counter", str),
+        counter_offset=as_integer(fields.get("counter_offset"), "counter_offset"),
+        event=get(fields, "event", str),
+        waits_for_event=get(fields, "waits_for_event", bool),
+    )
+
+
+BEGIN_PUSH = "/begin_weight_push"
+SEND_PUSH = "/send_weight_push"
+COMMIT_PUSH = "/commit_weight_push"
+ABORT_PUSH = "/abort_weight_push"
+
+MAX_ID_LENGTH = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushSend:
+    """The body of `/send_weight_push`."""
+
+    push_id: str
+    weights: Weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushCommit:
+    """The body of `/commit_weight_push`. `flush_cache`: as in a weight update."""
+
+    push_id: str
+    version: WeightVersion
+    flush_cache: bool = True
+
+
+def encode_push(push_id: str) -> dict[str, Any]:
+    """The body of `/begin_weight_push` and of `/abort_weight_push`."""
+    return {"push_id": push_id}
+
+
+def decode_push(body: object, path: str) -> str:
+    """Read it; the id of the push."""
+    fields = as_object(body, "the body")
+    refuse_unknown(fields, {"push_id"}, path)
+    return _push_id(fields)
+
+
+def encode_push_send(send: PushSend) -> dict[str, Any]:
+    """The body of `/send_weight_push`."""
+    match send.weights:
+        case DiskWeights() as weights:
+            body = {"disk": encode_disk(weights)}
+        case CudaWeights() as weights:
+            body = {"cuda_ipc": encode_cuda(weights)}
+        case DistributedWeights() as weights:
+            body = {"distributed": encode_distributed(weights)}
+        case SharedMemoryWeights() as weights:
+            body = {"shared_memory": encode_shared_memory(weights)}
+    return {"push_id": send.push_id, **body}
+
+
+def decode_push_send(body: object) -> PushSend:
+    """Read it."""
+    fields = as_object(body, "the body")
+    refuse_unknown(fields, {"push_id", *_DECODERS}, SEND_PUSH)
+    given = sorted(_DECODERS.keys() & fields.keys())
+    if len(given) != 1:
+        told = " and ".join(given) or "none"
+        raise WireError(f"{SEND_PUSH} takes one of {', '.join(_DECODERS)}; it was given {told}")
+    weights = _DECODERS[given[0]](fields[given[0]])
+    return PushSend(push_id=_push_id(fields), weights=weights)
+
+
+_DECODERS: Mapping[str, Callable[[object], Weights]] = {
+    "shared_memory": decode_shared_memory,
+    "disk": decode_disk,
+    "cuda_ipc": decode_cuda,
+    "distributed": decode_distributed,
+}
+
+
+def encode_push_commit(commit: PushCommit) -> dict[str, Any]:
+    """The body of `/commit_weight_push`."""
+    return {"push_id": commit.push_id, "weight_version": str(commit.version), "flush_cache": commit.flush_cache}
+
+
+def decode_push_commit(body: object) -> PushCommit:
+    """Read it."""
+    fields = as_object(body, "the body")
+    refuse_unknown(fields, {"push_id", "weight_version", "flush_cache"}, COMMIT_PUSH)
+    return PushCommit(
+        push_id=_push_id(fields),
+        version=decode_version(fields.get("weight_version")),
+        flush_cache=get({"flush_cache": True, **fields}, "flush_cache", bool),
+    )
+
+
+def _push_id(fields: JsonObject) -> str:
+    push_id = get(fields, "push_id", str)
+    if not 0 < len(push_id) <= MAX_ID_LENGTH:
+        raise WireError(f"push_id is {push_id!r:.80}; it must have 1 to {MAX_ID_LENGTH} characters")
+    return push_id

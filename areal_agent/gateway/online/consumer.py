@@ -9,42 +9,111 @@
 It stands between gateway and ledger: it is the gateway's journal, so that no end of a session escapes it. What must
 outlive the process (leases, fates, rewards, how far the trainer is) is in the ledger; the groups are read from there
 at the start. It owns no task: whoever waits for a lease looks again after each change.
+
+Which groups a batch takes, and when that may have changed. It leases nothing and knows no ledger.
+
+The endpoints of a trainer: publish, lease, acknowledge, return, drop, status. All take the admin key.
 """
 
 import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Self
 
-from areal_agent.cancellation import uninterrupted
+from aiohttp import web
+
 from areal_agent.errors import LedgerError, RequestError
+from areal_agent.gateway.bodies import refuse_unknown
 from areal_agent.gateway.control import RewardRequest
-from areal_agent.gateway.online.bodies import (
-    AcknowledgeRequest,
-    DropRequest,
-    LeaseRequest,
-    PublishRequest,
-    ReturnRequest,
+from areal_agent.gateway.metrics import GatewayStats
+from areal_agent.gateway.online.groups import (
+    Bound,
+    Group,
+    Groups,
+    Progress,
+    Waiting,
+    as_waiting,
+    in_groups,
+    lease_terms,
+    why_untrainable,
+    with_reward,
 )
-from areal_agent.gateway.online.bound import Bound, Progress
-from areal_agent.gateway.online.choice import Choice
-from areal_agent.gateway.online.group import Group, Waiting
-from areal_agent.gateway.online.groups import Groups
-from areal_agent.gateway.online.lineage import Lineage, conflict, is_other, lineage_for, require_nothing_undone
-from areal_agent.gateway.online.notes import (
+from areal_agent.gateway.online.lineage import (
+    Lineage,
     TrainerNote,
+    conflict,
+    is_other,
+    lineage_for,
     read_group_sizes,
     read_trainer,
+    require_nothing_undone,
     write_group_size,
     write_trainer,
 )
-from areal_agent.gateway.online.trainable import as_waiting, in_groups, lease_terms, why_untrainable, with_reward
-from areal_agent.gateway.online.wire import LeaseReply, State
+from areal_agent.gateway.online.wire import (
+    AcknowledgeRequest,
+    DropRequest,
+    GatewayStatus,
+    LeaseReply,
+    LeaseRequest,
+    PublishRequest,
+    ReturnRequest,
+    State,
+    encode_lease,
+    encode_status,
+)
+from areal_agent.gateway.replies import json_reply
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.observe.busy import BusyClock
-from areal_agent.types import Drop, SessionRecord, Trajectory, TrajectoryGroup, Turn
+from areal_agent.observe.clock import BusyClock
+from areal_agent.process import uninterrupted
+from areal_agent.types import Drop, JsonObject, SessionRecord, Trajectory, TrajectoryGroup, Turn
+
+
+class Choice:
+    """The oldest ready groups; stragglers are waited for, once for each train step."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._stragglers_until_s: dict[int, float] = {}  # by train step
+
+    def groups(self, request: LeaseRequest, now_s: float) -> tuple[Group, ...]:
+        """Those that the batch takes now; none when there are fewer than were asked for, or stragglers to wait for.
+
+        Fewer than were asked for are taken when waiting would bring no more.
+        """
+        ready = self._groups.ready(now_s)
+        taken = ready if self._groups.is_stuck(now_s) else _enough(ready, request)
+        return () if taken and self._must_wait(request, now_s) else taken
+
+    def next_look_s(self, step: int, now_s: float, deadline_s: float) -> float:
+        """When time alone may have changed what is taken."""
+        times = (self._groups.next_expiry_s(now_s), self._stragglers_until_s.get(step), deadline_s)
+        return min((time_s for time_s in times if time_s is not None and time_s > now_s), default=deadline_s)
+
+    def done(self) -> None:
+        """The batch is leased."""
+        self._stragglers_until_s.clear()
+
+    def _must_wait(self, request: LeaseRequest, now_s: float) -> bool:
+        """Whether there are stragglers that may yet end before the batch has to go without them."""
+        if not self._groups.stragglers(request.step):
+            return False
+        return now_s < self._stragglers_until_s.setdefault(request.step, now_s + request.straggler_wait_s)
+
+
+def _enough(ready: tuple[Group, ...], request: LeaseRequest) -> tuple[Group, ...]:
+    """As many as were asked for, the first ones; none when there are fewer."""
+    if request.num_groups is not None:
+        return ready[: request.num_groups] if len(ready) >= request.num_groups else ()
+    missing = request.num_trajectories or 0
+    for number, group in enumerate(ready, start=1):
+        missing -= len(group.waiting)
+        if missing <= 0:
+            return ready[:number]
+    return ()
+
 
 DEFAULT_GROUP_WAIT_S = 60.0
 """How long a group waits for siblings that do not start and for rewards that do not come."""
@@ -345,3 +414,54 @@ def _refusals() -> Generator[None]:
         yield
     except LedgerError as error:
         raise conflict(str(error)) from error
+
+
+TrainerHandler = Callable[[JsonObject], Awaitable[web.Response]]
+
+
+class TrainerCalls:
+    """Handlers by path; each is given the body of a request that came with the admin key."""
+
+    def __init__(self, consumer: Consumer, stats: Callable[[], GatewayStats]) -> None:
+        self._consumer = consumer
+        self._stats = stats
+
+    def handlers(self) -> Mapping[str, TrainerHandler]:
+        return {
+            "/rl/publish": self._publish,
+            "/rl/lease": self._lease,
+            "/rl/acknowledge": self._acknowledge,
+            "/rl/return": self._return,
+            "/rl/drop": self._drop,
+            "/rl/status": self._status,
+        }
+
+    async def _publish(self, body: JsonObject) -> web.Response:
+        await self._consumer.publish(PublishRequest.read(body))
+        return self._state()
+
+    async def _lease(self, body: JsonObject) -> web.Response:
+        request = LeaseRequest.read(body)
+        reply = await self._consumer.lease(request)
+        payload = await encode_lease(reply, with_records=request.wants_records)
+        return web.Response(body=payload, content_type="application/json")
+
+    async def _acknowledge(self, body: JsonObject) -> web.Response:
+        await self._consumer.acknowledge(AcknowledgeRequest.read(body))
+        return self._state()
+
+    async def _return(self, body: JsonObject) -> web.Response:
+        num_returned = await self._consumer.give_back(ReturnRequest.read(body))
+        return json_reply({"num_returned": num_returned, "state": self._consumer.state()})
+
+    async def _drop(self, body: JsonObject) -> web.Response:
+        await self._consumer.drop(DropRequest.read(body))
+        return self._state()
+
+    async def _status(self, body: JsonObject) -> web.Response:
+        refuse_unknown(body, ())
+        status = GatewayStatus(state=self._consumer.state(), stats=self._stats())
+        return web.Response(body=encode_status(status), content_type="application/json")
+
+    def _state(self) -> web.Response:
+        return json_reply({"state": self._consumer.state()})

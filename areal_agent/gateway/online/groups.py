@@ -7,16 +7,242 @@
 A group is admitted as a whole: its first session reserves room for all siblings under the staleness bound. It is ready
 when all of them have ended with their rewards. What is missing (a sibling that never starts, a late reward) is waited
 for so long, counted from the last thing that happened to the group. Pure accounting: no clock, no ledger.
+
+Which version labels are the trainer's own, and what step they stand for. Pure.
+
+A label `incarnation:step` names weights of one run. Its step can be compared with the trainer's only where the
+incarnation is one of the trainer's: of weights that it never had nobody can say how old they are to it.
+
+The sibling sessions of one task, as the trainer's side of a gateway sees them. Pure: no clock, no ledger.
+
+What a closed trajectory is to a trainer: whether it can be trained, how old it is, what a lease says of it. Pure.
+
+The staleness bound at the door of a gateway: whether so many answers more may be started. Pure.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.online.bound import Bound, Progress, capacity, require_possible, require_room
-from areal_agent.gateway.online.group import Group, Waiting
-from areal_agent.gateway.online.labels import FOREIGN, Labels
-from areal_agent.staleness import is_stale
+from areal_agent.gateway.control import RewardBook, RewardRequest
+from areal_agent.ledger.encoding import lease_digest
+from areal_agent.ledger.writes import FATE_OF_STATUS
+from areal_agent.staleness import is_stale, oldest_step, room
+from areal_agent.tokens.records import token_records
+from areal_agent.types import Drop, JsonObject, Rewards, Status, Trajectory, TrajectoryGroup, WeightVersion
+
+FOREIGN = -(2**30)
+"""The step of another trainer's weights: beyond every staleness bound."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Labels:
+    """The incarnations of the trainer. Without any it has named none, and every label is taken for its own.
+
+    >>> labels = Labels(incarnations=(0, 3))
+    >>> [labels.step_of(WeightVersion.parse(text)) for text in ("0:7", "3:5")]
+    [7, 5]
+    >>> labels.step_of(WeightVersion.parse("1:7")) == FOREIGN
+    True
+    """
+
+    incarnations: tuple[int, ...] = ()
+
+    def step_of(self, version: WeightVersion) -> int:
+        """As staleness counts it. Tokens of the trainer's own weights that a crash has undone count by their step."""
+        is_own = not self.incarnations or version.incarnation in self.incarnations
+        return version.step if is_own else FOREIGN
+
+    def naming(self, incarnation: int) -> Self:
+        """With one incarnation more."""
+        if incarnation in self.incarnations:
+            return self
+        return replace(self, incarnations=(*self.incarnations, incarnation))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """A session that has ended and could be trained: the weights that sampled it, and whether it was rewarded."""
+
+    session_id: str
+    versions: frozenset[WeightVersion]
+    has_reward: bool
+
+    def oldest(self, labels: Labels) -> int:
+        """The step of its oldest token, as the trainer counts."""
+        return min(map(labels.step_of, self.versions))
+
+    def newest(self, labels: Labels) -> int:
+        return max(map(labels.step_of, self.versions))
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """The sibling sessions of one task. `size` answers are reserved for it, failed ones included."""
+
+    id: str
+    size: int
+    started_step: int  # the version that served when it was admitted
+    changed_s: float  # when the last thing happened to it
+    sessions: list[str] = field(default_factory=list[str])  # that have started
+    running: set[str] = field(default_factory=set[str])
+    waiting: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
+
+    @property
+    def num_started(self) -> int:
+        return len(self.sessions)
+
+    @property
+    def is_over(self) -> bool:
+        """All siblings have started and ended."""
+        return not self.running and self.num_started == self.size
+
+    def oldest(self, labels: Labels) -> int:
+        return min(one.oldest(labels) for one in self.waiting.values())
+
+    @property
+    def lacks_nothing(self) -> bool:
+        """It is over, and those that can be trained have a reward."""
+        return self.is_over and all(one.has_reward for one in self.waiting.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseTerms:
+    """What the ledger keeps of a leased trajectory."""
+
+    digest: str
+    num_loss_tokens: int
+
+
+def why_untrainable(trajectory: Trajectory) -> Drop | None:
+    """The fate of a trajectory that nobody needs to wait for; None when it can be trained, once it has a reward."""
+    if not trajectory.sampled_steps():
+        return FATE_OF_STATUS.get(trajectory.status, Drop.FILTERED)
+    if trajectory.status in (Status.COMPLETED, Status.MISSING_REWARD):
+        return None
+    return FATE_OF_STATUS[trajectory.status]
+
+
+def as_waiting(trajectory: Trajectory) -> Waiting:
+    """Raises ValueError when nothing was sampled in it."""
+    return Waiting(
+        session_id=trajectory.session_id,
+        versions=trajectory.sampled_versions(),
+        has_reward=not trajectory.rewards.is_missing,
+    )
+
+
+def lease_terms(trajectories: Iterable[Trajectory]) -> dict[str, LeaseTerms]:
+    """By session id. Takes milliseconds a trajectory: call it in a thread."""
+    terms: dict[str, LeaseTerms] = {}
+    for one in trajectories:
+        num_loss_tokens = sum(int(record.loss_mask.sum()) for record in token_records(one))
+        digest = lease_digest(one, num_loss_tokens)
+        terms[one.session_id] = LeaseTerms(digest=digest, num_loss_tokens=num_loss_tokens)
+    return terms
+
+
+def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]:
+    """The same trajectories by group, the oldest tokens first; one order, however they come."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in sorted(trajectories, key=lambda one: one.session_id):
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    return tuple(
+        TrajectoryGroup(group_id=group_id, task_id=members[0].task_id, trajectories=tuple(members))
+        for group_id, members in sorted(groups.items(), key=lambda item: (min(map(oldest_step, item[1])), item[0]))
+    )
+
+
+def with_reward(trajectory: Trajectory, request: RewardRequest) -> Rewards:
+    """What it has earned with a late reward. Raises RequestError for a completion that it has not."""
+    book = RewardBook(trajectory.rewards)
+    book.take(request, {one.id for turn in trajectory.turns for one in turn.completions})
+    return book.rewards()
+
+
+RETRY_AFTER_S = 1
+"""When whoever was refused at the bound should ask again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """The staleness bound: B answers (rollouts) a train step, eta versions."""
+
+    batch_answers: int
+    max_staleness: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far the trainer is: version `published` serves, and batches up to `leased` have been handed out.
+
+    A batch counts as B answers at least, so that a trainer that takes fewer does not widen the bound. What one had
+    beyond B counts until its step is published: until then it would let more in beside the version that serves. Counted
+    for ever it would use the bound up, and nothing would be let in any more.
+    """
+
+    published: int = 0
+    leased: int = 0
+    surplus: tuple[tuple[int, int], ...] = ()  # (step, answers beyond B) of steps not yet published
+
+    @classmethod
+    def read(cls, fields: JsonObject) -> Self:
+        """The inverse of what JSON makes of it."""
+        surplus = tuple((step, answers) for step, answers in fields.get("surplus", ()))
+        return cls(published=fields["published"], leased=fields["leased"], surplus=surplus)
+
+    def to_version(self, step: int) -> Self:
+        """Version `step` serves."""
+        surplus = tuple(one for one in self.surplus if one[0] > step)
+        return replace(self, published=step, leased=max(step, self.leased), surplus=surplus)
+
+    def to_batch(self, step: int, num_answers: int, bound: Bound | None) -> Self:
+        """A batch of so many answers is handed out for `step`."""
+        beyond = 0 if bound is None else num_answers - bound.batch_answers
+        surplus = (*self.surplus, (step, beyond)) if beyond > 0 else self.surplus
+        return replace(self, leased=step, surplus=surplus)
+
+    def consumed(self, bound: Bound) -> int:
+        """Answers that the trainer has had."""
+        return max(self.leased, self.published) * bound.batch_answers + sum(answers for _, answers in self.surplus)
+
+
+def capacity(bound: Bound, progress: Progress, under_way: int) -> int:
+    """How many answers may be admitted beside those that run or wait to be leased."""
+    return room(
+        step=progress.published,
+        max_staleness=bound.max_staleness,
+        batch_answers=bound.batch_answers,
+        consumed=progress.consumed(bound),
+        under_way=under_way,
+    )
+
+
+def require_possible(size: int, bound: Bound) -> None:
+    """Raises RequestError (400) for a group that never fits."""
+    most = (bound.max_staleness + 1) * bound.batch_answers
+    if size > most:
+        raise RequestError(
+            f"group_size is {size}; the staleness bound never admits more than {most} answers at once "
+            f"(max_staleness {bound.max_staleness}, {bound.batch_answers} answers a train step)",
+            param="group_size",
+            code="invalid_value",
+        )
+
+
+def require_room(size: int, bound: Bound, progress: Progress, *, num_running: int, num_finished: int) -> None:
+    """Raises RequestError (429) unless `size` answers more may be started now."""
+    left = capacity(bound, progress, num_running + num_finished)
+    if left < size:
+        raise RequestError(
+            f"the staleness bound is reached: {num_running} answers run and {num_finished} wait to be trained, which "
+            f"leaves room for {max(0, left)} of the {size} asked for at weight version {progress.published}; ask again "
+            f"when the trainer has published version {progress.published + 1}",
+            status=429,
+            code="staleness_bound",
+            retry_after_s=RETRY_AFTER_S,
+        )
 
 
 class Groups:

@@ -1,5 +1,9 @@
-"""The config section of tasks: their sources, how they are mixed, in which order they are used. It opens none."""
+"""The config section of tasks: their sources, how they are mixed, in which order they are used. It opens none.
 
+Objects of the user's by their import path, and his faults on one line. It knows not what an object is for.
+"""
+
+import importlib
 import re
 from enum import StrEnum
 from pathlib import Path
@@ -7,6 +11,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from areal_agent.errors import ConfigError
 from areal_agent.section import Section
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -135,3 +140,26 @@ class TrainingTasksConfig(TasksConfig):
     """Each epoch of each source in an order of its own, by `seed`; otherwise as they come."""
     curriculum: CurriculumConfig | None = None
     """Draw by success rate; without this section every task once an epoch."""
+
+
+def import_object(path: str, what: str) -> Any:
+    """Import `package.module:name`; raises ConfigError that says which half is wrong."""
+    module_name, colon, name = path.partition(":")
+    if not (colon and module_name and name):
+        raise ConfigError(f"{what}: {path!r} is not of the form 'package.module:name'")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module of the user's may fail in any way at import
+        raise ConfigError(
+            f"{what}: importing {module_name!r} failed: {one_line(error)}; "
+            "check the name and that it can be imported from this folder"
+        ) from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise ConfigError(f"{what}: module {module_name!r} has no {name!r}") from None
+
+
+def one_line(error: BaseException) -> str:
+    """`ValueError: text`, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

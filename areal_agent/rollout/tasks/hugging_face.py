@@ -7,7 +7,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from areal_agent.errors import ConfigError
-from areal_agent.rollout.tasks.imports import one_line
+from areal_agent.rollout.tasks.config import one_line
 
 
 def dataset_rows(source: str, split: str, args: Mapping[str, Any], what: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,16 +1,193 @@
-"""From rows to tasks: columns are named, a filter chooses, and every task has an id of its own. It opens no source."""
+"""From rows to tasks: columns are named, a filter chooses, and every task has an id of its own. It opens no source.
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import cast
+Rows of files: JSONL and Parquet, each with its file and line. It knows no other source.
 
+The rows of a source, each with its place for whoever complains of it. It knows nothing of what makes a task.
+
+The tasks of all sources of one split, with their weights. It knows not where they came from, nor their order.
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, cast
+
+import orjson
 from pydantic_core import from_json, to_json
 
 from areal_agent.errors import ConfigError
-from areal_agent.rollout.tasks.config import SourceConfig, TasksConfig
-from areal_agent.rollout.tasks.imports import import_object, one_line
-from areal_agent.rollout.tasks.rows import Row, Split, open_rows
-from areal_agent.rollout.tasks.task_set import TaskSet, TaskSource
+from areal_agent.rollout.tasks.config import SourceConfig, SourceKind, TasksConfig, import_object, one_line
 from areal_agent.types import JsonObject, Task
+
+logger = logging.getLogger(__name__)
+
+
+PARQUET_BATCH_ROWS = 4096
+LONG_NUMBER = re.compile(rb"\d{19}")
+"""Digits that may be of an integer beyond 64 bits."""
+
+
+def jsonl_rows(path: Path, what: str) -> Iterator[tuple[str, object]]:
+    """A JSON value a line; blank lines are passed over. Raises ConfigError with the file and the line."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", _value(line)
+    except OSError as error:
+        raise _unreadable(path, what, error.strerror or str(error)) from error
+    except ValueError as error:  # of either parser; an integer of thousands of digits is one of Python's own
+        raise ConfigError(f"{what}: {path}:{number} is not JSON: {error}") from error
+
+
+def parquet_rows(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A dict a row, read batch by batch. Raises ConfigError; needs the extra `parquet`."""
+    try:
+        # here: who has no such file needs not have the extra
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{what}: {str(path)!r} is a Parquet file, and the package {error.name!r} is missing; install the extra: "
+            "pip install 'areal-agent[parquet]'"
+        ) from error
+    number = 0
+    try:
+        with path.open("rb") as opened, pq.ParquetFile(opened) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                for row in batch.to_pylist():
+                    yield f"{path} row {number}", row
+                    number += 1
+    except OSError as error:
+        raise _unreadable(path, what, error.strerror or str(error)) from error
+    except pa.ArrowException as error:
+        raise ConfigError(f"{what}: {str(path)!r} is no Parquet file: {' '.join(str(error).split())}") from error
+
+
+def _value(line: bytes) -> object:
+    """Integers keep all their digits: orjson is strict and quick, but makes long ones floats."""
+    value: object = orjson.loads(line)
+    return json.loads(line) if LONG_NUMBER.search(line) else value
+
+
+def _unreadable(path: Path, what: str, reason: str) -> ConfigError:
+    where = "" if path.is_absolute() else f" (looked for from {str(Path.cwd())!r})"
+    return ConfigError(f"{what}: cannot read {str(path)!r}: {reason}{where}")
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+Split = Literal["train", "test"]
+
+MAX_ITEMS = 1_000_000
+"""How much of what a function gives is held in memory: it may be endless."""
+
+
+class Row(NamedTuple):
+    """`place` says where it stands: a file and a line, say."""
+
+    place: str
+    item: object
+
+
+def open_rows(config: SourceConfig, split: Split, seed: int, what: str) -> Iterator[Row]:
+    """All rows, read as they are asked for. `what` names the section in complaints. Raises ConfigError."""
+    match config.kind:
+        case SourceKind.FUNCTION:
+            rows = _function_rows(config, split, seed, what)
+        case SourceKind.JSONL:
+            rows = jsonl_rows(Path(config.source), what)
+        case SourceKind.PARQUET:
+            rows = parquet_rows(Path(config.source), what)
+        case SourceKind.DATASET:
+            rows = _dataset_rows(config, config.split or split, what)
+    return (Row(place=place, item=item) for place, item in rows)
+
+
+def _function_rows(config: SourceConfig, split: Split, seed: int, what: str) -> Iterator[tuple[str, object]]:
+    function = import_object(config.source, what)
+    if not callable(function):
+        raise ConfigError(f"{what}: {config.source!r} is a {type(function).__name__}, not a function(split, seed)")
+    make = cast(Callable[..., Iterable[object]], function)
+    try:
+        items = list(islice(make(split=split, seed=seed, **config.args), MAX_ITEMS + 1))
+    except Exception as error:  # a function of the user's may fail in any way
+        raise ConfigError(
+            f"{what}: {config.source}(split={split!r}, seed={seed}, ...) failed: {one_line(error)}; see {what}.args"
+        ) from error
+    if len(items) > MAX_ITEMS:
+        logger.warning("%s: %s gives more than %d tasks; the first are used", what, config.source, MAX_ITEMS)
+    return ((f"item {index} of {config.source}", item) for index, item in enumerate(items[:MAX_ITEMS]))
+
+
+def _dataset_rows(config: SourceConfig, split: str, what: str) -> Iterator[tuple[str, object]]:
+    if not Path(config.source).is_dir() and not HUB_NAME.fullmatch(config.source):
+        raise ConfigError(
+            f"{what}: {config.source!r} is no source: there is no such folder, and it is neither a function "
+            "(package.module:function), nor a .jsonl or .parquet file, nor a data set on the hub (org/name)"
+        )
+    try:
+        # here: its import takes two seconds, and who has no such source needs not have the extra
+        from areal_agent.rollout.tasks.hugging_face import dataset_rows
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{what}: {config.source!r} is a Hugging Face data set, and the package {error.name!r} is missing; install "
+            "the extra: pip install 'areal-agent[datasets]'"
+        ) from error
+    return dataset_rows(config.source, split, config.args, what)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSource:
+    """Tasks of one source, at least one, in its order."""
+
+    name: str
+    weight: float
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSet:
+    """All tasks of a run. No two have the same id.
+
+    >>> tasks = TaskSet.of([Task(id="a", data={}), Task(id="b", data={})])
+    >>> len(tasks), [task.id for task in tasks]
+    (2, ['a', 'b'])
+    """
+
+    sources: tuple[TaskSource, ...]
+
+    @classmethod
+    def of(cls, tasks: Iterable[Task]) -> Self:
+        """Of one source."""
+        return cls(sources=(TaskSource(name="", weight=1.0, tasks=tuple(tasks)),))
+
+    def __len__(self) -> int:
+        return sum(len(source.tasks) for source in self.sources)
+
+    def __iter__(self) -> Iterator[Task]:
+        for source in self.sources:
+            yield from source.tasks
+
+    def source_names(self) -> dict[str, str]:
+        """The source of each task, by its id; empty where there is one source alone, which has no name."""
+        return {task.id: source.name for source in self.sources if source.name for task in source.tasks}
+
+    def fingerprint(self) -> str:
+        """Changes when tasks, their order or their weights do: by their ids, not by what they hold."""
+        digest = hashlib.sha256()
+        for source in self.sources:
+            digest.update(repr((source.name, source.weight, len(source.tasks))).encode())
+            for task in source.tasks:
+                digest.update(f"{len(task.id)}:{task.id}".encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
 
 def load_tasks(config: TasksConfig, split: Split, seed: int, what: str = "tasks") -> TaskSet:

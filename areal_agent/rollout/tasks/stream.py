@@ -1,10 +1,102 @@
-"""The order in which tasks are used: the n-th is a function of n. It keeps nothing, and knows not which come next."""
+"""The order in which tasks are used: the n-th is a function of n. It keeps nothing, and knows not which come next.
+
+Which of several sources a position of the stream belongs to, by their weights. Pure; it knows no tasks.
+
+Not by chance: at every position each source has had its share, to within one for each source before it, so that every
+batch has the mix that was asked for. Of p positions, source 0 has floor(p w_0 / W); what is left is divided the same
+way among the others. A position is looked up in as many steps as there are sources, and nothing is kept.
+
+A shuffle without a list: where the n-th of many things goes, computed from n alone. Pure; it knows no tasks.
+
+A shuffled list costs memory and a pause an epoch, and a resume has to shuffle again up to where it was. Here nothing is
+kept, so that a stream of tasks has no state at all: position n says everything.
+
+A Feistel network of `ROUNDS` rounds permutes the 2^(2h) numbers of 2h bits, with 2^(2h) >= size; a number that falls
+outside is permuted again until it falls inside (cycle walking), at most 4 times in the mean.
+Black, Rogaway: Ciphers with arbitrary finite domains, CT-RSA 2002.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
 
 from areal_agent.errors import ConfigError
-from areal_agent.rollout.tasks.mixture import Mixture
-from areal_agent.rollout.tasks.permutation import permuted
-from areal_agent.rollout.tasks.task_set import TaskSet
+from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.types import Task
+
+FINEST_WEIGHT = 10**6
+"""Weights are taken as fractions with at most this denominator, so that counting is exact, however far the stream."""
+
+
+class Place(NamedTuple):
+    """The `number`-th, from 0, of what source number `source` gives."""
+
+    source: int
+    number: int
+
+
+class Mixture:
+    """Positions divided among sources.
+
+    >>> mixture = Mixture([2.0, 1.0])
+    >>> [mixture.place(position).source for position in range(6)]
+    [1, 0, 0, 1, 0, 0]
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        fractions = [
+            max(Fraction(weight).limit_denominator(FINEST_WEIGHT), Fraction(1, FINEST_WEIGHT)) for weight in weights
+        ]
+        scale = math.lcm(*(one.denominator for one in fractions))
+        self._weights = [int(one * scale) for one in fractions]
+        self._rest = [sum(self._weights[source:]) for source in range(len(weights))]  # of a source and those after it
+
+    def place(self, position: int) -> Place:
+        for source, (weight, rest) in enumerate(zip(self._weights, self._rest, strict=True)):
+            before = position * weight // rest
+            if (position + 1) * weight // rest > before:
+                return Place(source=source, number=before)
+            position -= before
+        raise AssertionError("the last source takes every position that is left")
+
+
+ROUNDS = 6
+
+
+def permuted(index: int, size: int, key: str) -> int:
+    """Where `index` in [0, size) goes; for each key another permutation of [0, size).
+
+    >>> sorted(permuted(index, 5, "seed 0") for index in range(5))
+    [0, 1, 2, 3, 4]
+    """
+    if not 0 <= index < size:
+        raise ValueError(f"index {index} is not in [0, {size})")
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    digest = hashlib.blake2b(key.encode(), digest_size=32).digest()
+    place = _feistel(index, half_bits, digest)
+    while place >= size:
+        place = _feistel(place, half_bits, digest)
+    return place
+
+
+def _feistel(number: int, half_bits: int, key: bytes) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = number >> half_bits, number & mask
+    for turn in range(ROUNDS):
+        mixed = hashlib.blake2b(f"{turn}/{right}".encode(), key=key, digest_size=8).digest()
+        left, right = right, left ^ (int.from_bytes(mixed) & mask)
+    return left << half_bits | right
+
+
+def fraction(key: str) -> float:
+    """A number in [0, 1) that depends on the key alone.
+
+    >>> 0.0 <= fraction("seed 0") < 1.0
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) / 2**64
 
 
 class TaskStream:

@@ -15,10 +15,8 @@ from areal_agent.ledger.shard import LedgerShard
 from areal_agent.observe.logging import log_to_output
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
 from areal_agent.rollout.local import open_local
-from areal_agent.rollout.worker.channel import Channel
-from areal_agent.rollout.worker.messages import Ready, Refused, Warned, WorkerSettings, decode_settings, encode
-from areal_agent.rollout.worker.metered import MeteredSampler
-from areal_agent.rollout.worker.server import WorkerServer
+from areal_agent.rollout.worker.messages import Channel, Ready, Refused, Warned, WorkerSettings, decode_settings, encode
+from areal_agent.rollout.worker.server import MeteredSampler, WorkerServer
 from areal_agent.rollout.workflow import load_workflow
 
 

@@ -8,14 +8,14 @@ import itertools
 import socket
 from collections.abc import Callable
 
-from areal_agent.engine.fleet.view import FleetView
+from areal_agent.engine.fleet.member import FleetView
 from areal_agent.errors import ConfigError, WorkerError
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.rollout.worker.channel import Channel
 from areal_agent.rollout.worker.messages import (
     Answer,
     Call,
     CancelCall,
+    Channel,
     Counted,
     Ended,
     EnginesCall,

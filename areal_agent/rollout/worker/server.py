@@ -1,16 +1,20 @@
-"""The worker's end: carries out the calls of the main process, each rollout in a task of its own."""
+"""The worker's end: carries out the calls of the main process, each rollout in a task of its own.
+
+An engine whose busy time is kept as spans, so that the gateways of several processes can be counted as one.
+"""
 
 import asyncio
 import logging
 from collections.abc import Callable
 
-from areal_agent.engine.fleet.view import FleetView
-from areal_agent.observe.spans import SpanLog
+from areal_agent.engine.fleet.member import FleetView
+from areal_agent.observe.clock import SpanLog
+from areal_agent.protocols import Sampler
 from areal_agent.rollout.local import LocalRollouts
-from areal_agent.rollout.worker.channel import Channel
 from areal_agent.rollout.worker.messages import (
     Answer,
     CancelCall,
+    Channel,
     Counted,
     Ended,
     EnginesCall,
@@ -20,7 +24,7 @@ from areal_agent.rollout.worker.messages import (
     decode_call,
     encode,
 )
-from areal_agent.types import Status
+from areal_agent.types import GenerateRequest, GenerateResult, Status, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -99,3 +103,20 @@ class WorkerServer:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+class MeteredSampler:
+    """A `protocols.Sampler` around another: `busy` has the spans with at least one request in flight."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.busy = SpanLog()
+        self._sampler = sampler
+
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
+        with self.busy.one():
+            return await self._sampler.generate(request, on_chunk)
+
+    async def abort(self, request_id: str) -> None:
+        await self._sampler.abort(request_id)

@@ -10,7 +10,7 @@ from areal_agent.tokens.answers.hermes import BEGIN, END
 from areal_agent.tokens.answers.parsed import ParsedAnswer, ToolCall
 from areal_agent.tokens.answers.prose import Prose
 from areal_agent.tokens.answers.reader import THINK_BEGIN, THINK_END
-from areal_agent.tokens.json_text import is_unicode, json_object_at
+from areal_agent.tokens.canonical import is_unicode, json_object_at
 
 _SPACE = " \t\n\r"  # as JSON has it
 _UP_TO_ARGUMENTS = re.compile(r'~\{~"name"~:~"([^"\\\x00-\x1f]+)"~,~"arguments"~:~(?=\{)'.replace("~", f"[{_SPACE}]*"))

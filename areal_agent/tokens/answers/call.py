@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from areal_agent.tokens.answers.parsed import AnswerDelta, ToolCall
 from areal_agent.tokens.answers.tape import MalformedCall, Tape
-from areal_agent.tokens.json_text import parse_json_object
+from areal_agent.tokens.canonical import parse_json_object
 
 
 class OpenCall:

@@ -7,7 +7,7 @@ breaks; lenient in what stands between (numbers, escapes): `json_text` judges th
 import re
 
 from areal_agent.tokens.answers.tape import SPACE, MalformedCall, Steps, Tape
-from areal_agent.tokens.json_text import MAX_DEPTH, parse_json_object
+from areal_agent.tokens.canonical import MAX_DEPTH, parse_json_object
 
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+', re.DOTALL)
 _SCALAR = re.compile(r"[\w.+-]*")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from areal_agent.tokens.json_text import format_json
+from areal_agent.tokens.canonical import format_json
 from areal_agent.types import JsonObject
 
 

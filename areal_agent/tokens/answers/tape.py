@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from areal_agent.tokens.json_text import json_object_at
+from areal_agent.tokens.canonical import json_object_at
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

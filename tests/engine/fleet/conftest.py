@@ -10,12 +10,10 @@ import pytest
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.engine.fleet.fleet import Fleet, MemberReport
-from areal_agent.engine.fleet.member import MemberState
-from areal_agent.engine.fleet.patience import Patience
+from areal_agent.engine.fleet.member import MemberState, Patience
 from areal_agent.engine.wire import EngineStats
-from areal_agent.engine_types import EngineInfo, GenerateRequest, GenerateResult, TokenChunk
 from areal_agent.errors import EngineUnreachable
-from areal_agent.types import SamplingParams, WeightVersion
+from areal_agent.types import EngineInfo, GenerateRequest, GenerateResult, SamplingParams, TokenChunk, WeightVersion
 
 DEADLINE_S = 120.0  # only a hang is longer
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)

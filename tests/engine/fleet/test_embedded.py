@@ -16,12 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.fleet.fleet import Fleet
-from areal_agent.engine.fleet.member import MemberState
-from areal_agent.engine.fleet.patience import Patience
-from areal_agent.engine.http import HttpEngine
-from areal_agent.engine_types import TokenChunk
-from areal_agent.types import WeightVersion
+from areal_agent.engine.fleet.member import MemberState, Patience
+from areal_agent.types import TokenChunk, WeightVersion
 from areal_agent.weights.push import push
 
 DEADLINE_S = 300.0  # only a hang is longer

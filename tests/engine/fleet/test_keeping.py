@@ -20,16 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.engine.fleet.due import Due
-from areal_agent.engine.fleet.keeper import Keeper
-from areal_agent.engine.fleet.member import Member, MemberState
-from areal_agent.engine.fleet.roster import Roster
-from areal_agent.engine_types import DiskWeights, EngineInfo, PauseMode
+from areal_agent.engine.fleet.keeper import Due, Keeper
+from areal_agent.engine.fleet.member import Member, MemberState, Roster
 from areal_agent.errors import EngineRejected, EngineUnreachable, ServerRefused, WeightUpdateError
-from areal_agent.types import WeightVersion
+from areal_agent.types import DiskWeights, EngineInfo, PauseMode, WeightVersion
 from areal_agent.weights.push import push
-
-from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
+from conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
 MODEL = Path("model")
 WEIGHTS = DiskWeights(path="weights-8")

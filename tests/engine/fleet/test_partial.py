@@ -5,9 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.engine.fleet.partial import Partial
-from areal_agent.engine_types import GenerateRequest, TokenChunk
-from areal_agent.types import FinishReason, SamplingParams, VersionSpan, WeightVersion
+from areal_agent.engine.fleet.relay import Partial
+from areal_agent.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, VersionSpan, WeightVersion
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3)))  # version and length
 

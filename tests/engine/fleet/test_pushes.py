@@ -18,13 +18,10 @@ import pytest
 
 from areal_agent.engine.fake import Operation
 from areal_agent.engine.fleet.member import MemberState
-from areal_agent.engine_types import DiskWeights, PauseMode
 from areal_agent.errors import EnginesGone, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import FinishReason, WeightVersion
-from areal_agent.weights.policies import MAX_ATTEMPTS, push_under
-from areal_agent.weights.push import push
-
-from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
+from areal_agent.types import DiskWeights, FinishReason, PauseMode, WeightVersion
+from areal_agent.weights.push import MAX_ATTEMPTS, push, push_under
+from conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
 MODEL, WEIGHTS = Path("model"), DiskWeights(path="weights-8")
 STEPS = [Operation.BEGIN_PUSH, Operation.SEND_PUSH, Operation.PAUSE, Operation.COMMIT_PUSH, Operation.RESUME]

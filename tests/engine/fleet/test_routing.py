@@ -7,7 +7,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.engine.fleet.routing import BLOCK_TOKENS, Router
+from areal_agent.engine.fleet.member import BLOCK_TOKENS, Router
 
 
 def prompt(number: int, num_tokens: int = 3 * BLOCK_TOKENS) -> list[int]:

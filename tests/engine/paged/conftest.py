@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_agent.engine.embedded.model_files import load_model
-from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.row import Row
-from areal_agent.engine.embedded.workload import Workload
-from areal_agent.engine_types import GenerateRequest, GenerateResult
-from areal_agent.types import WeightVersion
+from areal_agent.engine.embedded.model import ModelRunner, load_model
+from areal_agent.engine.embedded.workload import Row, Workload
+from areal_agent.types import GenerateRequest, GenerateResult, WeightVersion
 
 
 class Rerun:

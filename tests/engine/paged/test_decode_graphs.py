@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from areal_agent.engine.embedded.kv_cache import KVShape
-from areal_agent.engine.embedded.model_files import load_model
-from areal_agent.engine.embedded.model_runner import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner, load_model
 from areal_agent.engine.embedded.paged.attention import Gathered
 from areal_agent.engine.embedded.paged.decode_graphs import DecodeGraphs, sizes
 from areal_agent.engine.embedded.paged.store import PageStore

@@ -13,11 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal_agent.engine.embedded.model_runner import ModelRunner
-from areal_agent.engine.embedded.row import Row
-from areal_agent.engine.embedded.workload import Workload
-from areal_agent.engine_types import GenerateRequest
-from areal_agent.types import SamplingParams, WeightVersion
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.workload import Row, Workload
+from areal_agent.types import GenerateRequest, SamplingParams, WeightVersion
 
 TOLERANCE = 1e-4
 NEW = WeightVersion(step=8)

@@ -13,18 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from sampled import Weights
+from servers import running_server
 
-from areal_agent.cluster.sglang import CONTEXT_MARGIN, start_sglang
+from areal_agent.cluster.servers import CONTEXT_MARGIN, start_sglang
 from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.foreign.engine import ForeignEngine
-from areal_agent.engine.foreign.server import ForeignServer
+from areal_agent.engine.foreign.engine import ForeignEngine, ForeignServer
 from areal_agent.engine.sglang.server import SglangServer
-from areal_agent.engine_types import DiskWeights, GenerateRequest, PauseMode, SharedMemoryWeights, TokenChunk
-from areal_agent.types import WeightVersion
+from areal_agent.types import DiskWeights, GenerateRequest, PauseMode, SharedMemoryWeights, TokenChunk, WeightVersion
 from areal_agent.weights.push import push
-
-from ..sampled import Weights
-from ..servers import running_server
 
 DEADLINE_S = 300.0  # only a hang is longer
 CONTEXT = 4096
@@ -35,7 +32,9 @@ def sglang_python() -> str:
     """The Python of SGLang's environment."""
     python = os.environ.get("AREAL_AGENT_SGLANG_PYTHON")
     if not python:
-        pytest.skip("AREAL_AGENT_SGLANG_PYTHON is not set: make it with tests/engine/sglang/make_environment.sh DIR")
+        pytest.skip(
+            "AREAL_AGENT_SGLANG_PYTHON is not set: make it with areal_agent/engine/sglang/make_environment.sh DIR"
+        )
     if not Path(python).is_file():
         pytest.skip(f"AREAL_AGENT_SGLANG_PYTHON is {python!r}, and there is no such file")
     return python

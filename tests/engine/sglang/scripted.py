@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from areal_agent.engine import wire
-from areal_agent.engine.sglang.receiver import CHECK_WEIGHTS
+from areal_agent.engine.sglang.server import CHECK_WEIGHTS
 from areal_agent.types import WeightVersion
 
 OLD = WeightVersion(step=3)

@@ -10,17 +10,15 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
+from sampled import Weights, assert_sampled_by, assert_swapped
+from transfers import FAULTS, open_channel, parameters_of
 
 from areal_agent.engine.sglang.server import SglangServer
-from areal_agent.engine_types import PauseMode
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import WeightVersion
-from areal_agent.weights.distributed import DistributedChannel
+from areal_agent.types import PauseMode, WeightVersion
+from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
-
-from ..sampled import Weights, assert_sampled_by, assert_swapped
-from ..transfers import FAULTS, open_channel, parameters_of
-from .conftest import Stage, Watched, open_stage
+from conftest import Stage, Watched, open_stage
 
 pytestmark = pytest.mark.slow
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from servers import STARTUP_S
+from transfers import open_channel, parameters_of
 
 from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.engine.config import EngineConfig
@@ -23,12 +25,9 @@ from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import VersionSpan, WeightVersion
-from areal_agent.weights.distributed import DistributedChannel
+from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
-
-from ..servers import STARTUP_S
-from ..transfers import open_channel, parameters_of
-from .conftest import CONTEXT, CONTEXT_MARGIN, Watched, serve_again
+from conftest import CONTEXT, CONTEXT_MARGIN, Watched, serve_again
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 DEADLINE_S = 1200.0  # only a hang is longer

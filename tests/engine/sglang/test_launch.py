@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_agent.cluster.sglang import start_sglang
+from areal_agent.cluster.servers import start_sglang
 from areal_agent.config import Config
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError, EngineUnreachable, ProcessDied
-from areal_agent.preflight import check_engine
+from areal_agent.run.preflight import check_engine
 from areal_agent.types import WeightVersion
 
 VERSION = WeightVersion(incarnation=1, step=9)
@@ -39,7 +39,7 @@ time.sleep(100000)
 RUN = """
 import asyncio, sys
 from pathlib import Path
-from areal_agent.cluster.sglang import start_sglang
+from areal_agent.cluster.servers import start_sglang
 from areal_agent.engine.config import EngineConfig
 from areal_agent.types import WeightVersion
 

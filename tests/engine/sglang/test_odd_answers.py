@@ -20,18 +20,15 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from scripted import OLD, ScriptedServer, event, serving, spans
 
 from areal_agent.engine import wire
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.foreign.weight_folders import WeightFolders
-from areal_agent.engine.sglang.answer import SglangAnswer
-from areal_agent.engine.sglang.server import SglangServer
-from areal_agent.engine_types import PauseMode
+from areal_agent.engine.sglang.server import SglangAnswer, SglangServer
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import FinishReason, VersionSpan, WeightVersion
+from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
 from areal_agent.weights.push import push
-
-from .scripted import OLD, ScriptedServer, event, serving, spans
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 

@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
+from servers import running_server
+from sglang.conftest import CONTEXT, DEADLINE_S, Stage, open_stage, with_tokenizer
 
-from areal_agent.cluster.vllm import start_vllm
+from areal_agent.cluster.servers import start_vllm
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.vllm.server import VllmServer
-
-from ..servers import running_server
-from ..sglang.conftest import CONTEXT, DEADLINE_S, Stage, open_stage, with_tokenizer
 
 HEAD_DIM = 32  # the least that vLLM has attention for on a CPU
 LONG = 3500  # tokens: on busy cores its front end has told of the first when hundreds are sampled
@@ -28,7 +27,7 @@ def vllm_python() -> str:
     """The Python of vLLM's environment."""
     python = os.environ.get("AREAL_AGENT_VLLM_PYTHON")
     if not python:
-        pytest.skip("AREAL_AGENT_VLLM_PYTHON is not set: make it with tests/engine/vllm/make_environment.sh DIR")
+        pytest.skip("AREAL_AGENT_VLLM_PYTHON is not set: make it with areal_agent/engine/vllm/make_environment.sh DIR")
     if not Path(python).is_file():
         pytest.skip(f"AREAL_AGENT_VLLM_PYTHON is {python!r}, and there is no such file")
     return python

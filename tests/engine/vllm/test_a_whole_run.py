@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_agent.observe.metrics import read_metrics
-from areal_agent.observe.rows import step_rows
+from areal_agent.observe.metrics import read_metrics, step_rows
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,17 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripted import OLD, ScriptedServer, answering, ended, event, spans
 from transformers import AutoModelForCausalLM
 
-from areal_agent.cluster.vllm import StartedServer
+from areal_agent.cluster.servers import StartedServer
 from areal_agent.engine.foreign.engine import ForeignEngine
-from areal_agent.engine_types import PauseMode
 from areal_agent.errors import EngineUnreachable, WeightUpdateError
-from areal_agent.types import FinishReason, VersionSpan, WeightVersion
-from areal_agent.weights.disk import DiskChannel
+from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
+from areal_agent.weights.channels import DiskChannel
 from areal_agent.weights.push import push
-
-from .scripted import OLD, ScriptedServer, answering, ended, event, spans
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from areal_agent import ConfigError, Task
 from areal_agent.rollout.tasks.config import CurriculumConfig
-from areal_agent.rollout.tasks.curriculum import Curriculum, Estimate
-from areal_agent.rollout.tasks.draws import Draws, Past
+from areal_agent.rollout.tasks.draws import Curriculum, Draws, Estimate, Past
+from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.rollout.tasks.stream import TaskStream
-from areal_agent.rollout.tasks.task_set import TaskSet
 
 TASKS = [Task(id=f"t{number}", data={"level": number % 2}) for number in range(4)]
 

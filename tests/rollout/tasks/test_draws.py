@@ -19,8 +19,8 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.rollout.producer import Producer
 from areal_agent.rollout.tasks.draws import Attempt, Draws, Past, open_draws
+from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.rollout.tasks.stream import TaskStream
-from areal_agent.rollout.tasks.task_set import TaskSet
 from areal_agent.staleness import Admission
 from areal_agent.types import (
     Completion,

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent import ConfigError, Task
-from areal_agent.rollout.tasks.mixture import Mixture
-from areal_agent.rollout.tasks.permutation import permuted
-from areal_agent.rollout.tasks.stream import TaskStream, in_order
-from areal_agent.rollout.tasks.task_set import TaskSet, TaskSource
+from areal_agent.rollout.tasks.loading import TaskSet, TaskSource
+from areal_agent.rollout.tasks.stream import Mixture, TaskStream, in_order, permuted
 
 
 def tasks(num: int, name: str = "") -> tuple[Task, ...]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 import pytest_asyncio
 
-from areal_agent.rollout.worker.channel import LENGTH, Channel
+from areal_agent.rollout.worker.messages import LENGTH, Channel
 
 Ends = tuple[Channel, Channel]
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from areal_agent import Status, Task
 from areal_agent.engine.address import EngineAddress
-from areal_agent.engine.fleet.view import FleetView
-from areal_agent.gateway.stats import Counters
+from areal_agent.engine.fleet.member import FleetView
+from areal_agent.gateway.metrics import Counters
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
 from areal_agent.rollout.runner import RolloutSpec

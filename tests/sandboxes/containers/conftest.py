@@ -6,12 +6,11 @@ import pytest
 import pytest_asyncio
 
 from areal_agent.errors import SandboxError
-from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.containers.cell import AgentCell
 from sandboxes.containers.engine import Engine
+from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.limits import Limits
-from sandboxes.spec import CellSpec
+from sandboxes.spec import CellSpec, Limits
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -23,10 +23,9 @@ from areal_agent.errors import SandboxError
 from sandboxes.base import Program
 from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
 from sandboxes.containers.agent_link import MAX_ON_THE_WAY, AgentEnd, AgentLink
-from sandboxes.containers.bounds import SharedBounds
 from sandboxes.containers.cell import AgentCell
-from sandboxes.containers.confinement import Bounds, User
-from sandboxes.limits import Limits
+from sandboxes.containers.confinement import Bounds, SharedBounds, User
+from sandboxes.spec import Limits
 
 LIMITS = Limits(wall_s=60.0, output_bytes=10)
 GRANTED = b"HTTP/1.1 101 UPGRADED\r\n\r\n"

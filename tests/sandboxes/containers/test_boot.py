@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from sandboxes.containers.agent.wire import HEADER, Tell
-from sandboxes.containers.boot import COMMAND, boot_data
+from sandboxes.containers.agent_link import COMMAND, boot_data
 
 PATIENCE_S = 60.0
 OTHER_VERSION = b"\0\0\r\n"

@@ -27,8 +27,7 @@ from sandboxes.containers.confinement import (
     user_of,
     workdir_of,
 )
-from sandboxes.limits import Limits
-from sandboxes.spec import CellSpec, Network
+from sandboxes.spec import CellSpec, Limits, Network
 
 RUNTIMES = frozenset({"runc"})
 DANGEROUS = (

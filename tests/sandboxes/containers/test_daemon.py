@@ -21,9 +21,9 @@ import pytest_asyncio
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, open_pool
-from sandboxes.containers.base_image import DEFAULT_IMAGE
+from sandboxes.containers.confinement import OWNER_LABEL
 from sandboxes.containers.engine import Engine
-from sandboxes.containers.ownership import OWNER_LABEL
+from sandboxes.containers.images import DEFAULT_IMAGE
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
-from sandboxes.containers.dockerfile import ALLOWED, as_read, images_of, instructions_of
+from sandboxes.containers.images import ALLOWED, as_read, images_of, instructions_of
 
 STAGES = """
 # a comment

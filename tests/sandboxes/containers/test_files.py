@@ -10,10 +10,10 @@ import os
 
 import pytest
 
-from sandboxes import archive
+from sandboxes import folder
 from sandboxes.base import Program
 from sandboxes.containers.cell import AgentCell
-from sandboxes.limits import Limits
+from sandboxes.spec import Limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -68,20 +68,20 @@ async def test_paths_that_lead_out(cell: AgentCell, path: str) -> None:
 
 async def test_folder_round_trips_as_a_tar(cell: AgentCell) -> None:
     entries = [
-        archive.Entry(path="empty", data=None),
-        archive.Entry(path="run.sh", data=b"#!/bin/sh\necho ran", is_executable=True),
-        archive.Entry(path="sub", data=None),
-        archive.Entry(path="sub/data", data=b"\0\xff"),
+        folder.Entry(path="empty", data=None),
+        folder.Entry(path="run.sh", data=b"#!/bin/sh\necho ran", is_executable=True),
+        folder.Entry(path="sub", data=None),
+        folder.Entry(path="sub/data", data=b"\0\xff"),
     ]
-    await cell.upload(archive.pack(entries), "tree/deep")
-    assert archive.entries_of(await cell.download("tree/deep", 10_000)) == entries
+    await cell.upload(folder.pack(entries), "tree/deep")
+    assert folder.entries_of(await cell.download("tree/deep", 10_000)) == entries
     assert (await cell.exec(Program(argv=("tree/deep/run.sh",)), stdin=b"", limits=PATIENT)).stdout == b"ran\n"
 
 
 async def test_of_a_hostile_folder_only_files_and_folders_come(cell: AgentCell) -> None:
     hostile = "mkdir hostile; cd hostile; mkfifo fifo; ln -s /etc link; ln -s /etc/passwd file; echo x > real"
     await cell.exec(Program(argv=("sh", "-c", hostile)), stdin=b"", limits=PATIENT)
-    entries = archive.entries_of(await cell.download("hostile", 10_000))
+    entries = folder.entries_of(await cell.download("hostile", 10_000))
     assert [(entry.path, entry.data) for entry in entries] == [("real", b"x\n")]
 
 

@@ -14,10 +14,8 @@ from sandboxes.base import Program
 from sandboxes.containers.agent.tunnel import PORT
 from sandboxes.containers.cell import AgentCell
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.limits import Limits
 from sandboxes.proxy import PROXY_PORT
-from sandboxes.result import Status
-from sandboxes.spec import CellSpec, Network
+from sandboxes.spec import CellSpec, Limits, Network, Status
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

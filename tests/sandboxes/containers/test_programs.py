@@ -20,8 +20,7 @@ import pytest
 from sandboxes.base import Program
 from sandboxes.containers.agent_link import CHUNK_BYTES
 from sandboxes.containers.cell import AgentCell
-from sandboxes.limits import Limits
-from sandboxes.result import ExecResult, Status
+from sandboxes.spec import ExecResult, Limits, Status
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

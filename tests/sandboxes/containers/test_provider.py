@@ -15,13 +15,12 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Program
-from sandboxes.containers.base_image import DEFAULT_IMAGE
+from sandboxes.containers.confinement import HOLDER_LABEL, LEASE_LABEL, OWNER_LABEL, Ownership, is_orphan
 from sandboxes.containers.engine import Engine
-from sandboxes.containers.ownership import HOLDER_LABEL, LEASE_LABEL, OWNER_LABEL, Ownership, is_orphan
+from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.limits import Limits
 from sandboxes.owner import own_tag
-from sandboxes.spec import CellSpec
+from sandboxes.spec import CellSpec, Limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -32,7 +31,7 @@ HOST = """
 import asyncio
 from sandboxes.base import Program
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.limits import Limits
+from sandboxes.spec import Limits
 from sandboxes.spec import CellSpec
 
 async def main():

@@ -9,13 +9,10 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Program
-from sandboxes.containers.base_image import DEFAULT_IMAGE
 from sandboxes.containers.engine import Engine
-from sandboxes.containers.images import build_image_with
+from sandboxes.containers.images import DEFAULT_IMAGE, build_image_with
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.limits import Limits
-from sandboxes.result import Status
-from sandboxes.spec import CellSpec
+from sandboxes.spec import CellSpec, Limits, Status
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,9 +10,7 @@ import pytest
 
 from sandboxes.base import Program
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.limits import Limits
-from sandboxes.result import Status
-from sandboxes.spec import CellSpec
+from sandboxes.spec import CellSpec, Limits, Status
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from areal_agent.tokens.answers.answer_format import AnswerFormat
 from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
 from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer, ToolCall
-from areal_agent.tokens.json_text import parse_json_object
+from areal_agent.tokens.canonical import parse_json_object
 
 FORMATS = [
     AnswerFormat(tool_format=one, reasoning_format=ReasoningFormat.THINK)

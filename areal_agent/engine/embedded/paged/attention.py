@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from areal_agent.engine.embedded.decoder import Step
-from areal_agent.engine.embedded.kv_store import DecodeStep
+from areal_agent.engine.embedded.kv_store import StoredStep
 from areal_agent.engine.embedded.paged.pool import PAGE_TOKENS, PagePool
 
 
@@ -57,7 +57,7 @@ class PagedAttention(Protocol):
 
     def prefill(self, pool: PagePool, pieces: PagedPieces) -> Step: ...
 
-    def decode(self, pool: PagePool, tables: Tensor, lengths: Tensor) -> DecodeStep:
+    def decode(self, pool: PagePool, tables: Tensor, lengths: Tensor) -> StoredStep:
         """One new token of each row; tables `[n, W]` and lengths `[n]`, which count it: int32, on the pool's device."""
         ...
 
@@ -88,7 +88,7 @@ class Gathered:
             most_bytes=self._most_bytes,
         )
 
-    def decode(self, pool: PagePool, tables: Tensor, lengths: Tensor) -> DecodeStep:
+    def decode(self, pool: PagePool, tables: Tensor, lengths: Tensor) -> StoredStep:
         positions = lengths.long() - 1
         is_beyond = torch.arange(tables.shape[1] * PAGE_TOKENS, device=tables.device) >= lengths[:, None]
         mask = torch.zeros(is_beyond.shape, device=tables.device, dtype=pool.dtype)
@@ -225,7 +225,7 @@ class Flash:
             longest=max(pieces.num_tokens),
         )
 
-    def decode(self, pool: PagePool, tables: Tensor, lengths: Tensor) -> DecodeStep:
+    def decode(self, pool: PagePool, tables: Tensor, lengths: Tensor) -> StoredStep:
         positions = lengths.long() - 1
         return _FlashStep(
             kernel=self._kernel,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from areal_agent.engine.embedded.decoder import Step
 from areal_agent.engine.embedded.kv_cache import KVShape
-from areal_agent.engine.embedded.kv_store import HEADROOM_TOKENS, DecodeStep, Ids, Piece
+from areal_agent.engine.embedded.kv_store import HEADROOM_TOKENS, Ids, Piece, StoredStep
 from areal_agent.engine.embedded.paged.attention import PagedAttention, PagedPieces
 from areal_agent.engine.embedded.paged.pool import NOBODYS_PAGE, PAGE_TOKENS, PagePool
 from areal_agent.engine.embedded.paged.prefixes import PagePrefixes
@@ -120,11 +120,11 @@ class PageStore:
             ),
         )
 
-    def decode(self, lengths: Sequence[int]) -> DecodeStep:
+    def decode(self, lengths: Sequence[int]) -> StoredStep:
         tables = torch.from_numpy(self.tables(lengths)).to(self.device)
         return self.step(tables, torch.tensor(lengths, dtype=torch.int32, device=self.device))
 
-    def step(self, tables: Tensor, lengths: Tensor) -> DecodeStep:
+    def step(self, tables: Tensor, lengths: Tensor) -> StoredStep:
         """The same over tables `[n, W]` and lengths `[n]` that are on the device: int32."""
         return self._attention.decode(self._pool, tables, lengths)
 

@@ -1,0 +1,154 @@
+"""What a check of the doctor says: its state, what was found, and what to change. It knows no check.
+
+How the doctor's findings are printed: a line each as soon as it is known, and a last one that sums them up.
+
+The boundary that turns the failure of a check into a finding, so that it hides no other. It knows no check.
+"""
+
+import asyncio
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self, TextIO, TypeVar
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from areal_agent.errors import ArealAgentError
+
+T = TypeVar("T")
+
+
+class State(StrEnum):
+    """How a check went."""
+
+    OK = "ok"
+    WARN = "warn"  # a run starts; it may be slow, or not what was meant
+    FAIL = "fail"  # a run would fail
+    SKIP = "skip"  # not checked, and why
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of the doctor's table.
+
+    >>> Finding.of_error("ports", ValueError("engine.port = 80: it is in use; choose another")).change
+    'choose another'
+    """
+
+    check: str
+    state: State
+    found: str
+    change: str = ""
+
+    @classmethod
+    def of_error(cls, check: str, error: Exception) -> Self:
+        """A failure. The errors of this project have their remedy behind the last semicolon of their first line.
+
+        Of a process that died, the last line of its log says why: most often such an error.
+        """
+        first, _, rest = str(error).partition("\n")
+        found, semicolon, change = first.rpartition("; ")
+        if not semicolon:
+            found, change = first or type(error).__name__, ""
+        if rest.strip():
+            last = rest.strip().splitlines()[-1].strip()
+            cause, semicolon, change = last.rpartition("; ") if last.startswith("error: ") else (last, "", "")
+            found = f"{found}\n{cause if semicolon else last}"
+        return cls(check=check, state=State.FAIL, found=found, change=change)
+
+
+STYLES: Mapping[State, str] = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIP: "dim"}
+STATE_WIDTH, CHECK_WIDTH, TEXT_WIDTH = 6, 14, 100
+
+
+class Report:
+    """The table as it grows. In a terminal it has colours, and says what is being looked at."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._status: Status | None = None
+        self.findings: list[Finding] = []
+
+    def begin(self, what: str) -> None:
+        """Something is being looked at, which may take a while."""
+        if not self._console.is_terminal:
+            return
+        if self._status is None:
+            self._status = self._console.status(what)
+            self._status.start()
+        self._status.update(what)
+
+    def add(self, finding: Finding) -> None:
+        """One more line; what to change stands below what was found."""
+        self.findings.append(finding)
+        line = Text()
+        line.append(f"{finding.state:{STATE_WIDTH}}", style=STYLES[finding.state])
+        line.append(f"{finding.check:{CHECK_WIDTH}}")
+        line.append(self._filled(finding.found))
+        if finding.change:
+            line.append(f"\n{' ' * (STATE_WIDTH + CHECK_WIDTH)}{self._filled(f'-> {finding.change}')}", style="bold")
+        self._console.print(line)
+
+    def skip(self, *checks: str, why: str) -> None:
+        """These were not made."""
+        for check in checks:
+            self.add(Finding(check=check, state=State.SKIP, found=f"not checked: {why}"))
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def sum_up(self) -> None:
+        """How many there are of each state, and what a run would do."""
+        self._console.print(f"\n{self._summary()}")
+
+    def _summary(self) -> str:
+        counts = Counter(finding.state for finding in self.findings)
+        told = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
+        if counts[State.FAIL]:
+            return f"{told}: a run of this config would fail; mend what failed, from the top"
+        return f"{told}: this config runs here" + (", with what is warned of" if counts[State.WARN] else "")
+
+    @property
+    def has_failed(self) -> bool:
+        return any(finding.state is State.FAIL for finding in self.findings)
+
+    def _filled(self, text: str) -> str:
+        """In lines that fit behind the columns before it; none in a file, whose reader may search for it."""
+        indent = " " * (STATE_WIDTH + CHECK_WIDTH)
+        width = min(TEXT_WIDTH, self._console.width - len(indent)) if self._console.is_terminal else 10_000
+        lines = [line for part in text.splitlines() for line in textwrap.wrap(part, max(20, width)) or [""]]
+        return f"\n{indent}".join(lines)
+
+
+CALL_S = 300.0
+"""How long one thing that is asked of somebody else may take."""
+
+
+async def attempt(report: Report, check: str, work: Awaitable[T], *, limit_s: float | None = CALL_S) -> T | None:
+    """What `work` gives; None when it fails or takes longer than `limit_s`, which is reported."""
+    report.begin(check)
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await work
+    except ArealAgentError as error:
+        report.add(Finding.of_error(check, error))
+    except Exception as error:  # foreign code: a user's tasks, a tokenizer, a template
+        cause = " ".join(str(error).split())[:300]
+        found = f"no answer within {limit_s:g} s" if limit.expired() else f"{type(error).__name__}: {cause}"
+        report.add(Finding(check=check, state=State.FAIL, found=found))
+    return None
+
+
+async def examined(report: Report, check: str, work: Awaitable[list[Finding]]) -> None:
+    """Report what a check finds, or its failure."""
+    for finding in await attempt(report, check, work) or ():
+        report.add(finding)

@@ -1,0 +1,199 @@
+"""The client of an engine on SGLang's wire. It knows no JSON field (`wire/`), no socket (transport.py) and no model.
+
+Every failure becomes one of three errors: `EngineRejected` (the request is wrong), `WeightUpdateError` (the old
+version still serves), `EngineUnreachable` (no answer, or none that can be read).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from areal_agent.engine import wire
+from areal_agent.engine.limits import check_request
+from areal_agent.engine.pushes import size_of
+from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport, wait_until_healthy
+from areal_agent.engine.wire import EngineStats, WeightUpdate
+from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.types import (
+    DiskWeights,
+    EngineInfo,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    SharedMemoryWeights,
+    TokenChunk,
+    Weights,
+    WeightVersion,
+)
+
+HEALTH_TIMEOUT_S = 5.0
+QUIET_ABORT_TIMEOUT_S = 10.0  # of a cancelled call: its connection is closed as well
+
+_UNTOLD_STATUS = 400  # of a failure in mid-stream that names none: SGLang sends those for wrong requests
+
+
+class HttpEngine:
+    """`protocols.Engine` over HTTP. Use it from one event loop, and `aclose` it."""
+
+    def __init__(self, base_url: str, *, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        self._transport = Transport(base_url, control_timeout_s=control_timeout_s)
+        self._info: EngineInfo | None = None
+        self._paused: PauseMode | None = None
+        self._push_id: str | None = None  # that was begun last: pauses are its, as long as it is open
+        self._aborts: set[asyncio.Task[None]] = set()  # of cancelled calls; aclose waits for them
+
+    @property
+    def base_url(self) -> str:
+        """Where the engine listens."""
+        return self._transport.base_url
+
+    # ------------------------------------------------------------------------------------ protocols.Engine
+
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
+        """Sample one completion; it may take as long as it takes. Cancelling the call aborts the request."""
+        check_request(request, self._info or await self.info())
+        try:
+            if on_chunk is not None:
+                return await self._stream(request, on_chunk)
+            body = await self._transport.ask(wire.GENERATE, wire.encode_request(request))
+        except asyncio.CancelledError:
+            self._abort_in_background(request.request_id)
+            raise
+        return self._transport.decoded(wire.decode_result, wire.GENERATE, body)
+
+    async def abort(self, request_id: str) -> None:
+        """End one request; its `generate` returns what it has."""
+        await self._transport.post(wire.ABORT_REQUEST, wire.encode_abort(request_id))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling at a token boundary. When this returns, no further token is sampled.
+
+        `wait` takes as long as the requests in flight.
+        """
+        body = wire.encode_pause(wire.Pause(mode=mode, push_id=self._push_id))
+        await self._transport.post(wire.PAUSE_GENERATION, body, has_limit=mode is not PauseMode.WAIT)
+        self._paused = mode
+
+    async def resume(self) -> None:
+        """Go on sampling. Raises EngineRejected while a push of somebody else, who may be alive, holds it still."""
+        await self._transport.post(wire.CONTINUE_GENERATION, wire.encode_continue(self._push_id))
+        self._paused = None
+
+    async def release_memory(self) -> None:
+        """Let it give the memory of keys and values back. Requests wait until `resume_memory`, and lose no token."""
+        await self._transport.post(wire.RELEASE_MEMORY, wire.encode_memory())
+
+    async def resume_memory(self) -> None:
+        """Let it take that memory again and go on. Raises EngineRejected when it is not there."""
+        await self._transport.post(wire.RESUME_MEMORY, wire.encode_memory())
+
+    async def begin_push(self, push_id: str) -> None:
+        """Open a push of weights. Raises PushConflict while another one is open."""
+        self._push_id = push_id
+        await self._push(wire.BEGIN_PUSH, wire.encode_push(push_id))
+
+    async def send_push(self, push_id: str, weights: Weights) -> None:
+        """Let it take and prove the weights; the old version serves."""
+        body = wire.encode_push_send(wire.PushSend(push_id=push_id, weights=weights))
+        await self._load(wire.SEND_PUSH, body, weights)
+
+    async def commit_push(self, push_id: str, version: WeightVersion) -> None:
+        """Let it serve what was sent. The KV cache is recomputed, except during a pause `in_place`."""
+        commit = wire.PushCommit(push_id=push_id, version=version, flush_cache=self._flushes_cache)
+        await self._push(wire.COMMIT_PUSH, wire.encode_push_commit(commit))
+
+    async def abort_push(self, push_id: str) -> None:
+        """Let it forget a push. One that is not open is no error."""
+        await self._push(wire.ABORT_PUSH, wire.encode_push(push_id))
+
+    async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
+        """Swap the weights in one call, all or none; SGLang's way. The KV cache as in `commit_push`."""
+        update = WeightUpdate(weights=weights, version=version, flush_cache=self._flushes_cache)
+        path, body = wire.encode_update(update)
+        await self._load(path, body, weights)
+
+    async def load(self, model: Path, version: WeightVersion) -> None:
+        """Serve a Hugging Face folder as `version`, whatever was served before."""
+        await self.update_weights(DiskWeights(path=str(model)), version)
+
+    # -------------------------------------------------------------------------------------- what it says
+
+    async def info(self) -> EngineInfo:
+        """The model that it serves, and the current weight version."""
+        answer = await self._transport.get(wire.SERVER_INFO)
+        self._info = self._transport.decoded(wire.decode_info, wire.SERVER_INFO, answer)
+        return self._info
+
+    async def stats(self) -> EngineStats:
+        """Its work since it started."""
+        answer = await self._transport.get(wire.SERVER_INFO)
+        return self._transport.decoded(wire.decode_stats, wire.SERVER_INFO, answer)
+
+    async def health(self) -> bool:
+        """Whether it answers and its model thread is alive."""
+        try:
+            await self._transport.get(wire.HEALTH, timeout_s=HEALTH_TIMEOUT_S)
+        except EngineError:
+            return False
+        return True
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until it serves. Raises EngineUnreachable when it does not within `timeout_s`."""
+        await wait_until_healthy(f"the engine at {self.base_url}", self.health, timeout_s)
+
+    async def aclose(self) -> None:
+        """Close the connections. Harmless when done before."""
+        await asyncio.gather(*self._aborts)
+        await self._transport.aclose()
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    @property
+    def _flushes_cache(self) -> bool:
+        return self._paused is not PauseMode.IN_PLACE
+
+    async def _push(self, path: str, body: dict[str, Any]) -> None:
+        await self._transport.post(path, body, refusal=WeightUpdateError)
+
+    async def _load(self, path: str, body: dict[str, Any], weights: Weights) -> None:
+        num_bytes = await asyncio.to_thread(size_of, weights)
+        await self._transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)
+
+    async def _stream(self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None]) -> GenerateResult:
+        reader, splitter = wire.ResultReader(), wire.EventSplitter()
+        body = wire.encode_request(request, is_streamed=True)
+        async with contextlib.aclosing(self._transport.stream(wire.GENERATE, body)) as pieces:
+            async for piece in pieces:
+                for event in splitter.feed(piece):
+                    chunk = self._read_event(reader, event)
+                    if chunk.token_ids:
+                        on_chunk(chunk)
+        if reader.result is None:
+            raise EngineUnreachable(
+                f"the answer of {self.base_url}{wire.GENERATE} ended before its last event; is the engine running? "
+                "see its log"
+            )
+        return reader.result
+
+    def _read_event(self, reader: wire.ResultReader, data: bytes) -> TokenChunk:
+        body = self._transport.decoded(wire.decode_event, wire.GENERATE, data)
+        if "error" in body:
+            failure = wire.decode_failure(body, _UNTOLD_STATUS)
+            message = f"the stream of {self.base_url}{wire.GENERATE} broke off with {failure.status}: {failure.message}"
+            raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
+        return self._transport.decoded(reader.read, wire.GENERATE, body)
+
+    def _abort_in_background(self, request_id: str) -> None:
+        """The caller was cancelled and must not wait, yet the engine must not go on sampling for nobody."""
+        task = asyncio.create_task(self._abort_quietly(request_id))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        with contextlib.suppress(EngineError, TimeoutError):  # an engine that does not answer samples for nobody either
+            async with asyncio.timeout(QUIET_ABORT_TIMEOUT_S):
+                await self.abort(request_id)

@@ -1,0 +1,281 @@
+"""A transformers model as two functions: `prefill` and `decode`, token ids to logits. Owns weights and KV cache.
+
+It knows nothing of requests, sampling or time. Everything runs in the thread that calls it, under inference_mode; other
+threads may only say that the step under way is not needed.
+
+Loads a Hugging Face folder as a model that this engine serves, or says why it does not. Knows no cache.
+
+Whatever a folder may hold is answered here, before anything is served: architectures of another kind, weights that are
+damaged, incomplete, quantised or not finite.
+"""
+
+import logging
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, Self, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from areal_agent.engine.embedded.decoder import Decoder, Step, StepGivenUp
+from areal_agent.engine.embedded.kv_cache import plan_room
+from areal_agent.engine.embedded.kv_store import KVStore, Piece, SlotStore
+from areal_agent.engine.embedded.paged.best_attention import best_attention
+from areal_agent.engine.embedded.paged.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
+from areal_agent.engine.embedded.paged.store import PageStore
+from areal_agent.engine.embedded.weights import WeightLayout, not_finite
+from areal_agent.errors import ConfigError, EngineRejected
+
+logger = logging.getLogger(__name__)
+
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Dense decoders of one shape (decoder.py), which have no other state than keys and values."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that depend on a token's own position only: others would move keys that are cached already."""
+
+
+def load_model(model_path: str, *, device: Literal["auto", "cpu", "cuda"], max_context_tokens: int) -> PreTrainedModel:
+    """A model on its device: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
+    place = _place(device)
+    _check_there(model_path)
+    try:
+        model, missing = _read(
+            model_path, max_context_tokens, torch.bfloat16 if place.type == "cuda" else torch.float32
+        )
+        model = model.to(place)  # pyright: ignore[reportArgumentType]
+    except ConfigError:
+        raise
+    except Exception as error:  # a boundary: what transformers makes of damaged files has no type in common
+        cause = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f"cannot load the model {model_path!r}: {cause}; it must be a Hugging Face folder or a hub name, with "
+            "weights as safetensors"
+        ) from error
+    if missing:  # transformers goes on with random numbers in their place
+        raise ConfigError(
+            f"cannot load the model {model_path!r}: its files lack {len(missing)} weights, {sorted(missing)[:3]}; it "
+            "must be a whole causal language model"
+        )
+    if broken := not_finite(dict(model.named_parameters())):
+        raise ConfigError(
+            f"cannot load the model {model_path!r}: {len(broken)} of its weights hold NaN or infinity, {broken[:3]}; "
+            "take one from before its training diverged"
+        )
+    return model.requires_grad_(False).eval()
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The end tokens of the model and of its generation config, as SGLang takes them, if the model has such tokens."""
+    found: set[int] = set()
+    for source in (model.config, model.generation_config):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(one for one in found if 0 <= one < model.config.vocab_size)
+
+
+def _check_there(model_path: str) -> None:
+    """Of a name that is no folder, the hub is asked; a path is no such name."""
+    if Path(model_path).is_dir():
+        return
+    if model_path.startswith(("/", ".", "~")):
+        raise ConfigError(f"cannot load the model {model_path!r}: there is no such folder; name one, or one of the hub")
+    if model_path == "tiny":
+        raise ConfigError(
+            "cannot load the model 'tiny': that name is for the key `model` of a config; build the model by "
+            "python -m areal_agent.models.tiny --out FOLDER, and name the folder"
+        )
+    logger.info("there is no folder %r here: asking the hub for it", model_path)  # offline, that takes a minute
+
+
+def _place(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("device is 'cuda' and torch finds no GPU here; use 'cpu' or 'auto'")
+    return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
+
+
+def _read(model_path: str, max_context_tokens: int, dtype: torch.dtype) -> tuple[PreTrainedModel, Collection[str]]:
+    """A model, and the weights that its files lack."""
+    _check_supported(AutoConfig.from_pretrained(model_path), max_context_tokens)
+    model, loaded = cast(
+        tuple[PreTrainedModel, Mapping[str, Collection[str]]],
+        AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        ),
+    )
+    return model, loaded["missing_keys"]
+
+
+def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
+    if config.model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"the embedded engine does not serve model type {config.model_type!r}; it serves {', '.join(MODEL_TYPES)}. "
+            "SGLang and vLLM serve others: engine.backend"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            "the weights of the model are quantised, and the embedded engine serves, and is pushed, plain floats; take "
+            "the model that they were made from"
+        )
+    if config.hidden_act != "silu":
+        raise ConfigError(f"the embedded engine does not serve the activation {config.hidden_act!r}; it serves 'silu'")
+    longest: int = config.max_position_embeddings
+    if max_context_tokens > longest:
+        raise ConfigError(
+            f"max_context_tokens is {max_context_tokens} and the model was made for {longest}; "
+            f"set it (engine.max_context_tokens, --max-context) to at most {longest}"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < max_context_tokens:
+        raise ConfigError(
+            f"the model attends over a sliding window of {window} tokens, which the embedded engine does not serve "
+            f"beyond the window; set max_context_tokens to at most {window}"
+        )
+    _check_rotations(config)
+
+
+def _check_rotations(config: PretrainedConfig) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        raise ConfigError(
+            f"the embedded engine does not serve rope type {rope['rope_type']!r}; it serves {', '.join(ROPE_TYPES)}"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("the embedded engine rotates whole heads; partial_rotary_factor must be 1")
+
+
+KVLayout = Literal["auto", "slots", "pages"]
+"""`slots`: whole contexts, on a CPU. `pages`: taken as rows grow, on a GPU and, slower, on a CPU. `auto`: by device."""
+
+_NEVER = threading.Event()
+
+
+class ModelRunner:
+    """The model, its keys and values, and the layout of its weights. Rows are slots 0..n-1 of `kv`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        model_path: str,
+        num_slots: int,
+        max_context_tokens: int,
+        kv_tokens: int | None = None,
+        leave_bytes: int | None = None,
+        num_sharing: int = 1,
+        kv_layout: KVLayout = "auto",
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`recorder` records decode steps over pages. Raises ConfigError."""
+        self.model_path = model_path
+        self.num_slots = num_slots
+        self.max_context_tokens = max_context_tokens
+        self.vocab_size: int = model.config.vocab_size
+        self.eos_token_ids = eos_token_ids(model)
+        self.device = model.device
+        self.layout = WeightLayout.of(model)
+        self.unneeded = threading.Event()  # set: `prefill` and `decode` raise StepGivenUp between two layers
+        self._decoder = Decoder(model, max_positions=max_context_tokens)
+        self._graphs: DecodeGraphs | None = None
+        shape = self._decoder.kv_shape
+        room = plan_room(
+            num_slots=num_slots,
+            max_context_tokens=max_context_tokens,
+            kv_tokens=kv_tokens,
+            leave_bytes=leave_bytes,
+            num_sharing=num_sharing,
+            token_bytes=shape.num_bytes(model.dtype),
+            device=model.device,
+        )
+        sizes = {"num_slots": num_slots, "max_context_tokens": max_context_tokens}
+        if kv_layout == "slots" or (kv_layout == "auto" and model.device.type == "cpu"):
+            self.kv: KVStore = SlotStore(shape, **sizes, num_tokens=room, device=model.device, dtype=model.dtype)
+            return
+        attention = best_attention(shape, num_heads=self._decoder.num_heads, device=model.device, dtype=model.dtype)
+        self.kv = pages = PageStore(shape, attention, **sizes, num_tokens=room, device=model.device, dtype=model.dtype)
+        if recorder is not None:
+            self._graphs = DecodeGraphs(partial(self._hidden_over, pages), recorder, pages=pages)
+
+    @classmethod
+    def load(
+        cls,
+        model_path: str,
+        *,
+        device: Literal["auto", "cpu", "cuda"],
+        num_slots: int,
+        max_context_tokens: int,
+        kv_tokens: int | None = None,
+        leave_bytes: int | None = None,
+        num_sharing: int = 1,
+        kv_layout: KVLayout = "auto",
+        cuda_graphs: bool = True,
+    ) -> Self:
+        """Load a Hugging Face folder: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
+        model = load_model(model_path, device=device, max_context_tokens=max_context_tokens)
+        return cls(
+            model,
+            model_path=model_path,
+            num_slots=num_slots,
+            max_context_tokens=max_context_tokens,
+            kv_tokens=kv_tokens,
+            leave_bytes=leave_bytes,
+            num_sharing=num_sharing,
+            kv_layout=kv_layout,
+            recorder=CudaRecorder() if cuda_graphs and model.device.type == "cuda" else None,
+        )
+
+    @torch.inference_mode()
+    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        """Compute keys and values of the pieces; the logits after each one's last token, `[n, V]`."""
+        ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces])).to(self.device)
+        positions = np.concatenate([np.arange(piece.begin, piece.begin + len(piece.ids)) for piece in pieces])
+        hidden = self._hidden(ids, torch.from_numpy(positions).to(self.device), self.kv.prefill(pieces))
+        last = np.cumsum([len(piece.ids) for piece in pieces]) - 1
+        return self._decoder.logits(hidden[torch.from_numpy(last).to(self.device)])
+
+    @torch.inference_mode()
+    def decode(self, last_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """One more token for each of the first n slots; `lengths` count that token. The logits after it, `[n, V]`."""
+        if self._graphs is not None:
+            if self.unneeded.is_set():
+                raise StepGivenUp
+            return self._decoder.logits(self._graphs.hidden(last_ids, lengths))
+        step = self.kv.decode(lengths)
+        ids = torch.tensor(last_ids, device=self.device)
+        return self._decoder.logits(self._hidden(ids, step.positions, step))
+
+    def release_memory(self) -> None:
+        """Give the memory of all keys and values back. Nothing can be computed until `resume_memory`."""
+        if self._graphs is not None:
+            self._graphs.forget()
+        self.kv.free()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep it for this process
+
+    def resume_memory(self) -> None:
+        """Take it again. Raises EngineRejected when it is not there."""
+        try:
+            self.kv.allocate()
+        except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is the latter
+            raise EngineRejected(
+                f"there is no memory for the keys and values of {self.kv.num_tokens} tokens in the slots of "
+                f"{self.num_slots} requests: {str(error)[:200]}; let the trainer free its memory, and resume again"
+            ) from error
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights that `layout` has proved, in place."""
+        self.layout.copy(weights)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+        return self._decoder.hidden(ids, positions, step, unneeded=self.unneeded)
+
+    def _hidden_over(self, pages: PageStore, ids: Tensor, lengths: Tensor, tables: Tensor) -> Tensor:
+        """A decode step that is never given up: it is recorded."""
+        step = pages.step(tables, lengths)
+        return self._decoder.hidden(ids, step.positions, step, unneeded=_NEVER)

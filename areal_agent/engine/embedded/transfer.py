@@ -1,0 +1,300 @@
+"""A process group of the trainer and the processes of one server, for one transfer of bytes (torch.distributed).
+
+    a server's processes, 1, 2, ...             the trainer's store (TCP)             the trainer, 0
+    take a number each                      ─▶  GROUP/members
+    the first one of them asks              ─▶  request/N, the next one free     ─▶   waits for it, NEXT
+    say on which GPU they are               ─▶  GROUP/gpu/NUMBER                 ─▶   NCCL where each has its own; else
+                                                                                      gloo, over the hosts' memory
+    wait for the answer                     ◀─  GROUP/answer                     ◀─   which of them, or why neither
+        ◀──────────────────────── bytes, a bucket after the other ────────────────────────
+
+The group is nobody else's: neither torch's default one, nor the trainer's own. Who fails takes its own group along, and
+the next transfer has another one. Nobody waits longer than `timeout_s` for the next step of another.
+Runs in vLLM's workers too, which have no areal_agent: standard library and torch alone. It knows no weights.
+
+Weights as bytes in one piece, on any device: their checksum, and tensors over them.
+
+Runs in vLLM's workers too, which have no areal_agent: standard library and torch alone. It knows no model.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, cast
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+TRAINER = 0
+FROZEN = 2
+"""Times `timeout_s` without a step that should fail by itself after that time: the trainer stands still."""
+POLL_S = 0.001
+"""Between two looks at a transfer from GPU to GPU, for which torch would wait without a time limit."""
+
+NEXT = "next"
+"""Of the store: the number of the request that the trainer waits for. All before have been written."""
+LONG = timedelta(days=1)
+"""A wait without an end: torch writes two warnings about each that ends without anything."""
+
+c10d = cast(Any, torch.distributed)  # little of what is used of it has types
+Store = Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """`num_members` processes of one server want to be sent something."""
+
+    what: str
+    group: str
+    num_members: int
+
+
+# ------------------------------------------------------------------------------------------------- the store
+
+
+def open_store(host: str, timeout_s: float) -> Store:
+    """The trainer's, at a free port of this address alone."""
+    listening = socket.create_server((host, 0))
+    port = listening.getsockname()[1]
+    return _store(host, port, timeout_s, is_master=True, master_listen_fd=listening.detach())
+
+
+def connect(host: str, port: int, timeout_s: float) -> Store:
+    """A client of it. One that waits holds up every other user of the same client: so each has its own."""
+    return _store(host, port, timeout_s, is_master=False)
+
+
+def ask(store: Store, request: Request | None) -> None:
+    """Put a request behind those that are there; None: nobody has to wait for another one.
+
+    A number is taken by writing the request: nobody dies in between, and leaves one that never comes.
+    """
+    told = json.dumps(asdict(request) if request else None).encode()
+    number = int(store.get(NEXT))
+    while store.compare_set(f"request/{number}", "", told) != told:
+        number += 1
+
+
+def next_request(store: Store, number: int) -> Request | None:
+    """Wait for request `number`, which counts from 1, as long as it takes. Raises ValueError for one that is none."""
+    key = f"request/{number}"
+    store.set(NEXT, str(number))
+    while not _comes(store, key, LONG):
+        pass
+    told = json.loads(store.get(key))
+    return None if told is None else Request(**told)
+
+
+def _comes(store: Store, key: str, within: timedelta) -> bool:
+    try:
+        store.wait([key], within)
+    except c10d.DistStoreError:
+        return False
+    return True
+
+
+def refuse(store: Store, request: Request, why: str) -> None:
+    """Let its processes know that nothing will come."""
+    store.set(f"{request.group}/answer", json.dumps({"refused": why}))
+
+
+def _store(host: str, port: int, timeout_s: float, **options: Any) -> Store:
+    return c10d.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), **options)
+
+
+# -------------------------------------------------------------------------------------------------- transfers
+
+
+def receive(
+    host: str, port: int, request: Request, data: Tensor, *, bucket_bytes: int, device: torch.device, timeout_s: float
+) -> None:
+    """One process of a server: fill `data`, which lies where the process computes, `device`, or in memory beside.
+
+    Raises RuntimeError when the trainer does not send it.
+    """
+
+    def work(tell: Callable[[], None]) -> None:
+        store = connect(host, port, timeout_s)
+        tell()
+        for _ in _received(store, request, data, bucket_bytes, device, timeout_s):
+            tell()
+
+    _while_it_goes_on(work, FROZEN * timeout_s)
+
+
+def _received(
+    store: Store, request: Request, data: Tensor, bucket_bytes: int, device: torch.device, timeout_s: float
+) -> Iterator[None]:
+    """The same, a step at a time."""
+    number = store.add(f"{request.group}/members", 1)
+    if number == 1:
+        ask(store, request)
+    store.set(f"{request.group}/gpu/{number}", _gpu(device))
+    answer = json.loads(store.get(f"{request.group}/answer"))
+    if "refused" in answer:
+        raise RuntimeError(answer["refused"])
+    yield
+    with _joined(store, request, answer["backend"], number, device, timeout_s) as group:
+        for piece in data.split(bucket_bytes):
+            group.receive(piece)
+            yield
+
+
+def _while_it_goes_on(work: Callable[[Callable[[], None]], None], timeout_s: float) -> None:
+    """Do this, and give up when it has told of nothing for so long.
+
+    For torch waits without a limit for a store whose process stands still; the thread that does so is left behind.
+    """
+    told: SimpleQueue[Exception | bool] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            work(lambda: told.put(False))
+            told.put(True)
+        except Exception as error:  # the boundary of this thread: it is raised where somebody waits
+            told.put(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    is_done: Exception | bool = False
+    while not is_done:
+        try:
+            is_done = told.get(timeout=timeout_s)
+        except Empty:
+            raise RuntimeError(f"nothing came for {timeout_s:g} s") from None
+    if isinstance(is_done, Exception):
+        raise is_done
+
+
+def send(store: Store, request: Request, data: Tensor, *, bucket_bytes: int, timeout_s: float) -> None:
+    """The trainer: `data` to all processes of the request. Raises RuntimeError when one of them fails."""
+    members = range(1, request.num_members + 1)
+    gpus = [_gpu(data.device), *(store.get(f"{request.group}/gpu/{number}").decode() for number in members)]
+    backend = "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+    store.set(f"{request.group}/answer", json.dumps({"backend": backend}))
+    with _joined(store, request, backend, TRAINER, data.device, timeout_s) as group:
+        for piece in data.split(bucket_bytes):
+            group.send(piece)
+
+
+class _Group:
+    """Broadcasts of the trainer, of memory on one kind of device; what lies elsewhere goes through a buffer there."""
+
+    def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
+        self._group = group
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def send(self, data: Tensor) -> None:
+        self._broadcast(data if data.device.type == self._device.type else data.to(self._device))
+
+    def receive(self, data: Tensor) -> None:
+        if data.device.type == self._device.type:
+            self._broadcast(data)
+            return
+        buffer = torch.empty_like(data, device=self._device)
+        self._broadcast(buffer)
+        data.copy_(buffer)
+
+    def _broadcast(self, data: Tensor) -> None:
+        options = c10d.distributed_c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = TRAINER, 0, self._timeout
+        work = self._group.broadcast([data], options)
+        if self._device.type == "cuda":
+            self._wait_for_gpu(work)
+        work.wait(self._timeout)
+
+    def _wait_for_gpu(self, work: Any) -> None:
+        deadline_s = time.monotonic() + self._timeout.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"a bucket was not through after {self._timeout.total_seconds():g} s")
+            time.sleep(POLL_S)
+
+
+@contextmanager
+def _joined(
+    store: Store, request: Request, backend: str, number: int, device: torch.device, timeout_s: float
+) -> Generator[_Group]:
+    """Wait for the others, and be one group with them until the end."""
+    ranks = c10d.PrefixStore(f"{request.group}/ranks", store)
+    size, timeout = request.num_members + 1, timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_own_address(store.host, store.port))]
+        group = c10d.ProcessGroupGloo(ranks, number, size, options)
+        with _own_stream(device):
+            yield _Group(group, torch.device("cpu"), timeout_s)
+        return
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a failure of one side must not end the other
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = c10d.ProcessGroupNCCL(ranks, number, size, options)
+    try:
+        with _own_stream(device):
+            yield _Group(group, device, timeout_s)
+    finally:
+        group.abort()  # all is done, or nothing will be; a shutdown would wait for who has failed
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Generator[None]:
+    """On a GPU: beside what is computed there. What was begun is done at the end.
+
+    What is computed there comes first: it may still use memory that it has freed, and that was taken for this.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def _gpu(device: torch.device) -> str:
+    """Its UUID; empty for a CPU."""
+    return str(cast(Any, torch.cuda.get_device_properties(device)).uuid) if device.type == "cuda" else ""
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine from which that one is reached. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
+BLOCK_BYTES = 4096
+"""Such a piece is a whole number of blocks."""
+
+
+def whole_blocks(num_bytes: int) -> int:
+    """The size of a piece for so many bytes.
+
+    >>> whole_blocks(4097)
+    8192
+    """
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def checksum(data: Tensor) -> int:
+    """Of bytes `[n]`, read once where they lie: a CRC-32 of the sums of all blocks."""
+    words = data.view(torch.int32).view(-1, BLOCK_BYTES // 4)
+    return zlib.crc32(words.sum(dim=1, dtype=torch.int64).cpu().numpy().tobytes())
+
+
+def tensors_over(data: Tensor, entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """By name; an entry has the fields of `engine_types.TensorEntry`."""
+    for entry in entries:
+        part = data[entry["offset"] : entry["offset"] + entry["num_bytes"]]
+        yield entry["name"], part.view(getattr(torch, entry["dtype"])).view(entry["shape"])

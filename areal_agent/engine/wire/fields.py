@@ -1,0 +1,174 @@
+"""Reading decoded JSON strictly: a field that is missing, of the wrong type or unknown is an error, never a default.
+
+Knows nothing of what the fields mean. Every message names the field and the value received.
+
+What an engine says when it cannot: the body of an answer that is no success, and an event in mid-stream.
+
+Weight versions on the wire, and the spans of tokens that they sampled.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar, cast
+
+import orjson
+
+from areal_agent.types import JsonObject, VersionSpan, WeightVersion
+
+T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
+
+
+class WireError(ValueError):
+    """A body that the wire does not carry."""
+
+
+def decode_json(data: bytes) -> object:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise WireError(f"{data[:80]!r} is not JSON: {error}") from error
+
+
+def as_object(value: object, where: str) -> JsonObject:
+    if not isinstance(value, dict):
+        raise WireError(f"{where} is {value!r:.80}; it must be a JSON object")
+    return cast(JsonObject, value)
+
+
+def refuse_unknown(fields: JsonObject, known: set[str], where: str) -> None:
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise WireError(f"{where} does not take {unknown[0]!r}; it takes {', '.join(sorted(known))}")
+
+
+def get(fields: JsonObject, name: str, kind: type[T]) -> T:
+    value = fields.get(name)
+    if not isinstance(value, kind):
+        found = f"{value!r:.80}" if name in fields else "missing"
+        raise WireError(f"{name} is {found}; it must be a {kind.__name__}")
+    return value
+
+
+def as_ids(values: Sequence[Any], name: str) -> tuple[int, ...]:
+    if set(map(type, values)) - {int}:  # no isinstance: a boolean is no id
+        wrong = next(value for value in values if type(value) is not int)
+        raise WireError(f"{name} holds {wrong!r:.80}; it must hold integers only")
+    return tuple(values)
+
+
+def as_integer(value: object, name: str) -> int:
+    if type(value) is not int:
+        raise WireError(f"{name} is {value!r:.80}; it must be an integer")
+    return value
+
+
+def as_number(value: object, name: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(cast(float, value)):
+        raise WireError(f"{name} is {value!r:.80}; it must be a finite number")
+    return float(cast(float, value))
+
+
+def as_numbers(values: Sequence[Any], name: str) -> tuple[float, ...]:
+    """`as_number` of each, at a third of its cost when all are well."""
+    if set(map(type, values)) - {int, float} or not all(map(math.isfinite, values)):
+        return tuple(as_number(value, name) for value in values)  # raises, and names the value
+    return tuple(map(float, values))
+
+
+def as_member(kind: type[E], value: object, name: str) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        raise WireError(f"{name} is {value!r:.80}; it must be one of {', '.join(kind)}") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a request failed. `status` is that of HTTP, also where the answer had begun with 200."""
+
+    message: str
+    status: int
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request is wrong, and not the engine; one that has too much to do (429) refuses nothing."""
+        return 400 <= self.status < 500 and self.status != 429
+
+
+def encode_failure(failure: Failure) -> dict[str, Any]:
+    """The body of every answer that is not a success; `success` is what weight updates look at."""
+    message = failure.message
+    return {"success": False, "message": message, "error": {"message": message, "code": failure.status}}
+
+
+def decode_failure(body: object, status: int) -> Failure:
+    """Read a failure, in either of SGLang's two shapes; `status` is the one to take when the body has none."""
+    fields = cast(dict[str, Any], body) if isinstance(body, dict) else {}
+    error = fields.get("error")
+    nested = cast(dict[str, Any], error) if isinstance(error, dict) else {"message": error}
+    message, code = nested.get("message") or fields.get("message"), nested.get("code")
+    return Failure(
+        message=message if isinstance(message, str) else f"{body!r}",
+        status=code if type(code) is int else status,
+    )
+
+
+def decode_version(value: object) -> WeightVersion:
+    """Read `"0:17"`."""
+    if not isinstance(value, str):
+        raise WireError(f"weight_version is {value!r:.80}; it must be a string such as '0:17'")
+    try:
+        return WeightVersion.parse(value)
+    except ValueError as error:
+        raise WireError(str(error)) from None
+
+
+def encode_spans(spans: Sequence[VersionSpan], first: int = 0) -> list[dict[str, Any]]:
+    """The field `weight_versions`; the spans count from token `first`."""
+    return [{"version": str(span.version), "start": span.start + first, "end": span.end + first} for span in spans]
+
+
+def decode_spans(entries: Sequence[Any], num_tokens: int, first: int = 0) -> tuple[VersionSpan, ...]:
+    """Read `weight_versions`: spans that cover all tokens from `first` on without gap or overlap."""
+    spans: list[VersionSpan] = []
+    covered = first
+    for entry in entries:
+        fields = as_object(entry, "a span of weight_versions")
+        start, end = as_integer(fields.get("start"), "start"), as_integer(fields.get("end"), "end")
+        if start != covered or end < start:
+            raise WireError(f"weight_versions has the span [{start}, {end}) where one from {covered} was due")
+        spans.append(VersionSpan(version=decode_version(fields.get("version")), start=start, end=end))
+        covered = end
+    if covered != num_tokens:
+        raise WireError(f"weight_versions cover {covered} of {num_tokens} tokens")
+    return tuple(spans)
+
+
+def decode_new_spans(meta: JsonObject, num_before: int, num_after: int) -> tuple[VersionSpan, ...]:
+    """The spans of the tokens that an event adds, counted from the first of these; empty when it tells none.
+
+    The embedded engine sends those spans. SGLang sends the label of the moment until its last event, which has all
+    spans. That label moves when a swap is over; tokens are sent as they are sampled, and none is during a swap.
+    """
+    if num_after == num_before:
+        return ()
+    if meta.get("weight_versions") is None:
+        return _labelled(meta.get("weight_version"), num_after - num_before)
+    entries: list[Any] = get(meta, "weight_versions", list)
+    has_all = bool(entries) and as_object(entries[0], "a span of weight_versions").get("start") == 0
+    spans = decode_spans(entries, num_after, first=0 if has_all else num_before)
+    return tuple(
+        VersionSpan(version=span.version, start=max(span.start - num_before, 0), end=span.end - num_before)
+        for span in spans
+        if span.end > num_before
+    )
+
+
+def _labelled(label: object, num_tokens: int) -> tuple[VersionSpan, ...]:
+    try:
+        return (VersionSpan(version=decode_version(label), start=0, end=num_tokens),)
+    except WireError:  # weights that nobody has labelled
+        return ()

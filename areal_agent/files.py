@@ -1,0 +1,216 @@
+"""The manifest of a folder: size and SHA-256 of every file in it, by which a reader proves that it is whole.
+
+    manifest.json   {"files": {"model.safetensors": {"num_bytes": 4194304, "sha256": "..."}}, ...}
+
+It knows nothing of what the files hold. A manifest is written last, so a folder without one is not complete. A folder
+is brought to the disk before it gets the name by which readers find it.
+
+The folder of a run: which file lies where, and who may make or reopen it. It knows nothing of their contents.
+
+config.yaml  ledger.sqlite  metrics.jsonl  checkpoints/  logs/  curve.png  summary.json
+engines_url  admin_key     (while it goes on)
+
+Writes a file that its owner alone may read. It knows not what is in it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+import orjson
+
+from areal_agent.errors import ConfigError
+from areal_agent.types import JsonObject
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileDigest:
+    """What one file has to be."""
+
+    num_bytes: int
+    sha256: str
+
+    def is_of(self, data: bytes) -> bool:
+        """Whether these are the bytes that were written."""
+        return len(data) == self.num_bytes and hashlib.sha256(data).hexdigest() == self.sha256
+
+    def is_of_file(self, path: Path) -> bool:
+        """Whether this file holds them; it is not kept in memory."""
+        return path.stat().st_size == self.num_bytes and sha256_of(path) == self.sha256
+
+
+def encode_manifest(folder: Path, facts: JsonObject) -> bytes:
+    """The manifest of all files that are in the folder now; `facts` stand beside them."""
+    files = {
+        path.relative_to(folder).as_posix(): {"num_bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    return orjson.dumps({**facts, "files": files}, option=orjson.OPT_INDENT_2)
+
+
+def read_manifest(folder: Path) -> tuple[Mapping[str, FileDigest], JsonObject]:
+    """Every file by its name, and all that the manifest says. Raises ValueError when it cannot be read."""
+    try:
+        fields: dict[str, Any] = orjson.loads((folder / MANIFEST).read_bytes())
+        files: dict[str, dict[str, Any]] = fields["files"]
+        digests = {
+            name: FileDigest(num_bytes=int(one["num_bytes"]), sha256=str(one["sha256"])) for name, one in files.items()
+        }
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} has no readable {MANIFEST} ({error!r:.200})") from None
+    return digests, fields
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def bring_to_disk(folder: Path) -> None:
+    """All files and folders in it, and itself: what a power loss leaves."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """One file, or the names in one folder."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run. The folder is private to its owner: it holds prompts, answers and key hashes."""
+
+    path: Path
+
+    @classmethod
+    def choose(cls, run_dir: str | None, name: str) -> Self:
+        """The folder that a new run will use: `run_dir`, or the first free `runs/<name>`, `runs/<name>-2`, ...
+
+        Raises ConfigError when `run_dir` is taken or cannot be made. Makes nothing that stays.
+        """
+        if run_dir is None:
+            number = 1
+            path = Path("runs") / name
+            while path.exists():
+                number += 1
+                path = Path("runs") / f"{name}-{number}"
+            return cls(path)
+        path = Path(run_dir)
+        if not run_dir or (path.exists() and not path.is_dir()):
+            raise ConfigError(f"run_dir {run_dir!r} is no folder; name one that does not exist yet")
+        if path.exists() and any(path.iterdir()):
+            raise ConfigError(
+                f"run_dir {run_dir!r} exists and is not empty; go on with it by --resume {run_dir}, or name another"
+            )
+        require_room(path)
+        return cls(path)
+
+    @classmethod
+    def reopen(cls, run_dir: str) -> Self:
+        """The folder of a run to resume. Raises ConfigError when it is none."""
+        folder = cls(Path(run_dir))
+        for needed in (folder.config, folder.ledger):
+            if not needed.is_file():
+                raise ConfigError(f"--resume {run_dir!r}: there is no {needed.name}, so this is no run folder")
+        return folder
+
+    def remove(self) -> None:
+        """Undo `make` for a run that could not be started."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.chmod(0o700)
+            self.checkpoints.mkdir(exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir {str(self.path)!r} cannot be made: {error.strerror}") from None
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the run has ended as it should, by its summary."""
+        try:
+            summary: object = json.loads(self.summary.read_bytes())
+        except (OSError, ValueError):
+            return False
+        return isinstance(summary, dict) and cast(dict[str, object], summary).get("status") == "completed"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def engines_url(self) -> Path:
+        """Where `/rl/engines` is served, while the run goes on."""
+        return self.path / "engines_url"
+
+    @property
+    def admin_key(self) -> Path:
+        """What these calls take."""
+        return self.path / "admin_key"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "curve.png"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+
+def require_room(path: Path) -> None:
+    """Raise ConfigError unless a folder can be made there: that is tried, for permissions do not always tell."""
+    parent = next(one for one in (path, *path.absolute().parents) if one.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".areal-agent-", dir=parent)).rmdir()
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir {str(path)!r} cannot be made: nothing can be written to {str(parent)!r} ({error.strerror}); name "
+            "another folder"
+        ) from None
+
+
+def create_private(path: Path, text: str) -> None:
+    """Write a line into a file that is not there yet. Raises OSError, also when it is there."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{text}\n")
+
+
+def replace_private(path: Path, text: str) -> None:
+    """Write a line into a file that may be there: who reads it sees all of the text or none. Raises OSError."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    create_private(part, text)
+    os.replace(part, path)

@@ -1,0 +1,366 @@
+"""What one request gave: the answers to its prompts, and the figures of `usage`. It knows no JSON of an endpoint.
+
+One answer, whole: its tokens, and what they say.
+
+Log-probabilities as the two endpoints tell them. It knows no answer but its token rows.
+
+Which answers reached their agent. What was recorded and never delivered is an orphan: nothing is to be learnt of it.
+
+An answer counts as delivered when all of it was handed to the agent's open connection.
+
+The engine requests of one session: made together, ended together. Knows nothing of conversations.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from areal_agent.errors import EngineError
+from areal_agent.gateway.draft import TokenRow
+from areal_agent.gateway.metrics import Counters
+from areal_agent.gateway.order import MAX_SEED
+from areal_agent.protocols import Sampler
+from areal_agent.tokens.answers.parsed import ParsedAnswer
+from areal_agent.tokens.forest import Reply
+from areal_agent.tokens.renderer import Detokenizer
+from areal_agent.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    JsonObject,
+    SamplingParams,
+    TokenChunk,
+)
+
+CALL_ID_LENGTH = 9
+"""Mistral's templates take tool call ids of nine letters and digits, and no others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """An answer as its agent is told it. `rows` are for log-probabilities: empty where none are asked for."""
+
+    index: int
+    completion: Completion
+    text: str  # all that it says: without its end token, without a stop text
+    parsed: ParsedAnswer
+    rows: tuple[TokenRow, ...] = ()
+    num_reasoning_tokens: int = 0
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's: an answer with a call ends for it, whatever came after the call."""
+        has_call = any(not call.is_broken for call in self.parsed.tool_calls)
+        return "tool_calls" if has_call else self.completion.finish_reason.value
+
+    @property
+    def message(self) -> JsonObject:
+        """As a normalised message: what the next request is expected to repeat."""
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": self.parsed.content,
+            "tool_calls": [
+                {
+                    "id": call_id(self.completion.id, index),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for index, call in enumerate(self.parsed.tool_calls)
+            ],
+        }
+        if self.parsed.reasoning is not None:
+            message["reasoning_content"] = self.parsed.reasoning
+        return message
+
+    def reply(self, token_ids: Sequence[int]) -> Reply:
+        """As the forest of turns keeps it, with its tokens."""
+        return Reply(
+            completion_id=self.completion.id,
+            token_ids=token_ids,
+            message=self.message,
+            has_thinking=self.parsed.reasoning is not None,
+        )
+
+
+def call_id(completion_id: str, index: int) -> str:
+    """The id of a call in a completion: the same in a stream and in its record.
+
+    >>> call_id("chatcmpl-7", 0), call_id("chatcmpl-7", 1)
+    ('3dac58382', 'bbc14577e')
+    """
+    return blake2b(f"{completion_id}/{index}".encode(), digest_size=CALL_ID_LENGTH).hexdigest()[:CALL_ID_LENGTH]
+
+
+def completion_ids(answer_id: str, num_choices: int) -> tuple[str, ...]:
+    """The ids of an answer's completions.
+
+    >>> completion_ids("chatcmpl-7", 1), completion_ids("chatcmpl-7", 2)
+    (('chatcmpl-7',), ('chatcmpl-7-0', 'chatcmpl-7-1'))
+    """
+    return (answer_id,) if num_choices == 1 else tuple(f"{answer_id}-{index}" for index in range(num_choices))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnAnswer:
+    """The answers to one prompt."""
+
+    prompt_ids: Sequence[int]
+    choices: tuple[Choice, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The answers to one request, in the order of its prompts."""
+
+    turns: Sequence[TurnAnswer]
+
+    @property
+    def choices(self) -> list[Choice]:
+        return [choice for turn in self.turns for choice in turn.choices]
+
+    @property
+    def completion_ids(self) -> list[str]:
+        return [choice.completion.id for choice in self.choices]
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`. A prompt counts once, however many answers it has."""
+        choices = self.choices
+        num_prompt = sum(len(turn.prompt_ids) for turn in self.turns)
+        num_sampled = sum(len(choice.completion.token_ids) for choice in choices)
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+            "prompt_tokens_details": {"cached_tokens": sum(turn.num_cached_tokens for turn in self.turns)},
+        }
+        if num_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
+
+
+def chat_logprobs(rows: Sequence[TokenRow], num_top: int, detokenizer: Detokenizer) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice: each token's text, bytes and log-probability, and the likeliest beside it."""
+    return {
+        "content": [
+            _entry(row.token_id, row.logprob, detokenizer)
+            | {"top_logprobs": [_entry(*one, detokenizer) for one in row.top_logprobs[:num_top]]}
+            for row in rows
+        ]
+    }
+
+
+def completion_logprobs(
+    rows: Sequence[TokenRow], num_top: int, detokenizer: Detokenizer, *, first_offset: int
+) -> dict[str, Any]:
+    """The `logprobs` of a plain completion: four columns. `first_offset`: how much text comes before the answer."""
+    return {
+        "tokens": [_text(row.token_id, detokenizer) for row in rows],
+        "token_logprobs": [row.logprob for row in rows],
+        "top_logprobs": [_by_text(row, num_top, detokenizer) for row in rows] if num_top else None,
+        "text_offset": [first_offset + row.start for row in rows],
+    }
+
+
+def _entry(token_id: int, logprob: float, detokenizer: Detokenizer) -> dict[str, Any]:
+    data = detokenizer.bytes_of(token_id)
+    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def _by_text(row: TokenRow, num_top: int, detokenizer: Detokenizer) -> dict[str, float]:
+    """OpenAI's form has one log-probability a text: of several tokens that look alike, the likeliest."""
+    likeliest = dict[str, float]()
+    for token_id, logprob in row.top_logprobs[:num_top]:
+        likeliest.setdefault(_text(token_id, detokenizer), logprob)
+    return likeliest
+
+
+def _text(token_id: int, detokenizer: Detokenizer) -> str:
+    return detokenizer.bytes_of(token_id).decode(errors="replace")
+
+
+class Deliveries:
+    """The answers of one session on their way."""
+
+    def __init__(self) -> None:
+        self._undelivered: dict[str, None] = {}  # by completion id, in the order of recording
+        self._num_open = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def undelivered(self) -> tuple[str, ...]:
+        """The recorded completions that have not reached their agent."""
+        return tuple(self._undelivered)
+
+    def recorded(self, completion_ids: Iterable[str]) -> None:
+        """These are in the journal; until `delivered` nobody has them."""
+        self._undelivered.update(dict.fromkeys(completion_ids))
+
+    def delivered(self, completion_ids: Iterable[str]) -> None:
+        for completion_id in completion_ids:
+            self._undelivered.pop(completion_id, None)
+
+    @contextlib.contextmanager
+    def one(self) -> Generator[None]:
+        """A request, from its arrival to the last byte of its answer."""
+        self._num_open += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._is_idle.set()
+
+    async def settle(self, grace_s: float) -> None:
+        """Wait until no request is open, but no longer than that: an agent may be slow to take its answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._is_idle.wait()
+
+
+NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+"""What a request gave that was ended before it gave anything."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """Who hears of requests while they run, each with its place among them. Neither may block or raise."""
+
+    on_chunk: Callable[[int, TokenChunk], None]
+    on_result: Callable[[int, GenerateResult], None]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class _Running:
+    """A request in flight, in the task that waits for it."""
+
+    task: "asyncio.Task[object]"
+    ended: "asyncio.Future[None]"
+    is_given_up: bool = False  # it was ended, and took too long
+
+
+class EngineCalls:
+    """Requests in flight. After `abort_all` no new ones are made."""
+
+    def __init__(self, sampler: Sampler, counters: Counters, *, abort_grace_s: float) -> None:
+        self._sampler = sampler
+        self._counters = counters
+        self._abort_grace_s = abort_grace_s
+        self._running: dict[str, _Running] = {}  # by request id
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def sample(self, requests: Sequence[GenerateRequest], watch: Watch | None = None) -> list[GenerateResult]:
+        """Sample all at once. When one fails, or the call is cancelled, the others are ended.
+
+        Raises what the engine raised.
+        """
+        if len(requests) == 1:
+            return [await self._sample_one(requests[0], 0, watch)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._sample_one(request, index, watch)) for index, request in enumerate(requests)
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def abort_soon(self, request_id: str) -> None:
+        """End one request, from where nothing can wait: it gives what it has, or nothing after the grace."""
+        if request_id in self._running:
+            task = asyncio.create_task(self._end([request_id]))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def abort_all(self) -> None:
+        """End all requests: they give what they have. Those that take longer than the grace give nothing."""
+        self._is_closed = True
+        await self._end(list(self._running))
+        if self._aborts:
+            await asyncio.wait(self._aborts)
+
+    async def _end(self, request_ids: Sequence[str]) -> None:
+        running = [self._running[request_id] for request_id in request_ids if request_id in self._running]
+        if not running:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._abort_grace_s):
+                await asyncio.gather(*map(self._abort, request_ids))
+                await asyncio.wait([one.ended for one in running])
+        for one in running:
+            if not one.ended.done() and not one.is_given_up:  # twice cancelled, it could not be told from its caller
+                one.is_given_up = True
+                one.task.cancel()
+        await asyncio.wait([one.ended for one in running])
+
+    async def _sample_one(self, request: GenerateRequest, index: int, watch: Watch | None) -> GenerateResult:
+        """Sample in the task of the caller, which is not cancelled when the request is given up."""
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancelled = task.cancelling()
+        running = self._running[request.request_id] = _Running(
+            task=task, ended=asyncio.get_running_loop().create_future()
+        )
+        try:
+            return await self._generate(request, index, watch)
+        except asyncio.CancelledError:
+            if running.is_given_up and task.cancelling() == num_cancelled + 1:
+                return NOTHING
+            raise
+        finally:
+            if running.is_given_up:
+                task.uncancel()
+            del self._running[request.request_id]
+            running.ended.set_result(None)
+
+    async def _generate(self, request: GenerateRequest, index: int, watch: Watch | None) -> GenerateResult:
+        if self._is_closed:
+            return NOTHING
+        with self._counters.engine.one():
+            if watch is None:
+                result = await self._sampler.generate(request)
+            else:
+                result = await self._sampler.generate(request, lambda chunk: watch.on_chunk(index, chunk))
+                watch.on_result(index, result)
+        self._counters.generated_tokens += len(result.token_ids)
+        return result
+
+    async def _abort(self, request_id: str) -> None:
+        with contextlib.suppress(EngineError):  # an engine that is gone samples nothing
+            await self._sampler.abort(request_id)
+
+
+def requests_for(
+    input_ids: Sequence[int], sampling: SamplingParams, completion_ids: Sequence[str], num_top_logprobs: int
+) -> list[GenerateRequest]:
+    """One request an answer to the same prompt, each with a seed of its own."""
+    return [
+        GenerateRequest(
+            request_id=_request_id(completion_id),
+            input_ids=input_ids,
+            sampling=_for_choice(sampling, index),
+            num_top_logprobs=num_top_logprobs,
+        )
+        for index, completion_id in enumerate(completion_ids)
+    ]
+
+
+def _request_id(completion_id: str) -> str:
+    """All of one length: no engine may take one for the beginning of another."""
+    return blake2b(completion_id.encode(), digest_size=16).hexdigest()
+
+
+def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The first choice is sampled as asked; the others with the seeds that follow."""
+    if index == 0 or sampling.seed is None:
+        return sampling
+    return dataclasses.replace(sampling, seed=(sampling.seed + index) & MAX_SEED)

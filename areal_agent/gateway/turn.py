@@ -1,0 +1,422 @@
+"""One turn in the making: its prompt is placed; it is sampled, read and recorded.
+
+What an answer gains leaves through the outlet as it is sampled. Who asked may hang up meanwhile: then the engine stops,
+and what was sampled is recorded as aborted.
+
+A turn for which the context has no room, in a session that asked for a clean stop instead of an error.
+
+The agent gets an empty answer with finish reason `length`, as if the model had been cut off at once: a loop that stops
+at `length` stops here. Nothing was sampled, so no turn is recorded, and there is no completion to reward.
+
+One request of an agent from its place in the session to its answer: one turn, or one for each of its prompts.
+
+A recorded turn as an open session holds it: its numbers in arrays, an eighth of the memory. It loses nothing.
+
+What all sessions of a gateway share.
+
+The turns of one session: where a request belongs among them, and that each is durable before anyone hears of it.
+
+Placing and recording are serialised; what lies between, the sampling, is not.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Protocol, Self
+
+from areal_agent.errors import EngineUnreachable
+from areal_agent.gateway.answers import Answer, Choice, Deliveries, EngineCalls, TurnAnswer, Watch, requests_for
+from areal_agent.gateway.draft import Draft, Outlet, Piece, PlainReader, Reading
+from areal_agent.gateway.metrics import Counters
+from areal_agent.gateway.order import Order, Question
+from areal_agent.protocols import Journal, Sampler
+from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer
+from areal_agent.tokens.answers.reader import THINK_END
+from areal_agent.tokens.forest import Forest, Prompt
+from areal_agent.tokens.prompt import packed
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, SamplingParams, TokenChunk, Turn
+
+
+class TruncatedTurn:
+    """Answers at once."""
+
+    def __init__(self, *, prompt_ids: Sequence[int], completion_ids: tuple[str, ...], first_index: int) -> None:
+        self.prompt_ids = prompt_ids
+        self._completion_ids = completion_ids
+        self._first_index = first_index
+
+    async def run(self, outlet: Outlet | None) -> TurnAnswer:
+        choices = tuple(_empty_choice(self._first_index + i, name) for i, name in enumerate(self._completion_ids))
+        return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=0)
+
+    def hang_up(self) -> None:
+        """There is nothing to stop."""
+
+
+def _empty_choice(index: int, completion_id: str) -> Choice:
+    completion = Completion(
+        id=completion_id,
+        token_ids=(),
+        logprobs=(),
+        versions=(),
+        finish_reason=FinishReason.LENGTH,
+        distribution=Distribution.EXACT,
+    )
+    return Choice(index=index, completion=completion, text="", parsed=ParsedAnswer(content=""))
+
+
+class RunnableTurn(Protocol):
+    """A turn that has its place."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+
+    async def run(self, outlet: Outlet | None) -> TurnAnswer: ...
+
+    def hang_up(self) -> None: ...
+
+
+class Exchange:
+    """A request whose turns have their place; nothing is sampled yet."""
+
+    def __init__(
+        self, *, answer_id: str, model: str, created_s: float, order: Order, turns: Sequence[RunnableTurn]
+    ) -> None:
+        self.answer_id = answer_id
+        self.model = model
+        self.created_s = int(created_s)
+        self.order = order
+        self._turns = turns
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._turns) * self.order.num_choices
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The tokens of the first prompt."""
+        return self._turns[0].prompt_ids
+
+    async def run(self, outlet: Outlet | None = None) -> Answer:
+        """Sample all turns at once; when one fails the others are ended. What is gained leaves through the outlet."""
+        if len(self._turns) == 1:
+            return Answer(turns=(await self._turns[0].run(outlet),))
+        tasks = [asyncio.create_task(turn.run(outlet)) for turn in self._turns]
+        ended, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if running:
+            self.hang_up()  # not cancelled: what they have is recorded
+            await asyncio.wait(running)
+        failures = [error for task in (*ended, *running) if (error := task.exception()) is not None]
+        if failures:
+            raise failures[0]
+        return Answer(turns=[task.result() for task in tasks])
+
+    def hang_up(self) -> None:
+        """Nobody waits for the answer any more: what is sampled until now is recorded as aborted."""
+        for turn in self._turns:
+            turn.hang_up()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Numbers:
+    """What one completion has for each token."""
+
+    token_ids: "array[int]"
+    logprobs: "array[float]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedTurn:
+    """`turn` and its completions are without their numbers.
+
+    >>> PackedTurn.of(turn, new_prompt_ids, sampled).unpacked() == turn    # doctest: +SKIP
+    True
+    """
+
+    turn: Turn
+    new_prompt_ids: "array[int]"
+    numbers: tuple[_Numbers, ...]  # by completion
+
+    @classmethod
+    def of(cls, turn: Turn, new_prompt_ids: "array[int]", sampled: Sequence["array[int]"]) -> Self:
+        """`new_prompt_ids` and `sampled`, a completion each, are the turn's, packed: they are shared, not copied."""
+        bare = tuple(replace(one, token_ids=(), logprobs=()) for one in turn.completions)
+        return cls(
+            turn=replace(turn, new_prompt_ids=(), completions=bare),
+            new_prompt_ids=new_prompt_ids,
+            numbers=tuple(
+                _Numbers(token_ids=token_ids, logprobs=array("d", completion.logprobs))
+                for token_ids, completion in zip(sampled, turn.completions, strict=True)
+            ),
+        )
+
+    def unpacked(self) -> Turn:
+        completions = tuple(
+            replace(bare, token_ids=tuple(one.token_ids), logprobs=tuple(one.logprobs))
+            for bare, one in zip(self.turn.completions, self.numbers, strict=True)
+        )
+        return replace(self.turn, new_prompt_ids=tuple(self.new_prompt_ids), completions=completions)
+
+
+ABORT_GRACE_S = 5.0
+"""How long an engine may take to answer an abort before its request is given up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Services:
+    """The parts around the sessions, and what the engine can do."""
+
+    sampler: Sampler
+    renderer: Renderer
+    journal: Journal
+    counters: Counters
+    max_context_tokens: int
+    vocab_size: int  # of the model: its tokenizer may know fewer ids
+    has_grammar: bool = False  # the engine can hold answers to a JSON schema
+    abort_grace_s: float = ABORT_GRACE_S
+    numbers: Random = field(default_factory=Random)  # for ids; whoever seeds Python's own does not repeat them
+
+
+LONG_REQUEST_BYTES = 100_000
+"""From here on, placing a request leaves the event loop for a thread."""
+
+
+class TurnLog:
+    """All turns of a session, on their way into the journal and in it."""
+
+    def __init__(self, session_id: str, services: Services) -> None:
+        self._turns: list[PackedTurn] = []
+        self.completion_ids: set[str] = set()
+        self._session_id = session_id
+        self._services = services
+        self._forest = Forest(services.renderer)
+        self._lock = asyncio.Lock()  # of the forest
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """All that are in the journal."""
+        return tuple(packed.unpacked() for packed in self._turns)
+
+    async def place(self, question: Question, *, num_bytes: int) -> Prompt:
+        """Where it belongs. `num_bytes`: the size of the request, roughly."""
+        async with self._lock:
+            if num_bytes < LONG_REQUEST_BYTES:
+                return question.place(self._forest, self._services.renderer)
+            return await asyncio.to_thread(question.place, self._forest, self._services.renderer)
+
+    async def record(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        completions: Sequence[Completion],
+        choices: Sequence[Choice],
+        started_s: float,
+    ) -> None:
+        """Make a turn part of the session and of the journal; an aborted one has no choices to continue.
+
+        Not to be cancelled: the turn would be in the one and not in the other.
+        """
+        sampled = [packed(completion.token_ids) for completion in completions]
+        replies = [choice.reply(token_ids) for choice, token_ids in zip(choices, sampled, strict=False)]
+        async with self._lock:
+            fork_reason = self._forest.record(prompt, replies)
+        turn = Turn(
+            id=_turn_id(completions[0].id),
+            parent=prompt.parent.completion_id if prompt.parent else None,
+            fork_at=prompt.fork_at,
+            new_prompt_ids=prompt.new_ids,
+            completions=tuple(completions),
+            request_delta=tuple(prompt.new_messages),
+            sampling=sampling,
+            started_s=started_s,
+            ended_s=time.time(),
+            fork_reason=fork_reason,
+        )
+        self._count(turn, choices)
+        await self._services.journal.append_turn(self._session_id, turn)
+        self._turns.append(PackedTurn.of(turn, prompt.new, sampled))
+        self.completion_ids.update(completion.id for completion in completions)
+
+    async def close(self) -> None:
+        """Prove every conversation once more by rendering it whole, then forget them: nothing continues them."""
+        async with self._lock:
+            self._services.counters.history_mismatches += await asyncio.to_thread(self._forest.audit)
+            self._forest = Forest(self._services.renderer)
+
+    def _count(self, turn: Turn, choices: Sequence[Choice]) -> None:
+        counters = self._services.counters
+        counters.turns += 1
+        counters.malformed_tool_calls += sum(choice.parsed.num_malformed for choice in choices)
+        counters.altered_completions += sum(one.distribution is Distribution.ALTERED for one in turn.completions)
+        if turn.fork_reason:
+            counters.forks[turn.fork_reason] += 1
+
+
+def _turn_id(completion_id: str) -> str:
+    """A turn is known by its first completion: another random number would cost a system call.
+
+    >>> _turn_id("chatcmpl-7f"), _turn_id("chatcmpl-7f-2")
+    ('turn-7f', 'turn-7f-2')
+    """
+    return f"turn-{completion_id.partition('-')[2]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnPlan:
+    """What is known of a turn before it is sampled."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    order: Order
+    reading: Reading
+    is_single_call: bool
+    completion_ids: tuple[str, ...]
+    first_index: int  # the place of its first answer among all of the request
+
+
+class PendingTurn:
+    """A turn between its plan and its record."""
+
+    def __init__(
+        self, plan: TurnPlan, *, services: Services, log: TurnLog, calls: EngineCalls, deliveries: Deliveries
+    ) -> None:
+        self._plan = plan
+        self._services = services
+        self._log = log
+        self._calls = calls
+        self._deliveries = deliveries
+        self._outlet: Outlet | None = None
+        self._is_hung_up = False
+        self._drafts: list[Draft] = []
+        self._streamed: dict[int, ParsedAnswer] = {}  # by choice: what a finished draft says
+        self.prompt_ids = plan.prompt.path()
+        self._requests = requests_for(
+            self.prompt_ids, plan.sampling, plan.completion_ids, plan.order.num_top_logprobs or 0
+        )
+
+    async def run(self, outlet: Outlet | None) -> TurnAnswer:
+        """Sample, read, record. When this returns, the journal has the turn.
+
+        Raises EngineError when the engine failed; when it was told to abort, what it had is recorded all the same.
+        """
+        started_s = time.time()
+        results = [] if self._is_hung_up else await self._sample(outlet)
+        if not results or any(result.finish_reason is FinishReason.ABORT for result in results):
+            await self._record_aborted(results, started_s)
+            raise EngineUnreachable("the engine aborted the request; is it shutting down?")
+        choices = tuple(self._choice(index, result) for index, result in enumerate(results))
+        completions = [choice.completion for choice in choices]
+        self._deliveries.recorded(self._plan.completion_ids)
+        await self._log.record(self._plan.prompt, self._plan.sampling, completions, choices, started_s)
+        return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=results[0].cached_tokens)
+
+    def hang_up(self) -> None:
+        """Nobody waits for the answers any more."""
+        self._is_hung_up = True
+        for request in self._requests:
+            self._calls.abort_soon(request.request_id)
+
+    # ------------------------------------------------------------------------------------------ sampling
+
+    async def _sample(self, outlet: Outlet | None) -> list[GenerateResult]:
+        self._outlet = outlet
+        order = self._plan.order
+        is_watched = outlet is not None or bool(order.stops) or self._plan.is_single_call
+        if not is_watched and order.num_top_logprobs is None:
+            return await self._calls.sample(self._requests)
+        self._drafts = [self._draft() for _ in self._requests]
+        watch = Watch(on_chunk=self._on_chunk, on_result=self._on_result)
+        results = await self._calls.sample(self._requests, watch if is_watched else None)
+        if not is_watched:
+            for index, result in enumerate(results):
+                self._on_result(index, result)
+        return [draft.kept(result) for draft, result in zip(self._drafts, results, strict=True)]
+
+    def _draft(self) -> Draft:
+        """What is not streamed is read when it is whole; until then only its end matters."""
+        plan = self._plan
+        is_streamed = self._outlet is not None
+        return Draft(
+            detokenizer=self._services.renderer.detokenizer,
+            reader=plan.reading.reader(is_streamed=is_streamed)
+            if is_streamed or plan.is_single_call
+            else PlainReader(),
+            stop_token_ids=plan.sampling.stop_token_ids,
+            stops=plan.order.stops,
+            is_single_call=plan.is_single_call,
+        )
+
+    def _on_chunk(self, index: int, chunk: TokenChunk) -> None:
+        draft = self._drafts[index]
+        had_ended = draft.has_ended
+        self._put(index, draft.feed(chunk))
+        if draft.has_ended and not had_ended:
+            self._calls.abort_soon(self._requests[index].request_id)
+
+    def _on_result(self, index: int, result: GenerateResult) -> None:
+        draft = self._drafts[index]
+        if result.finish_reason is FinishReason.ABORT and not draft.has_ended:
+            return
+        deltas, self._streamed[index] = draft.finish(result)
+        self._put(index, deltas, is_last=True)
+
+    def _put(self, index: int, deltas: tuple[AnswerDelta, ...], *, is_last: bool = False) -> None:
+        if self._outlet is not None and (deltas or is_last):
+            gain = self._drafts[index].gain(deltas)
+            self._outlet.put(Piece(index=self._plan.first_index + index, gain=gain))
+
+    # ------------------------------------------------------------------------------- reading and recording
+
+    def _choice(self, index: int, result: GenerateResult) -> Choice:
+        plan, draft = self._plan, self._drafts[index] if self._drafts else None
+        text = self._text_of(result) if draft is None else draft.text
+        parsed = plan.reading.parse(text) if self._outlet is None else self._streamed[index]
+        return Choice(
+            index=plan.first_index + index,
+            completion=self._completion(index, result),
+            text=text,
+            parsed=parsed,
+            rows=draft.rows() if draft and plan.order.num_top_logprobs is not None else (),
+            num_reasoning_tokens=self._num_reasoning_tokens(parsed, result),
+        )
+
+    def _text_of(self, result: GenerateResult) -> str:
+        detokenizer, token_ids = self._services.renderer.detokenizer, result.token_ids
+        has_end = (
+            bool(token_ids)
+            and result.finish_reason is FinishReason.STOP
+            and (token_ids[-1] in detokenizer.special_ids or token_ids[-1] in self._plan.sampling.stop_token_ids)
+        )
+        return detokenizer.text_of(token_ids[:-1] if has_end else token_ids)
+
+    def _num_reasoning_tokens(self, parsed: ParsedAnswer, result: GenerateResult) -> int:
+        if not parsed.reasoning:
+            return 0
+        return self._services.renderer.detokenizer.num_tokens_through(THINK_END, result.token_ids)
+
+    def _completion(self, index: int, result: GenerateResult) -> Completion:
+        return Completion(
+            id=self._plan.completion_ids[index],
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            versions=result.versions,
+            finish_reason=result.finish_reason,
+            distribution=self._plan.sampling.distribution,
+        )
+
+    async def _record_aborted(self, results: Sequence[GenerateResult], started_s: float) -> None:
+        """The agent gets none of these answers, so none is to be trained or continued."""
+        aborted = [
+            self._completion(index, replace(result, finish_reason=FinishReason.ABORT))
+            for index, result in enumerate(results)
+            if result.token_ids
+        ]
+        if aborted:
+            await self._log.record(self._plan.prompt, self._plan.sampling, aborted, (), started_s)

@@ -1,0 +1,254 @@
+"""What is written of a session, in the file that it lives in. It knows nothing of what becomes of trajectories.
+
+Plain functions over a connection; the caller owns the transaction. Each checks the rules before it writes, and raises
+LedgerError when one would be broken.
+
+What is written of what becomes of trajectories, all in the coordinator's file. It knows no session's file.
+
+Leases, fates, checkpoints, incarnations, notes: plain functions over a connection; the caller owns the transaction.
+Each checks the rules before it writes, and raises LedgerError when one would be broken. That a session has ended, and
+is for training, is checked before (questions.py): that never changes again.
+
+Which fate a rollout gets that ended with nothing to train. It knows statuses alone.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from areal_agent.errors import LedgerError
+from areal_agent.ledger import reads
+from areal_agent.ledger.encoding import (
+    CompletionRow,
+    EndingRow,
+    RewardRow,
+    TurnRow,
+    decode_fate,
+    encode_note,
+    row_digest,
+)
+from areal_agent.ledger.reads import STATUS_NOTE, Incarnation
+from areal_agent.types import Drop, Fate, SessionRecord, Status
+
+
+def _insert(table: str, columns: Iterable[str]) -> str:
+    names = tuple(columns)
+    return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+
+
+_INSERT_TURN = _insert("turns", ("session", *TurnRow._fields))
+_INSERT_COMPLETION = _insert("completions", ("turn", *CompletionRow._fields))
+_INSERT_ENDING = _insert("endings", ("session", *EndingRow._fields, "digest"))
+_REPLACE_ENDING = (
+    f"UPDATE endings SET {', '.join(f'{name} = ?' for name in (*EndingRow._fields, 'digest'))} "
+    "WHERE session = (SELECT number FROM sessions WHERE id = ?)"
+)
+
+
+def open_session(connection: sqlite3.Connection, session: SessionRecord) -> int:
+    """The number of the session in its file."""
+    cursor = connection.execute(
+        "INSERT INTO sessions (id, group_id, task_id, purpose, seed, key_hash, started_s) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            session.id,
+            session.group_id,
+            session.task_id,
+            session.purpose,
+            session.seed,
+            session.key_hash,
+            session.started_s,
+        ),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def append_turn(
+    connection: sqlite3.Connection,
+    session_id: str,
+    number: int | None,
+    turn: TurnRow,
+    completions: Iterable[CompletionRow],
+) -> None:
+    """`number` is that of the session, when it is known to be open."""
+    session = number or _open_session_number(connection, session_id)
+    turn_number = connection.execute(_INSERT_TURN, (session, *turn)).lastrowid
+    for completion in completions:
+        connection.execute(_INSERT_COMPLETION, (turn_number, *completion))
+
+
+def close_session(connection: sqlite3.Connection, session_id: str, ending: EndingRow) -> None:
+    session = _open_session_number(connection, session_id)
+    connection.execute(_INSERT_ENDING, (session, *ending, row_digest(ending)))
+
+
+def _open_session_number(connection: sqlite3.Connection, session_id: str) -> int:
+    found = connection.execute(
+        "SELECT s.number, e.number FROM sessions s LEFT JOIN endings e ON e.session = s.number WHERE s.id = ?",
+        (session_id,),
+    ).fetchone()
+    if found is None:
+        raise LedgerError(f"the ledger has no session {session_id!r}: open it first")
+    number, ending = found
+    if ending is not None:
+        raise LedgerError(f"session {session_id!r} has ended: nothing can be added to it")
+    return number
+
+
+def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow, *, is_missing: bool) -> None:
+    """Replace what a session that has ended has earned. One that only lacked a reward is completed by it."""
+    ending = reads.ending(connection, session_id)
+    if ending is None:
+        raise LedgerError(f"session {session_id!r} has not ended in this file: its rewards cannot be set")
+    if not ending.is_as_written:
+        raise LedgerError(
+            f"the ending of session {session_id!r} is not as it was written: its rewards cannot be set; "
+            "run `python -m areal_agent.ledger verify`"
+        )
+    row = ending.row._replace(**rewards._asdict())
+    if row.status == Status.MISSING_REWARD and not is_missing:
+        row = row._replace(status=Status.COMPLETED, error=None)
+    connection.execute(_REPLACE_ENDING, (*row, row_digest(row), session_id))
+
+
+class _Orphan(NamedTuple):
+    number: int
+    id: str
+    ended_s: float
+
+
+def end_orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
+    """Close what is open, ended when its last answer did; the ids of those sessions."""
+    found = connection.execute(
+        "SELECT s.number, s.id, max(s.started_s, coalesce(max(t.ended_s), s.started_s)) "
+        "FROM sessions s LEFT JOIN turns t ON t.session = s.number "
+        "WHERE s.number NOT IN (SELECT session FROM endings) GROUP BY s.number"
+    ).fetchall()
+    orphans = [_Orphan(*row) for row in found]
+    for orphan in orphans:
+        ending = EndingRow(
+            status=Status.ORPHAN,
+            error="its process died before it ended",
+            final_reward=None,
+            rewards="{}",
+            parts="{}",
+            logged="{}",
+            undelivered="[]",
+            ended_s=orphan.ended_s,
+        )
+        connection.execute(_INSERT_ENDING, (orphan.number, *ending, row_digest(ending)))
+    return tuple(orphan.id for orphan in orphans)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """A trajectory that goes into a train step: what is trained of it."""
+
+    session_id: str
+    digest: str
+    num_loss_tokens: int
+
+
+def lease(connection: sqlite3.Connection, step: int, leases: Sequence[Lease]) -> None:
+    """Lease them all or none."""
+    newest = connection.execute("SELECT max(step) FROM checkpoints").fetchone()[0]
+    if newest is not None and step <= newest:
+        raise LedgerError(f"step {step} cannot be leased for: the checkpoint of step {newest} is committed already")
+    for one in leases:
+        _require_waiting(connection, one.session_id, "leased")
+    connection.executemany(
+        "INSERT INTO leases (session, step, digest, num_loss_tokens) VALUES (?, ?, ?, ?)",
+        [(one.session_id, step, one.digest, one.num_loss_tokens) for one in leases],
+    )
+
+
+def drop(connection: sqlite3.Connection, drops: Mapping[str, Drop]) -> None:
+    """Drop them all or none. What is dropped for that reason already stays so."""
+    for session_id, reason in drops.items():
+        if _fate(connection, session_id) != Fate(dropped=reason):
+            _require_waiting(connection, session_id, "dropped")
+            connection.execute("INSERT INTO fates (session, dropped) VALUES (?, ?)", (session_id, reason))
+
+
+def set_late_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow, *, is_missing: bool) -> None:
+    """Of a session in this file, while nothing has become of it."""
+    _require_waiting(connection, session_id, "rewarded")
+    set_rewards(connection, session_id, rewards, is_missing=is_missing)
+
+
+def _require_waiting(connection: sqlite3.Connection, session_id: str, what: str) -> None:
+    fate = _fate(connection, session_id)
+    if fate is not None:
+        raise LedgerError(f"session {session_id!r} cannot be {what}: its fate is {fate} already")
+    leased = connection.execute("SELECT step FROM leases WHERE session = ?", (session_id,)).fetchone()
+    if leased is not None:
+        raise LedgerError(f"session {session_id!r} cannot be {what}: it is leased for step {leased[0]}")
+
+
+def _fate(connection: sqlite3.Connection, session_id: str) -> Fate | None:
+    found = connection.execute("SELECT trained_step, dropped FROM fates WHERE session = ?", (session_id,)).fetchone()
+    return None if found is None else decode_fate(*found)
+
+
+def commit_checkpoint(connection: sqlite3.Connection, step: int, path: str | None) -> None:
+    """What is leased for steps up to `step` is trained now. A second time changes nothing but a path once unknown."""
+    connection.execute(
+        "INSERT INTO checkpoints (step, path) VALUES (?, ?) "
+        "ON CONFLICT (step) DO UPDATE SET path = coalesce(excluded.path, path)",
+        (step, path),
+    )
+    connection.execute(
+        "INSERT INTO fates (session, trained_step) SELECT session, step FROM leases "
+        "WHERE step <= ? AND session NOT IN (SELECT session FROM fates)",
+        (step,),
+    )
+
+
+def begin_incarnation(
+    connection: sqlite3.Connection, checkpoint_step: int | None, num_orphans_of_shards: int, now_s: float
+) -> Incarnation:
+    """Settle what the process before left behind, and count a new one. Without a step, all leases stand."""
+    num_orphans = num_orphans_of_shards + len(end_orphans(connection))
+    num_returned = 0 if checkpoint_step is None else return_leases(connection, checkpoint_step)
+    if checkpoint_step is None:
+        checkpoint_step = connection.execute("SELECT coalesce(max(step), 0) FROM checkpoints").fetchone()[0]
+    number = connection.execute("SELECT coalesce(max(number) + 1, 0) FROM incarnations").fetchone()[0]
+    connection.execute(
+        "INSERT INTO incarnations (number, checkpoint_step, started_s, num_orphans, num_returned) "
+        "VALUES (?, ?, ?, ?, ?)",
+        (number, checkpoint_step, now_s, num_orphans, num_returned),
+    )
+    set_note(connection, STATUS_NOTE, encode_note(STATUS_NOTE, "running"))
+    return Incarnation(number=number, num_orphans=num_orphans, num_returned=num_returned)
+
+
+def return_leases(connection: sqlite3.Connection, after_step: int) -> int:
+    """Go on from the checkpoint of `after_step`: what it holds is trained, what was leased later waits again; how many.
+
+    Fates of later steps are there only when a later checkpoint was committed and then lost or given up.
+    """
+    if after_step > 0:
+        commit_checkpoint(connection, after_step, path=None)
+    connection.execute("DELETE FROM checkpoints WHERE step > ?", (after_step,))
+    connection.execute("DELETE FROM fates WHERE trained_step > ?", (after_step,))
+    return connection.execute("DELETE FROM leases WHERE step > ?", (after_step,)).rowcount
+
+
+def set_note(connection: sqlite3.Connection, key: str, text: str) -> None:
+    connection.execute(
+        "INSERT INTO notes (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        (key, text),
+    )
+
+
+FATE_OF_STATUS: Mapping[Status, Drop] = {
+    Status.MISSING_REWARD: Drop.MISSING_REWARD,
+    Status.REJECTED: Drop.REJECTED,
+    Status.INFRA: Drop.INFRA,
+    Status.ERROR: Drop.ERROR,
+    Status.TIMEOUT: Drop.ERROR,
+    Status.CANCELLED: Drop.ORPHAN,
+    Status.ORPHAN: Drop.ORPHAN,
+}
+"""Every status but `completed`."""

@@ -1,0 +1,240 @@
+"""The main job: the paper's loop over a `Run`, its signals, and what it leaves. The parts are in run.py.
+
+Ctrl-C and SIGTERM end it cleanly: rollouts are cancelled, a checkpoint is published, the line that resumes is printed.
+A second Ctrl-C ends it at once; the ledger and the last checkpoint still hold what they hold.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_agent.config import Config
+from areal_agent.errors import ArealAgentError
+from areal_agent.files import RunFolder
+from areal_agent.observe.logging import log_to_file, show_warnings
+from areal_agent.observe.metrics import evaluation_rows, read_metrics
+from areal_agent.observe.progress import Progress
+from areal_agent.run.preflight import import_own_functions
+from areal_agent.run.results import RunFacts, RunStatus, closing_lines, write_report
+from areal_agent.run.run import Run
+
+INTERRUPTED_CODE = 130
+
+SAME_SIGNAL_S = 1.0
+"""Signals within it are one: `timeout` and job managers signal a process, and then its group."""
+
+
+def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is_dry: bool) -> int:
+    """Train as a config says, or only check it; the exit code. Raises ArealAgentError."""
+    config = Config.load(config_file, overrides)
+    progress = Progress(total_steps=config.steps, mode="none" if is_dry else config.observe.progress)
+    run = Run(config, name=config_file.stem, resume=resume, progress=progress)
+    if is_dry:
+        import_own_functions(config.algorithm)
+        print(run.preflight.summary())
+        print("dry run: nothing was started and no file was made")
+        return 0
+    return asyncio.run(_train(run))
+
+
+class Interruption:
+    """SIGINT and SIGTERM, turned into one cancellation of the task that asked for it; the second ends the process.
+
+    Once `close` was called the first is only noted: what goes on ends by itself.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.happened = False
+        self._is_closing = False
+        self._first_s = 0.0
+        self._note = note
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    @contextmanager
+    def cancels(self, task: "asyncio.Task[int]") -> Generator[None]:
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            now_s = time.monotonic()
+            if self.happened and now_s - self._first_s < SAME_SIGNAL_S:
+                return
+            if self.happened:
+                os._exit(INTERRUPTED_CODE)  # at once: the children see their lifeline close and end themselves
+            self.happened, self._first_s = True, now_s
+            if self._is_closing:
+                self._note("the run is closing; Ctrl-C again ends at once")
+            else:
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+async def _train(run: Run) -> int:
+    try:
+        code, last_words = await _train_and_report(run)
+    finally:
+        run.progress.close()
+    print(last_words, flush=True)
+    if len(asyncio.all_tasks()) > 1:
+        os._exit(code)  # a workflow that ignores its cancellation would be waited for without end
+    return code
+
+
+async def _train_and_report(run: Run) -> tuple[int, str]:
+    """Run the loop under the signals; whatever happens, the run folder says how it ended."""
+    task = asyncio.current_task()
+    assert task is not None  # asyncio.run made one
+    interruption = Interruption(run.progress.note)
+    started_s = time.monotonic()
+    outcome = Outcome()
+    has_started = False
+    try:
+        with interruption.cancels(task):
+            async with run:
+                has_started = True
+                log_to_file(run.folder.logs / "main.log")
+                show_warnings(run.progress.note)
+                try:
+                    await _learn(run, outcome)
+                    await asyncio.sleep(0)  # a signal that came with the last step is raised here, not below
+                    outcome.status = RunStatus.COMPLETED
+                except asyncio.CancelledError:
+                    if not interruption.happened:
+                        raise
+                    task.uncancel()
+                    run.progress.note("interrupted: saving a checkpoint; Ctrl-C again ends at once")
+                    outcome.status = RunStatus.INTERRUPTED
+                interruption.close()
+                await _wind_up(run, outcome, started_s)
+            summary = write_report(run.folder, _facts(run, outcome, started_s))
+    except asyncio.CancelledError:
+        if not interruption.happened:
+            raise
+        hint = f"; go on with: python -m areal_agent.train --resume {run.folder.path}" if has_ledger(run) else ""
+        when = "" if has_started else " before training started"
+        return INTERRUPTED_CODE, f"interrupted{when}{hint}"
+    except ArealAgentError as error:
+        if has_started:
+            outcome.error = str(error)
+            report_failure(run.folder, _facts(run, outcome, started_s), error)
+        raise
+    return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
+
+
+def report_failure(folder: RunFolder, facts: RunFacts, error: ArealAgentError) -> None:
+    """Write what there is to tell, and how to go on; a full disk that hinders it does not hide the error."""
+    try:
+        write_report(folder, facts)
+    except OSError as fault:
+        error.add_note(f"and the run's report could not be written: {fault}")
+    error.add_note(f"go on with: python -m areal_agent.train --resume {folder.path}")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is known of the run's end so far."""
+
+    status: RunStatus = RunStatus.FAILED
+    success_before: float | None = None
+    success_after: float | None = None
+    checkpoint: Path | None = None
+    error: str | None = None
+    tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger
+    earlier_wall_s: float = 0.0  # of the incarnations before this one
+
+
+async def _learn(run: Run, outcome: Outcome) -> None:
+    """The paper's loop. Rollouts go on in the background from the first `prepare_batch` on."""
+    outcome.earlier_wall_s = await run.recall("wall_s") or 0.0
+    outcome.success_before = await _success_before(run)
+    if run.preflight.eval_tasks:
+        run.progress.note(f"success before training: {_share(outcome.success_before)}")
+    if await is_evaluation_owed(run):
+        run.evaluate_beside()
+    while run.step < run.config.steps:
+        batch = await run.prepare_batch()
+        await run.train_step(batch)
+        await run.push()
+        if is_evaluation_due(run):
+            run.evaluate_beside()
+        if run.step % run.config.trainer.checkpoint_every == 0:
+            outcome.checkpoint = await run.save()
+    await run.stop_producing()
+    await run.finish_evaluating()
+    if run.preflight.eval_tasks:
+        outcome.success_after = (await run.evaluate("after")).success
+        run.progress.note(f"success after training: {_share(outcome.success_after)}")
+
+
+async def _success_before(run: Run) -> float | None:
+    """Over restarts. None where as many tasks were not graded before the first step: no figure compares with theirs."""
+    note = f"success_before, {len(run.preflight.eval_tasks)} tasks"
+    success: float | None = await run.recall(note)
+    if success is None and run.step == 0 and run.preflight.eval_tasks:
+        success = (await run.evaluate("before")).success
+        await run.remember(note, success)
+    return success
+
+
+def is_evaluation_due(run: Run) -> bool:
+    """Whether the step just pushed is a multiple of `eval.every`. The last step has the evaluation after training."""
+    every = run.config.eval.every
+    return every > 0 and run.step % every == 0 and run.step < run.config.steps
+
+
+async def is_evaluation_owed(run: Run) -> bool:
+    """Whether the last evaluation that was due before a restart has no result: its process died, or was told to end."""
+    every = run.config.eval.every
+    due = run.step - run.step % every if every > 0 else 0
+    if not 0 < due <= run.step < run.config.steps:
+        return False
+    rows = evaluation_rows(await asyncio.to_thread(read_metrics, run.folder.metrics))
+    return not any(row["label"] == f"step{row['step']}" and due <= row["step"] <= run.step for row in rows)
+
+
+async def _wind_up(run: Run, outcome: Outcome, started_s: float) -> None:
+    """Stop rolling out, publish the last checkpoint, and leave every trajectory with a fate or waiting for a resume."""
+    await run.stop_producing()
+    await run.stop_evaluating()
+    if run.version.step < run.step:
+        await run.push()  # interrupted between the two: the step counts, and its row is written
+    outcome.checkpoint = await run.save()
+    await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
+    outcome.tokens = await run.count_tokens()
+    await run.remember("wall_s", outcome.earlier_wall_s + time.monotonic() - started_s)
+
+
+def _facts(run: Run, outcome: Outcome, started_s: float) -> RunFacts:
+    return RunFacts(
+        status=outcome.status,
+        wall_s=outcome.earlier_wall_s + time.monotonic() - started_s,
+        success_before=outcome.success_before,
+        success_after=outcome.success_after,
+        num_eval_tasks=len(run.preflight.eval_tasks),
+        checkpoint=outcome.checkpoint,
+        tokens=outcome.tokens,
+        engine_threads=run.config.engine.threads,
+        error=outcome.error,
+    )
+
+
+def has_ledger(run: Run) -> bool:
+    """Whether the run got far enough to be resumed."""
+    return run.folder.ledger.is_file()
+
+
+def _share(success: float | None) -> str:
+    return "not graded before the first step" if success is None else f"{success:.3f}"

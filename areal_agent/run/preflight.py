@@ -1,0 +1,220 @@
+"""Everything about a run that can be wrong before it starts: found here, as one line, with nothing half started.
+
+It imports the workflow, loads the tasks, looks for the model and the ports. It starts no process and makes no file.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, cast
+
+from areal_agent.algorithms.config import AlgorithmConfig, is_import_path, load_advantage, load_loss
+from areal_agent.cluster.local import check_port, check_this_host
+from areal_agent.config import Config
+from areal_agent.errors import ConfigError
+from areal_agent.files import RunFolder
+from areal_agent.gateway.standalone import find_admin_key
+from areal_agent.models.recipe import demonstrations_of
+from areal_agent.rollout.tasks.draws import Curriculum
+from areal_agent.rollout.tasks.loading import TaskSet, load_tasks, require_json
+from areal_agent.rollout.tasks.stream import in_order
+from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
+from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
+from areal_agent.types import Task
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preflight:
+    """A config that holds together, with what it names loaded."""
+
+    config: Config
+    folder: RunFolder
+    is_resumed: bool
+    workflow: Workflow | None  # None: the agents are elsewhere
+    workflow_path: str | None  # where the workers of the run find it; None without workers
+    tasks: TaskSet
+    eval_tasks: tuple[Task, ...]
+
+    @classmethod
+    def check(cls, config: Config, *, workflow: object = None, name: str = "run", resume: str | None = None) -> Self:
+        """Load and check. `workflow` replaces `config.workflow`; `name` names the default folder.
+
+        Raises ConfigError.
+        """
+        source = config.workflow if workflow is None else workflow
+        check_model(config.model)
+        if config.is_online:
+            return cls._check_online(config, source, name, resume)
+        if source is None:
+            raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
+        check_ports(config)
+        check_engine(config)
+        assert config.tasks is not None  # the config has seen to it
+        tasks, eval_tasks = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
+        make_curriculum(config, tasks)
+        if config.rollout.workers:
+            require_json((*tasks, *eval_tasks))
+        return cls(
+            config=config,
+            folder=choose_folder(config, name, resume),
+            is_resumed=resume is not None,
+            workflow=load_workflow(source),
+            workflow_path=import_path(source) if config.rollout.workers else None,
+            tasks=tasks,
+            eval_tasks=eval_tasks,
+        )
+
+    @classmethod
+    def _check_online(cls, config: Config, workflow: object, name: str, resume: str | None) -> Self:
+        """Of a run whose agents are elsewhere: its engine has to see the memory of this machine, and it needs a key."""
+        if workflow is not None:
+            raise ConfigError("a workflow has no effect with rollout.gateway_url: the agents are elsewhere")
+        assert config.engine.url is not None  # the config has seen to it
+        check_this_host(config.engine.url, "engine.url")
+        find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
+        return cls(
+            config=config,
+            folder=choose_folder(config, name, resume),
+            is_resumed=resume is not None,
+            workflow=None,
+            workflow_path=None,
+            tasks=TaskSet(sources=()),
+            eval_tasks=(),
+        )
+
+    def summary(self) -> str:
+        """What would run, in a few lines."""
+        config = self.config
+        action = "resumes" if self.is_resumed else "trains"
+        answers = f"{config.batch_size} tasks x {config.group_size} rollouts"
+        batches = f"tasks: {len(self.tasks)} to train on, {len(self.eval_tasks)} held out"
+        if config.is_online:
+            batches = f"batches from {config.rollout.gateway_url}, weights to {config.engine.url}"
+        is_here = demonstrations_of(config.model) is not None or Path(config.model).exists()
+        hub = f"\nno folder {config.model} is here: it is taken for a name on the hub, where nothing was looked for"
+        return (
+            f"{action} {config.model} for {config.steps} steps of {answers} in {self.folder.path}\n{batches}; "
+            f"max_staleness {config.max_staleness}, straggler {config.straggler}, preset {config.algorithm.preset}"
+            + ("" if is_here else hub)
+        )
+
+
+def choose_folder(config: Config, name: str, resume: str | None) -> RunFolder:
+    if resume is None:
+        return RunFolder.choose(config.run_dir, name)
+    folder = RunFolder.reopen(resume)
+    require_steps_left(folder, config.steps)
+    return folder
+
+
+def require_steps_left(folder: RunFolder, num_steps: int) -> None:
+    """Raise ConfigError when there is nothing to go on with. At the last step an evaluation may be left to do."""
+    if newest_step(folder.checkpoints) < num_steps:
+        return
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    num_done = checkpoint.step if checkpoint else 0
+    if num_done > num_steps or (num_done == num_steps and folder.is_completed):
+        raise ConfigError(
+            f"--resume {str(folder.path)!r}: its {num_done} steps are done and steps is {num_steps}, so there is "
+            f"nothing to go on with; set steps to more than {num_done}"
+        )
+
+
+def check_ports(config: Config) -> None:
+    """Raise ConfigError when a fixed port is in use, or wanted twice."""
+    check_port(config.engine.port, "engine.port")
+    for port in config.rollout.gateway_ports:
+        check_port(port, "rollout.gateway_port")
+        if port and port == config.engine.port:
+            raise ConfigError(f"engine.port and rollout.gateway_port are both {port}; they must differ")
+
+
+def check_engine(config: Config) -> None:
+    """Raise ConfigError when the Python that is to start the servers is not there."""
+    python = config.engine.python
+    if python is not None and shutil.which(python) is None:
+        raise ConfigError(
+            f"engine.python = {python!r}: there is no such program; give the Python of an environment that has "
+            f"{config.engine.backend}: on a CPU, make one "
+            f"by areal_agent/engine/{config.engine.backend}/make_environment.sh"
+        )
+
+
+def import_own_functions(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError when the advantage or the loss is a function that cannot be imported, or not be called so.
+
+    For a dry run: such modules import torch, which a run leaves to its trainer; there the same error comes from that.
+    """
+    if is_import_path(algorithm.advantage):
+        load_advantage(algorithm.advantage)
+    if is_import_path(algorithm.loss):
+        load_loss(algorithm.loss)
+
+
+def check_model(model: str) -> None:
+    """Raise ConfigError unless `model` is `tiny`, a folder with a config.json, or the form of a hub name."""
+    path = Path(model)
+    if (demonstrations := demonstrations_of(model)) is not None:
+        check_demonstrations(model, demonstrations)
+        return
+    if (path / "config.json").is_file():
+        check_model_folder(path)
+        return
+    if path.exists():
+        raise ConfigError(f"model {model!r} is no Hugging Face folder: it has no config.json")
+    if not HUB_NAME.fullmatch(model):
+        raise ConfigError(f"model {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
+
+
+def check_demonstrations(model: str, path: str) -> None:
+    """Raise ConfigError unless the module of the tiny model's demonstrations can be found; its building imports it."""
+    module, _, function = path.partition(":")
+    try:
+        found = importlib.util.find_spec(module) if module and function else None
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"model {model!r}: {path!r} is no module that can be imported here; give 'tiny:module:function'"
+        )
+
+
+def check_model_folder(path: Path) -> None:
+    """Raise ConfigError for a folder that engine and trainer could not load."""
+    try:
+        described: object = json.loads((path / "config.json").read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"model {str(path)!r}: its config.json is not JSON: {error}") from None
+    model_type = cast(dict[str, object], described).get("model_type") if isinstance(described, dict) else None
+    if model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"model {str(path)!r} is of type {model_type!r}; the embedded engine serves {', '.join(MODEL_TYPES)}"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model {str(path)!r} has no weights: there is no .safetensors file")
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"model {str(path)!r} has no tokenizer.json; save its fast tokenizer there")
+
+
+def make_curriculum(config: Config, tasks: TaskSet) -> Curriculum | None:
+    """None where every task comes once an epoch. Raises ConfigError for tasks that do not fit it."""
+    if config.tasks is None or config.tasks.curriculum is None:
+        return None
+    return Curriculum(config.tasks.curriculum, tasks, seed=config.seed, success_reward=config.eval.success_reward)
+
+
+def load_eval_tasks(config: Config) -> tuple[Task, ...]:
+    """The held-out tasks, `eval.num_tasks` of them. Raises ConfigError when the source has fewer."""
+    wanted = config.eval.num_tasks
+    if wanted == 0:
+        return ()
+    source = config.eval.tasks or config.tasks
+    assert source is not None  # the config has seen to it
+    return in_order(load_tasks(source, "test", config.seed, "eval.tasks"), wanted, "eval.num_tasks")

@@ -1,0 +1,357 @@
+"""What a run leaves for a person: summary.json and curve.png, made from metrics.jsonl. It starts nothing.
+
+What a run writes into metrics.jsonl: a row a step, a row an evaluation, and where every second went.
+
+    trainer side: the activities that the run names ─┐
+    engine side:  clocks of engine, gateway, runner ─┴─▶ rows ─▶ metrics.jsonl, trackers, progress
+
+Both sides partition the same wall time, from the making of this object to the row that was written last: in every row
+the seconds of a side's activities add up to `seconds/wall`. It makes nothing happen.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal_agent.files import RunFolder
+from areal_agent.observe.batch_metrics import describe_batch
+from areal_agent.observe.clock import BusyClock, EngineReading, TimeAccount, engine_seconds
+from areal_agent.observe.curve import draw_curve
+from areal_agent.observe.logging import peak_memory_bytes
+from areal_agent.observe.metrics import (
+    MetricsLog,
+    Row,
+    RowKind,
+    Spent,
+    Uncounted,
+    evaluation_rows,
+    living_rows,
+    numbers_of,
+    read_metrics,
+    total,
+    view_of,
+)
+from areal_agent.observe.progress import Progress, advice, time_table
+from areal_agent.observe.trackers import Trackers
+from areal_agent.run.serving import EvalAnswer, EvalReport
+from areal_agent.run.sources import Source
+from areal_agent.trainer.wire import StepReport
+from areal_agent.types import RolloutBatch, WeightVersion
+from areal_agent.weights.push import PushReport
+
+WORTH_TELLING = 0.01
+"""The share of a run's time from which blocked event loops have a line of their own at its end."""
+
+
+class RunStatus(StrEnum):
+    """How a run ended."""
+
+    COMPLETED = "completed"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What summary.json holds beside the figures that follow from metrics.jsonl. `success_*` are shares, 0 to 1."""
+
+    status: RunStatus
+    wall_s: float  # model building, evaluation and earlier incarnations included
+    success_before: float | None
+    success_after: float | None
+    num_eval_tasks: int
+    checkpoint: Path | None
+    tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger; None: it could not be asked
+    engine_threads: int = 1  # of an engine that the run starts here
+    error: str | None = None
+
+
+def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
+    """Write summary.json and, once there is a step, curve.png; returns the summary."""
+    all_rows = read_metrics(folder.metrics)
+    rows = living_rows(all_rows)
+    totals, spent = total(rows), Spent.of(all_rows)
+    evaluations = evaluation_rows(all_rows)
+    rewards = {row["label"]: row.get("eval/reward_mean") for row in evaluations}  # of a label the last
+    sampled_tokens, trained_tokens = facts.tokens or (totals.generated_tokens, totals.trained_tokens)
+    summary: dict[str, Any] = {
+        "status": facts.status.value,
+        "steps": totals.steps,
+        "wall_s": round(facts.wall_s, 2),
+        "success_before": facts.success_before,
+        "success_after": facts.success_after,
+        "reward_before": None if facts.success_before is None else rewards.get("before"),
+        "reward_after": None if facts.success_after is None else rewards.get("after"),
+        "num_eval_tasks": facts.num_eval_tasks,
+        "trained_tokens": trained_tokens,
+        "generated_tokens": sampled_tokens,
+        "spanning_fraction": round(totals.spanning_fraction, 4),
+        "interrupted_completions": totals.interrupted_completions,
+        "max_staleness_seen": totals.max_staleness_seen,
+        "idle_fraction": {side: round(share, 4) for side, share in totals.idle_fraction.items()},
+        "seconds": {
+            "wall": round(spent.wall_s, 2),
+            "engine": {activity: round(seconds, 2) for activity, seconds in spent.engine.items()},
+            "trainer": {activity: round(seconds, 2) for activity, seconds in spent.trainer.items()},
+        },
+        "advice": advice(Spent.of(rows), engine_threads=facts.engine_threads),
+        "loop_blocked_s": round(totals.loop_blocked_s, 2),
+        "num_skipped_updates": totals.num_skipped_updates,
+        "checkpoint": None if facts.checkpoint is None else str(facts.checkpoint),
+    }
+    if facts.error is not None:
+        summary["error"] = facts.error
+    folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    if rows:
+        between = [row for row in evaluations if row["label"] not in ("before", "after")]
+        success = [(row["step"], row["eval/success"]) for row in between]
+        draw_curve(
+            rows,
+            folder.curve,
+            success_before=facts.success_before,
+            success_after=facts.success_after,
+            success_between=success,
+        )
+    return summary
+
+
+def _time_lines(summary: dict[str, Any]) -> list[str]:
+    """Where the time went, and what to do about it."""
+    seconds = summary["seconds"]
+    table = time_table(Spent(wall_s=seconds["wall"], engine=seconds["engine"], trainer=seconds["trainer"]))
+    return [table, *([f"advice: {summary['advice']}"] if summary["advice"] else [])]
+
+
+def _rewards(summary: dict[str, Any]) -> str:
+    """The mean rewards before and after, where they say more than success does: rewards other than 0 and 1."""
+    before, after = summary["reward_before"], summary["reward_after"]
+    if before is None or after is None or (before, after) == (summary["success_before"], summary["success_after"]):
+        return ""
+    return f"; mean reward {before:.3f} -> {after:.3f}"
+
+
+def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
+    """What the terminal shows last: the result, where it lies, and how to go on."""
+    lines = [f"{summary['status']} after {summary['steps']} steps in {summary['wall_s']:.0f} s"]
+    before, after = summary["success_before"], summary["success_after"]
+    if after is not None:
+        compared = f"{after:.3f}, not graded before training" if before is None else f"{before:.3f} -> {after:.3f}"
+        lines.append(f"success on {summary['num_eval_tasks']} held-out tasks: {compared}{_rewards(summary)}")
+    lines.append(
+        f"trained {summary['trained_tokens']:,} of {summary['generated_tokens']:,} generated tokens; "
+        f"{summary['spanning_fraction']:.0%} of the trajectories span weight versions, "
+        f"{summary['interrupted_completions']} completions were interrupted; "
+        f"staleness at most {summary['max_staleness_seen']}"
+    )
+    lines += _time_lines(summary)
+    if summary["loop_blocked_s"] > WORTH_TELLING * summary["wall_s"]:
+        lines.append(
+            f"workflows blocked the event loop that they share for {summary['loop_blocked_s']:.0f} s; "
+            f"the warnings in {folder.logs} name the lines"
+        )
+    if summary["num_skipped_updates"]:
+        lines.append(
+            f"{summary['num_skipped_updates']} optimiser updates were left out, for their gradient was not finite: "
+            "their rollouts taught nothing; trainer/num_skipped_updates in metrics.jsonl says in which steps"
+        )
+    lines.append(f"in {folder.path}: summary.json, curve.png, metrics.jsonl, checkpoint {summary['checkpoint']}")
+    if summary["status"] != RunStatus.COMPLETED:
+        lines.append(f"go on with: python -m areal_agent.train --resume {folder.path}")
+    else:
+        lines.append(f"proof: python -m areal_agent.ledger verify {folder.path}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Everything that is counted from the start on, at one moment; and what is so at that moment."""
+
+    engine: EngineReading
+    trainer: Mapping[str, float]  # seconds by activity
+    counts: Mapping[str, float]
+    gauges: Mapping[str, float]
+
+
+class RunMetrics:
+    """Made with the run, so that no second is missed; opened with its folder, connected once its engine is there."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        success_reward: float,
+        source_names: Mapping[str, str] | None = None,
+        *,
+        part_names: Iterable[str] = (),
+    ) -> None:
+        self._progress = progress
+        self._success_reward = success_reward
+        self._source_names = source_names or {}  # of tasks, by their ids
+        self._expected_parts = frozenset(part_names)  # of the reward: until the first step, which tells of those missed
+        self._account = TimeAccount()
+        self._producing = BusyClock()
+        self._starting_s = 0.0
+        self._paused_s = 0.0
+        self._evaluated_tokens = 0
+        self._row: Row = {}
+        self._uncounted = Uncounted()
+
+    def open(self, path: Path, trackers: Trackers | None = None) -> None:
+        """Rows go to `path`, after those that are there, and those of steps and evaluations to `trackers`, too."""
+        self._path = path
+        self._log = MetricsLog(path)
+        self._trackers = trackers or Trackers()
+
+    async def aclose(self) -> None:
+        self._log.close()
+        await self._trackers.aclose()
+
+    async def connect(self, source: Source, process_ids: Mapping[str, int]) -> None:
+        """The engine of `source` is there, and the run's own processes, by name."""
+        self._source = source
+        self._process_ids = {"main": os.getpid(), **process_ids}
+        now = await self._read()
+        self._starting_s = now.engine.wall_s
+        self._last = replace(now, engine=replace(now.engine, wall_s=0.0), trainer={})
+
+    def during(self, activity: str) -> AbstractContextManager[None]:
+        """What the trainer's side does; of activities within each other, the one that began last counts."""
+        return self._account.during(activity)
+
+    # ------------------------------------------------------------------ what happened
+
+    async def begin_steps(self, version: WeightVersion) -> None:
+        """Rollouts are wanted from now on: rows of steps begin here, and one tells of the time before."""
+        if self._producing.num_running:
+            return
+        await self.end_time(version)
+        rows = await asyncio.to_thread(read_metrics, self._path)
+        self._uncounted = Uncounted.between(rows, version.step, time.time())
+        self._producing.begin()
+
+    def end_steps(self) -> None:
+        """No more rollouts are wanted."""
+        if self._producing.num_running:
+            self._producing.end()
+
+    def trained(self, batch: RolloutBatch, report: StepReport) -> None:
+        """The step's row begins."""
+        self._row = describe_batch(batch, self._success_reward, self._source_names)
+        self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
+        self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
+        if num_skipped := report.metrics.get("num_skipped_updates"):
+            self._progress.note(f"step {report.step}: {num_skipped:.0f} updates left out, their gradient is not finite")
+        self._note_missed_parts(batch)
+
+    def _note_missed_parts(self, batch: RolloutBatch) -> None:
+        """Once, at the first step: a weight for a part that no rollout named adds nothing to any reward."""
+        expected, self._expected_parts = self._expected_parts, frozenset[str]()
+        named = {name for one in batch.trained for name in one.rewards.parts}
+        if batch.trained and (missed := expected - named):
+            self._progress.note(
+                f"algorithm.reward_parts has {', '.join(sorted(missed))}, which no rollout of step {batch.step} named; "
+                f"they named {', '.join(sorted(named)) or 'none'}"
+            )
+
+    async def pushed(self, report: PushReport, *, held_s: float) -> None:
+        """The step's row ends: it is written, and shown. For `held_s` the push held the engine.
+
+        A push of what was pushed before is of no step, and its time goes to the next row.
+        """
+        self._paused_s += held_s
+        if not self._row:
+            return
+        self._row |= {f"push/{name}": value for name, value in asdict(report).items() if name.endswith("_s")}
+        row = self._head(RowKind.STEP, report.version) | self._row | await self._since_last()
+        wall_s = max(row["seconds/wall"], 1e-9)
+        row["tokens_per_s/generated"] = row["tokens/generated"] / wall_s
+        row["tokens_per_s/trained"] = self._row.get("tokens/trained", 0) / wall_s
+        self._row = {}
+        self._log.append(row)
+        self._trackers.log(report.version.step, numbers_of(row))
+        self._progress.step(view_of(row))
+
+    def answered(self, answer: EvalAnswer) -> None:
+        """A rollout of an evaluation has ended: its tokens were none of training."""
+        self._evaluated_tokens += answer.num_tokens
+
+    def evaluated(self, label: str, version: WeightVersion, report: EvalReport, seconds: float) -> None:
+        """An evaluation has ended that began under `version`."""
+        row = self._head(RowKind.EVALUATION, version) | {"label": label, **report.metrics(), "eval/seconds": seconds}
+        self._log.append(row)
+        self._trackers.log(version.step, numbers_of(row))
+
+    async def end_time(self, version: WeightVersion) -> None:
+        """A row for the time that is of no step."""
+        seconds = {name: value for name, value in (await self._since_last()).items() if name.startswith("seconds/")}
+        self._log.append(self._head(RowKind.TIME, version) | seconds)
+
+    # ------------------------------------------------------------------ what was counted
+
+    def _head(self, kind: RowKind, version: WeightVersion) -> Row:
+        return {"kind": kind.value, "step": version.step, "incarnation": version.incarnation, "time": time.time()}
+
+    async def _since_last(self) -> Row:
+        """What both sides did since the last row that was asked for, and what is so now."""
+        last, now = self._last, await self._read()
+        self._last = now
+        return {
+            "seconds/wall": now.engine.wall_s - last.engine.wall_s,
+            **{f"seconds/trainer/{name}": spent - last.trainer.get(name, 0.0) for name, spent in now.trainer.items()},
+            **{f"seconds/engine/{name}": spent for name, spent in engine_seconds(last.engine, now.engine).items()},
+            **{name: max(0.0, count - last.counts[name]) for name, count in now.counts.items()},
+            **now.gauges,
+        }
+
+    async def _read(self) -> Reading:
+        engine = await self._source.engine.stats()
+        stats = await self._source.stats()
+        gateway, now = stats.gateway, self._source.counts()
+        trainer = self._account.seconds()
+        return Reading(
+            engine=EngineReading(
+                wall_s=sum(trainer.values()),
+                starting_s=self._starting_s,
+                paused_s=self._paused_s,
+                busy_s=max(0.0, gateway.engine_busy_s - self._paused_s) if engine.busy_s is None else engine.busy_s,
+                in_flight_s=gateway.engine_busy_s,
+                rolling_s=stats.rolling_s,
+                producing_s=self._producing.busy_s,
+                generated_tokens=gateway.generated_tokens,
+                evaluated_tokens=self._evaluated_tokens,
+            ),
+            trainer=trainer,
+            counts={
+                "tokens/generated": gateway.generated_tokens,
+                "rollouts/loop_blocked_s": stats.loop_blocked_s,
+                "gateway/turns": gateway.turns,
+                "gateway/forks": sum(gateway.forks.values()),
+                "gateway/altered_completions": gateway.altered_completions,
+                "gateway/malformed_tool_calls": gateway.malformed_tool_calls,
+                "gateway/errors": sum(gateway.errors.values()),
+            },
+            gauges={
+                "rollouts/running": now.running,
+                "rollouts/finished_untrained": now.finished,
+                "engine/running_requests": engine.num_running,
+                "engine/queued_requests": engine.num_queued,
+                "engine/servers_serving": engine.num_serving,
+                "engine/servers_out": engine.num_out,
+                "engine/moved_requests": engine.num_moves,
+                **{f"statuses/{status}": number for status, number in now.statuses.items()},
+                **{f"drops/{reason}": number for reason, number in now.drops.items()},
+                **self._peak_memory(),
+            },
+        )
+
+    def _peak_memory(self) -> dict[str, Any]:
+        process_ids = {**self._process_ids, **self._source.process_ids()}
+        marks = {name: peak_memory_bytes(pid) for name, pid in process_ids.items()}
+        return {f"memory/{name}_peak_bytes": mark for name, mark in marks.items() if mark is not None}

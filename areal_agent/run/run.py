@@ -1,0 +1,377 @@
+"""One run: builds every part, owns the loops, and is the Python API of the asynchronous trainer.
+
+    ┌─────────────────────────── main process ───────────────────────────┐
+    │ tasks ─▶ admit loop ─▶ rollouts ─▶ buffer ─▶ prepare_batch          │     trainer process
+    │             ▲             │ HTTP                   │ batch          │   ┌──────────────────┐
+    │             │          gateway ─▶ ledger           └────────────────┼──▶│ train_step       │
+    │             │             │ HTTP                                    │   │     │            │
+    │             │             ▼                                         │   │  publish         │
+    │             │       engine process ◀── push: pause, swap, resume ◀──┼───┤     ▼            │
+    │             └── the bound moves ◀───────┘                           │   │  shared memory   │
+    └─────────────────────────────────────────────────────────────────────┘   └──────────────────┘
+
+Tasks of the event loop, all owned by one TaskGroup: the admit loop (waits for the staleness bound and for rollout
+slots; unblocks `prepare_batch`), one task a group, and two watchers that end the run when the engine or the trainer
+dies. Rollouts go on while `train_step`, `push` and `save` run; nothing waits for the slowest rollout but the bound.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from areal_agent.cluster.engines import engine_weights
+from areal_agent.cluster.local import start_trainer, weights_folder
+from areal_agent.cluster.models import obtain_model, require_same_tokenizer
+from areal_agent.config import Config
+from areal_agent.engine.config import may_be_on
+from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.observe.progress import Progress
+from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
+from areal_agent.process import uninterrupted
+from areal_agent.run.commits import Beginning, begin
+from areal_agent.run.evaluation import Evaluation
+from areal_agent.run.preflight import Preflight
+from areal_agent.run.results import RunMetrics
+from areal_agent.run.serving import EvalReport
+from areal_agent.run.sources import Source, open_online_rollouts, open_own_rollouts
+from areal_agent.tokens.renderer import exported_template
+from areal_agent.trainer.client import StepReport
+from areal_agent.types import RolloutBatch, Task, WeightVersion
+from areal_agent.weights.push import PushReport, push_under
+
+WATCHER_GRACE_S = 1.0
+"""How long a failed call waits for the news that its process has died."""
+
+
+class Run:
+    """A run as an async context manager: inside, rollouts are produced and weights are served.
+
+    ::
+
+        async with Run(config, workflow=solve) as run:
+            while run.step < config.steps:
+                batch = await run.prepare_batch()
+                await run.train_step(batch)
+                await run.push()
+
+    Leaving ends every process of the run, however it is left. Raises ConfigError before anything is started,
+    ProcessDied when the engine or the trainer ends by itself, RolloutsFailing when nothing can be trained.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        workflow: object = None,
+        name: str = "run",
+        resume: str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.preflight = Preflight.check(config, workflow=workflow, name=name, resume=resume)
+        if config.rollout.temperature == 0 and not config.is_online:
+            raise ConfigError(
+                "rollout.temperature is 0: greedy answers have no sampling probability, so none of them could be "
+                "trained; set it above 0 (areal_agent.eval takes 0)"
+            )
+        require_installed(config.observe.trackers)
+        self.config = config
+        self.folder = self.preflight.folder
+        self.version = WeightVersion()  # that serves
+        self.step = 0  # train steps done
+        self.progress = progress or Progress(total_steps=config.steps, mode="none")
+        self._stack = AsyncExitStack()
+        self._metrics = RunMetrics(
+            self.progress,
+            config.eval.success_reward,
+            self.preflight.tasks.source_names(),
+            part_names=config.algorithm.reward_parts,
+        )
+        self._producing: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        try:
+            with self._metrics.during("starting"):
+                await self._start()
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            if isinstance(error, ConfigError) and not self.preflight.is_resumed:
+                self.folder.remove()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        if self._watchers and isinstance(exc_info[1], EngineError | TrainerError | ProcessDied):
+            await self._let_watchers_tell()
+        try:
+            await self._stack.__aexit__(*exc_info)
+        except BaseExceptionGroup as group:
+            raise _cause(group) from group
+
+    # ------------------------------------------------------------------ the loop's four calls
+
+    async def prepare_batch(self) -> RolloutBatch:
+        """Asynchronous: the oldest `batch_size` finished groups within the staleness bound, leased for the next step.
+
+        The first call starts the admit loop. Waits until there are enough groups.
+        """
+        await self._metrics.begin_steps(self.version)
+        if self._producing is None:
+            self._producing = self._spawn(self._source.produce(), "admit loop")
+        with self._metrics.during("waiting_for_rollouts"):
+            return await self._source.take(self.step + 1)
+
+    async def rollout_batch(self, tasks: Sequence[Task]) -> RolloutBatch:
+        """Synchronous: roll out exactly these tasks under the weights that serve now, leased for the next step."""
+        await self._metrics.begin_steps(self.version)
+        with self._metrics.during("waiting_for_rollouts"):
+            return await self._source.roll_out(self.step + 1, tasks)
+
+    async def train_step(self, batch: RolloutBatch) -> StepReport:
+        """One train step in the trainer process. Not cut short by cancellation: it ends, then that is raised."""
+        return await uninterrupted(self._train_step(batch))
+
+    async def push(self) -> PushReport:
+        """Publish the trainer's weights as the next version and swap them into the engine, mid-sentence."""
+        return await uninterrupted(self._push())
+
+    async def _train_step(self, batch: RolloutBatch) -> StepReport:
+        with self._metrics.during("training"):
+            async with self._source.memory_lent():
+                report = await self._trainer.train_step(batch, incarnation=self.version.incarnation)
+        self.step = batch.step
+        self._metrics.trained(batch, report)
+        return report
+
+    async def _push(self) -> PushReport:
+        version = WeightVersion(incarnation=self.version.incarnation, step=self.step)
+        with self._metrics.during("pushing"):
+            report = await self._swap(version)
+        # a pause that waits for answers to end holds nothing until they have
+        is_held = self.config.engine.on_push == "interrupt"
+        await self._metrics.pushed(report, held_s=report.stall_s if is_held else report.stall_s - report.pause_s)
+        return report
+
+    async def _swap(self, version: WeightVersion) -> PushReport:
+        weights = await self._trainer.publish()
+        report = await push_under(
+            self.config.engine.on_push, [self._source.engine], weights, version, drained=self._source.drained
+        )
+        self.version = version
+        await self._source.publish(version)
+        return report
+
+    # ------------------------------------------------------------------ evaluation, checkpoints, the end
+
+    async def evaluate(self, label: str) -> EvalReport:
+        """Roll out the held-out tasks under the weights that serve now; the same tasks, seeds and sampling each time.
+
+        Its sessions are in the ledger as `eval-<label>-...` and are never trained.
+        """
+        return await self._evaluation.run(label, self.version)
+
+    def evaluate_beside(self) -> bool:
+        """Begin the same while rollouts, training and pushes go on; False while an earlier one is still under way.
+
+        Its result is in metrics.jsonl when it ends, with the number of answers by each weight version.
+        """
+        return self._evaluation.begin(self.version, self._spawn)
+
+    async def finish_evaluating(self) -> None:
+        """Wait for an evaluation that goes on beside training."""
+        await self._evaluation.finish()
+
+    async def stop_evaluating(self) -> None:
+        """Give up an evaluation that goes on beside training; its rollouts are recorded as `cancelled`."""
+        await self._evaluation.cancel()
+
+    async def save(self) -> Path:
+        """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on."""
+        return await uninterrupted(self._save())
+
+    async def _save(self) -> Path:
+        with self._metrics.during("saving"):
+            state = await self._source.state(self.step)
+            path = await self._trainer.save(
+                self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state=state
+            )
+            await self._source.commit(self.step, path)
+        return path
+
+    async def stop_producing(self) -> None:
+        """End the admit loop and every rollout under way; unfinished ones are recorded as `cancelled`."""
+        if self._producing is not None:
+            self._producing.cancel()
+            await asyncio.wait({self._producing})
+            self._producing = None
+        self._metrics.end_steps()
+
+    async def settle(self, *, is_completed: bool) -> None:
+        """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them."""
+        await self._source.settle(is_completed=is_completed)
+        await self.remember("status", "completed" if is_completed else "interrupted")
+        await self._metrics.end_time(self.version)
+
+    async def count_tokens(self) -> tuple[int, int] | None:
+        """Tokens sampled in training rollouts, and tokens trained in the lineage that lives, as the ledger has them.
+
+        None when that ledger is a gateway's elsewhere.
+        """
+        return await self._source.count_tokens()
+
+    async def remember(self, name: str, value: Any) -> None:
+        """Keep a fact about the run in its ledger, over restarts."""
+        await self._ledger.set_note(name, value)
+
+    async def recall(self, name: str) -> Any:
+        """A fact that was remembered, or None."""
+        return await self._ledger.get_note(name)
+
+    # ------------------------------------------------------------------ building
+
+    async def _start(self) -> None:
+        config, folder, progress = self.config, self.folder, self.progress
+        folder.make()
+        self._ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
+        self._stack.push_async_callback(self._ledger.aclose)  # the lock is ours: now the folder may be changed
+        if not self.preflight.is_resumed:
+            folder.config.write_text(config.to_yaml())
+        model = await obtain_model(config.model, config.seed, folder.logs, progress)
+        beginning = await begin(self._ledger, folder.checkpoints)
+        if beginning.checkpoint is not None:
+            require_same_tokenizer(model, beginning.checkpoint.path)
+        self.version, self.step = beginning.version, beginning.version.step
+        self._metrics.open(folder.metrics, await self._open_trackers())
+        self._stack.push_async_callback(self._metrics.aclose)
+        await self._start_processes(model, beginning)
+        await self._metrics.connect(self._source, self._process_ids)
+        self._evaluation = Evaluation(
+            self.preflight.eval_tasks,
+            source=self._source,
+            metrics=self._metrics,
+            progress=self.progress,
+            max_concurrent=max(1, config.rollout.max_concurrent // 4),
+        )
+        if config.is_online:  # whatever its engine has served until now
+            await self._swap(await self._unused_version())
+        if self.preflight.is_resumed:  # only now: settings that cannot be gone on with leave those that can
+            folder.config.write_text(config.to_yaml())
+        await self._start_watching()
+
+    async def _open_trackers(self) -> Trackers:
+        run_id = await self.recall("tracked_run")
+        if run_id is None:
+            run_id = secrets.token_hex(4)
+            await self.remember("tracked_run", run_id)
+        tracked = TrackedRun(
+            id=run_id,
+            name=self.folder.path.resolve().name,
+            project=self.config.observe.project,
+            folder=self.folder.path,
+            config=self.config.model_dump(mode="json"),
+            first_step=self.step + 1,
+        )
+        return start_trackers(self.config.observe.trackers, tracked)
+
+    async def _unused_version(self) -> WeightVersion:
+        """The version of now, in an incarnation beyond what an engine elsewhere served for other runs.
+
+        Answers that are under way there go on under these weights, and their versions may not go back.
+        """
+        served = (await self._source.engine.info()).weight_version
+        number = self.version.incarnation
+        if served >= self.version:  # its weights of that label may be others
+            number = served.incarnation + 1
+        earlier = await self.recall("incarnation")
+        if earlier is not None:
+            number = max(number, earlier + 1)
+        await self.remember("incarnation", number)
+        return replace(self.version, incarnation=number)
+
+    async def _start_processes(self, model: Path, beginning: Beginning) -> None:
+        config, folder, checkpoint = self.config, self.folder, beginning.checkpoint
+        self.progress.phase("starting the trainer" if config.is_online else "starting engine and trainer")
+        weights = checkpoint.path if checkpoint else model
+        in_memory = config.trainer.transfer == "shared_memory"
+        shared_memory = self._stack.enter_context(weights_folder(in_memory=in_memory))
+        begun_with = checkpoint.path if checkpoint else None
+        served = await asyncio.to_thread(engine_weights, config.trainer, model, begun_with, shared_memory)
+        self._trainer_process, self._trainer = await self._stack.enter_async_context(
+            start_trainer(config.trainer.threads, folder.logs)
+        )
+        self._source: Source = await self._stack.enter_async_context(
+            open_online_rollouts(config, self._ledger, self.step)
+            if config.is_online
+            else open_own_rollouts(self.preflight, self._ledger, weights=served, tokenizer=model, beginning=beginning)
+        )
+        limit_s = config.trainer.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                loaded = await self._trainer.init(
+                    model=weights,
+                    base=model,
+                    trainer=config.trainer,
+                    algorithm=config.algorithm,
+                    seed=config.seed,
+                    shared_memory=shared_memory,
+                    resume=checkpoint is not None,
+                    chat_template=await asyncio.to_thread(exported_template, model, config.rollout.history_thinking),
+                    num_steps=config.steps,
+                    shares_gpu=may_be_on(config.engine, config.trainer.num_ranks),
+                )
+        except TimeoutError:
+            raise TrainerError(
+                f"the trainer did not load its model within trainer.startup_timeout_s = {limit_s:g}; "
+                f"see {folder.logs / 'trainer.log'}"
+            ) from None
+        name = self._trainer_process.name
+        ranks = {f"{name}_rank{number}": pid for number, pid in enumerate(loaded.rank_process_ids, start=1)}
+        self._process_ids = {name: self._trainer_process.pid, **ranks}
+
+    async def _start_watching(self) -> None:
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._children: list[asyncio.Task[None]] = []
+        self._stack.callback(self._cancel_children)
+        failures = {self._trainer_process.name: self._trainer_process.died(), **self._source.failures()}
+        self._watchers = [self._spawn(_raise(failure), f"watcher of the {name}") for name, failure in failures.items()]
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = self._tasks.create_task(work, name=name)
+        self._children.append(task)
+        return task
+
+    async def _let_watchers_tell(self) -> None:
+        """A call to an engine or a trainer failed: when its process has died, that is the better explanation."""
+        with contextlib.suppress(asyncio.CancelledError):  # the TaskGroup cancels this task when a watcher raises
+            await asyncio.wait(self._watchers, timeout=WATCHER_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+
+    def _cancel_children(self) -> None:
+        for task in self._children:
+            task.cancel()
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that explains the end of the run: a process that died, else one of ours, else the first."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending = [*error.exceptions, *pending]
+        else:
+            leaves.append(error)
+    for kind in (ProcessDied, ArealAgentError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return leaf
+    return leaves[0]
+
+
+async def _raise(failure: Awaitable[ArealAgentError]) -> None:
+    raise await failure

@@ -1,0 +1,467 @@
+"""The seam between a run and where its batches come from. It knows no trainer and no weights.
+
+::
+
+    own_rollouts     tasks ─▶ Producer ─▶ Serving (engine, gateway, workflows) ─▶ Producer ─▶ batch
+    online_rollouts  agents elsewhere ─▶ gateway elsewhere ── lease ─▶ batch
+
+Batches from rollouts of the run's own: its tasks, its workflow, its engine and its ledger.
+
+Batches from a gateway that stands alone: its agents, its engine and its ledger are somebody else's.
+
+A batch comes by lease; the weights go to the engine behind that gateway; a published version moves the gateway's
+staleness bound, and a checkpoint acknowledges the leases. The gateway may be gone for a while: every call is made
+again.
+
+A run has a name at the gateway, kept in its own ledger. One that begins takes the gateway over from whoever had it:
+what that one trained stays trained, and what waits is this one's.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from areal_agent.cluster.engines import open_engine_control
+from areal_agent.config import Config
+from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.fleet.member import ServedEngine
+from areal_agent.errors import ArealAgentError, ConfigError, EngineError, GatewayError
+from areal_agent.gateway.metrics import add_up
+from areal_agent.gateway.online.wire import GatewayStatus, State
+from areal_agent.gateway.standalone import find_admin_key
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.rollout.dynamic_sampling import DynamicSampling
+from areal_agent.rollout.local import RolloutStats
+from areal_agent.rollout.online import OnlineGateway
+from areal_agent.rollout.producer import Producer, RunGroup
+from areal_agent.rollout.tasks.draws import open_draws
+from areal_agent.rollout.tasks.loading import TaskSet
+from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.run.commits import Beginning, commit, leases_of
+from areal_agent.run.preflight import Preflight, make_curriculum
+from areal_agent.run.serving import EvalAnswer, EvalReport, Serving, open_serving
+from areal_agent.staleness import Admission
+from areal_agent.types import JsonObject, RolloutBatch, Task, WeightVersion
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceCounts:
+    """Where the rollouts are now, in answers, and what has happened to them."""
+
+    running: int
+    finished: int
+    statuses: Mapping[str, int]
+    drops: Mapping[str, int]
+
+
+class Source(Protocol):
+    """Gives batches to a run. `engine` is where the weights have to go."""
+
+    @property
+    def engine(self) -> ServedEngine: ...
+
+    async def produce(self) -> None:
+        """Let rollouts be made, until cancelled."""
+        ...
+
+    async def take(self, step: int) -> RolloutBatch:
+        """The batch for train step `step`, leased: whole groups within the staleness bound."""
+        ...
+
+    async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
+        """Exactly these tasks, now. Raises ConfigError where somebody else decides on the tasks."""
+        ...
+
+    def drained(self) -> AbstractAsyncContextManager[None]:
+        """Entering waits for the rollouts under way to end; inside, none begins."""
+        ...
+
+    def memory_lent(self) -> AbstractAsyncContextManager[None]:
+        """Inside, the engine needs no memory for keys and values, where the config has it so."""
+        ...
+
+    async def publish(self, version: WeightVersion) -> None:
+        """This version serves: the bound moves."""
+        ...
+
+    async def state(self, step: int) -> JsonObject:
+        """What the checkpoint of `step` has to hold of this side: it is given back when a run goes on from there."""
+        ...
+
+    async def commit(self, step: int, checkpoint: Path) -> None:
+        """A checkpoint is safe: what was leased up to its step is trained."""
+        ...
+
+    async def settle(self, *, is_completed: bool) -> None:
+        """At the end of a run: leave nothing in between."""
+        ...
+
+    async def evaluate(
+        self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
+    ) -> EvalReport:
+        """Roll out every task once, at most `max_concurrent` at a time."""
+        ...
+
+    async def stats(self) -> RolloutStats: ...
+
+    async def count_tokens(self) -> tuple[int, int] | None:
+        """Tokens sampled for training and tokens trained, if the ledger is the run's own."""
+        ...
+
+    def counts(self) -> SourceCounts: ...
+
+    def process_ids(self) -> Mapping[str, int]:
+        """Of the processes on this machine that belong to it, by name."""
+        ...
+
+    def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
+        """By the name of a part: waits until it has failed; why."""
+        ...
+
+
+TASKS = "tasks"
+"""Where a checkpoint keeps the state of the draws."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnRollouts:
+    """A `Source`: the run's own engine, gateway, workflows and ledger."""
+
+    serving: Serving
+    producer: Producer
+    ledger: Ledger
+    batch_size: int
+
+    @property
+    def engine(self) -> ServedEngine:
+        return self.serving.engine.client
+
+    async def produce(self) -> None:
+        await self.producer.admit_forever()
+
+    async def take(self, step: int) -> RolloutBatch:
+        return await self.producer.take(step, self.batch_size)
+
+    async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
+        return await self.producer.roll_out(step, tasks)
+
+    def drained(self) -> AbstractAsyncContextManager[None]:
+        return self.producer.drained()
+
+    @asynccontextmanager
+    async def memory_lent(self) -> AsyncGenerator[None]:
+        memory = self.serving.engine.memory
+        if memory is not None:
+            await memory.release_memory()
+        try:
+            yield
+        finally:
+            if memory is not None:
+                await memory.resume_memory()
+
+    async def publish(self, version: WeightVersion) -> None:
+        self.producer.publish(version.step)
+
+    async def state(self, step: int) -> JsonObject:
+        return {TASKS: self.producer.tasks_state(), **await leases_of(self.ledger, step)}
+
+    async def commit(self, step: int, checkpoint: Path) -> None:
+        await commit(self.ledger, step, checkpoint)
+
+    async def settle(self, *, is_completed: bool) -> None:
+        await self.producer.settle(is_completed=is_completed)
+
+    async def evaluate(
+        self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
+    ) -> EvalReport:
+        return await self.serving.evaluate(tasks, group_id, on_answer, max_concurrent)
+
+    async def stats(self) -> RolloutStats:
+        return await self.serving.rollouts.stats()
+
+    async def count_tokens(self) -> tuple[int, int] | None:
+        return await self.ledger.count_tokens()
+
+    def counts(self) -> SourceCounts:
+        admission, counts = self.producer.admission, self.producer.counts
+        return SourceCounts(
+            running=admission.running, finished=admission.finished, statuses=counts.statuses, drops=counts.drops
+        )
+
+    def process_ids(self) -> Mapping[str, int]:
+        servers = self.serving.engine.servers
+        return {} if servers is None else servers.process_ids()
+
+    def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
+        return {"engines": self.serving.engine.failure(), "rollouts": self.serving.rollouts.failure()}
+
+
+@asynccontextmanager
+async def open_own_rollouts(
+    preflight: Preflight, ledger: Ledger, *, weights: Path, tokenizer: Path, beginning: Beginning
+) -> AsyncGenerator[OwnRollouts]:
+    """Start an engine that serves `weights` as the version of `beginning`, and what rolls out against it."""
+    assert preflight.workflow is not None  # preflight asks for one where rollouts are the run's own
+    folder = preflight.folder
+    async with (
+        open_serving(
+            preflight.config,
+            preflight.workflow,
+            ledger,
+            workflow_path=preflight.workflow_path,
+            weights=weights,
+            tokenizer=tokenizer,
+            version=beginning.version,
+            logs=folder.logs,
+        ) as serving,
+        open_engine_control(serving.engine, url_file=folder.engines_url, key_file=folder.admin_key),
+    ):
+        producer = await make_producer(preflight.config, preflight.tasks, ledger, serving.run_group, beginning)
+        yield OwnRollouts(serving=serving, producer=producer, ledger=ledger, batch_size=preflight.config.batch_size)
+
+
+async def make_producer(
+    config: Config, tasks: TaskSet, ledger: Ledger, run_group: RunGroup, beginning: Beginning
+) -> Producer:
+    """With what an earlier process of the run left waiting, under the state of the draws that the checkpoint kept."""
+    assert config.tasks is not None  # the config has seen to it
+    stream = TaskStream(tasks, seed=config.seed, shuffle=config.tasks.shuffle)
+    draws = await open_draws(stream, make_curriculum(config, tasks), ledger)
+    draws.restore(beginning.run_state.get(TASKS, {}))
+    step = beginning.version.step
+    producer = Producer(
+        run_group=run_group,
+        draws=draws,
+        ledger=ledger,
+        admission=Admission(
+            batch_answers=config.batch_answers,
+            max_staleness=config.max_staleness,
+            step=step,
+            consumed=step * config.batch_answers,
+        ),
+        group_size=config.group_size,
+        straggler=config.straggler,
+        straggler_wait_s=config.rollout.straggler_wait_s,
+        max_concurrent=config.rollout.max_concurrent,
+        max_failed_groups=config.rollout.max_failed_groups,
+        trains_altered=config.rollout.train_altered,
+        dynamic_sampling=make_dynamic_sampling(config),
+    )
+    await producer.restore(await ledger.waiting())
+    return producer
+
+
+def make_dynamic_sampling(config: Config) -> DynamicSampling | None:
+    """None where every group is trained that can be."""
+    if not config.algorithm.dynamic_sampling:
+        return None
+    return DynamicSampling(
+        max_flat_groups=config.rollout.max_flat_groups,
+        part_weights=config.algorithm.reward_parts,
+        discount=config.algorithm.discount,
+        compares_turns=config.algorithm.step_group_weight > 0,
+        trains_altered=config.rollout.train_altered,
+    )
+
+
+LEASE_WAIT_S = 30.0
+"""How long one call for a batch waits at the gateway before it is made again."""
+
+TRAINER_NOTE = "online_trainer"
+"""The note in the run's ledger on what the run is called at the gateway."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineRollouts:
+    """A `Source`: a gateway that stands alone; its agents, its engine and its ledger are somebody else's."""
+
+    config: Config
+    engine: ServedEngine
+    gateway: OnlineGateway
+    step: int  # the version that was published last
+    lease_wait_s: float = LEASE_WAIT_S
+    _has_warned: bool = False
+    _state: State | None = None
+    _last: GatewayStatus | None = None
+    _earlier: list[GatewayStatus] = field(default_factory=list[GatewayStatus])  # of processes that ended meanwhile
+
+    async def produce(self) -> None:
+        """Others do."""
+
+    async def take(self, step: int) -> RolloutBatch:
+        config = self.config
+        straggler_wait_s = config.rollout.straggler_wait_s if config.straggler == "wait" else 0.0
+        while True:
+            batch, self._state = await self.gateway.lease(
+                step, num_groups=config.batch_size, wait_s=self.lease_wait_s, straggler_wait_s=straggler_wait_s
+            )
+            if batch is not None:
+                return batch
+            self._warn_if_idle(step, self._state)
+
+    async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
+        raise ConfigError("rollout_batch needs rollouts of the run's own; with rollout.gateway_url call prepare_batch")
+
+    def drained(self) -> AbstractAsyncContextManager[None]:
+        raise ConfigError("engine.on_push 'drain' needs rollouts of the run's own; leave it out")
+
+    def memory_lent(self) -> AbstractAsyncContextManager[None]:
+        """The engine is somebody else's: it keeps what it has."""
+        return contextlib.nullcontext()
+
+    async def publish(self, version: WeightVersion) -> None:
+        self._state = await self.gateway.publish(
+            version.step,
+            incarnation=version.incarnation,
+            batch_answers=self.config.batch_answers,
+            max_staleness=self.config.max_staleness,
+        )
+        self.step = version.step
+
+    async def state(self, step: int) -> JsonObject:
+        """Nothing: tasks and leases are the gateway's."""
+        return {}
+
+    async def commit(self, step: int, checkpoint: Path) -> None:
+        if step > 0:
+            await self.gateway.acknowledge(step, str(checkpoint))
+
+    async def settle(self, *, is_completed: bool) -> None:
+        """What waits there stays for the next trainer; a batch that was asked for and never came, too."""
+        await self.gateway.give_back(self.step)
+
+    async def evaluate(
+        self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
+    ) -> EvalReport:
+        raise ConfigError("evaluation needs a workflow of the run's own; with rollout.gateway_url there is none")
+
+    async def stats(self) -> RolloutStats:
+        """Over all processes that the gateway has been since the run began: a restarted one counts from zero."""
+        status = await self.gateway.status()
+        if self._last is not None and status.stats.sent_bytes < self._last.stats.sent_bytes:
+            self._earlier.append(self._last)
+        self._last, self._state = status, status.state
+        lives = [*self._earlier, status]
+        return RolloutStats(
+            gateway=add_up([life.stats for life in lives]),
+            rolling_s=sum(life.state.rolling_s for life in lives),
+            loop_blocked_s=0.0,
+        )
+
+    async def count_tokens(self) -> tuple[int, int] | None:
+        return None
+
+    def counts(self) -> SourceCounts:
+        assert self._state is not None  # a version was published before any batch
+        return SourceCounts(
+            running=self._state.num_running,
+            finished=self._state.num_finished,
+            statuses=self._state.statuses,
+            drops=self._state.drops,
+        )
+
+    def process_ids(self) -> Mapping[str, int]:
+        """None: they are elsewhere."""
+        return {}
+
+    def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
+        """None that can be waited for: a gateway may be gone for a while, and what fails is raised where it fails."""
+        return {}
+
+    def _warn_if_idle(self, step: int, state: State) -> None:
+        """Say once why a batch does not come: nobody plays, or not in groups that make a batch."""
+        if self._has_warned or state.num_running > 0:
+            return
+        self._has_warned = True
+        logger.warning(
+            "no batch for step %d within %g s, and no agent plays at %s: %d answers wait there, and %s more may start; "
+            "a step takes %d groups of %d (batch_size, group_size). Start agents that play groups of %d",
+            step,
+            self.lease_wait_s,
+            self.gateway.url,
+            state.num_finished,
+            state.capacity,
+            self.config.batch_size,
+            self.config.group_size,
+            self.config.group_size,
+        )
+
+
+@asynccontextmanager
+async def open_online_rollouts(config: Config, ledger: Ledger, step: int) -> AsyncGenerator[OnlineRollouts]:
+    """Connect, and let what was leased after the checkpoint of `step` wait again. Raises ConfigError.
+
+    `ledger` is the run's own.
+    """
+    assert config.rollout.gateway_url is not None  # the config has seen to it
+    async with AsyncExitStack() as stack:
+        engine = await connect_engine(config.engine)
+        stack.push_async_callback(engine.aclose)
+        admin_key = find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
+        trainer = await trainer_name(ledger)
+        gateway = OnlineGateway(config.rollout.gateway_url, admin_key, trainer=trainer)
+        stack.push_async_callback(gateway.aclose)
+        try:
+            await gateway.check()
+        except GatewayError as error:
+            raise ConfigError(f"rollout.gateway_url: {error}") from error
+        await take_over(gateway, trainer, step)
+        yield OnlineRollouts(config=config, engine=engine, gateway=gateway, step=step)
+
+
+async def connect_engine(config: EngineConfig) -> ServedEngine:
+    """The engine behind the gateway, whichever kind it is. Raises ConfigError.
+
+    No fleet: that would put its own weights back where another trainer has taken the engine over.
+    """
+    assert config.url is not None  # the config has seen to it
+    try:
+        address = await EngineAddress.of_server(config.url)
+        if config.backend not in ("embedded", address.backend):
+            raise ConfigError(
+                f"engine.backend is {config.backend!r}, and engine.url = {config.url} is {address.backend}; leave "
+                "engine.backend out"
+            )
+        engine = address.client()(config.url)
+        try:
+            await engine.info()
+        except BaseException:
+            await engine.aclose()
+            raise
+    except EngineError as error:
+        raise ConfigError(f"engine.url: {error}") from error
+    return engine
+
+
+async def trainer_name(ledger: Ledger) -> str:
+    """What the run is called at a gateway; the same whenever it is resumed."""
+    name = await ledger.get_note(TRAINER_NOTE)
+    if name is None:
+        name = f"run-{secrets.token_hex(8)}"
+        await ledger.set_note(TRAINER_NOTE, name)
+    return str(name)
+
+
+async def take_over(gateway: OnlineGateway, trainer: str, step: int) -> None:
+    """Go on from the checkpoint of `step`; say so when somebody else has trained there."""
+    found = (await gateway.status()).state
+    num_returned = await gateway.give_back(step, adopt=True)
+    if found.trainer != trainer and (found.trainer or found.leased):
+        logger.warning(
+            "the gateway at %s has served %s up to step %d: what that trained stays trained; this run takes over "
+            "the %d answers that wait there, %d of them leased and never trained",
+            gateway.url,
+            f"trainer {found.trainer}" if found.trainer else "a nameless trainer",
+            found.leased,
+            found.num_finished + num_returned,
+            num_returned,
+        )

@@ -1,0 +1,222 @@
+"""What a train step counts on its way through micro-batches: sums and maxima, which do not depend on the split.
+
+What a train step tells of itself: numbers by name, from its updates, rewards and advantages.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_agent.algorithms.batching import Sample
+from areal_agent.algorithms.losses import LossStats, k3
+from areal_agent.trainer.model import explained_variance
+from areal_agent.trainer.ranks import Group
+from areal_agent.trainer.wire import StepInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """How far the trainer's log-probabilities at the start of a step are from those that the engine recorded.
+
+    Over all tokens that includes the drift of the policy since they were sampled; over *fresh* tokens, sampled by the
+    very weights that the step starts from, only numerical differences remain.
+    """
+
+    num_tokens: int = 0
+    diff_sum: float = 0.0  # |proximal - behaviour|, nats
+    diff_max: float = 0.0
+    kl_sum: float = 0.0  # of the proximal to the behaviour policy, estimator k3
+    num_fresh: int = 0
+    fresh_diff_max: float = 0.0
+
+    @classmethod
+    def of(cls, proximal: Tensor, behavior: Tensor, is_fresh: Tensor) -> Self:
+        """Shapes: all [M]."""
+        if len(proximal) == 0:
+            return cls()
+        diff = (proximal - behavior).abs()
+        fresh_diff = torch.where(is_fresh, diff, 0.0)
+        values = [diff.sum(), diff.max(), k3(proximal - behavior).sum(), is_fresh.sum(), fresh_diff.max()]
+        diff_sum, diff_max, kl_sum, num_fresh, fresh_diff_max = torch.stack(values).tolist()
+        return cls(
+            num_tokens=len(proximal),
+            diff_sum=diff_sum,
+            diff_max=diff_max,
+            kl_sum=kl_sum,
+            num_fresh=round(num_fresh),
+            fresh_diff_max=fresh_diff_max,
+        )
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(
+            num_tokens=self.num_tokens + other.num_tokens,
+            diff_sum=self.diff_sum + other.diff_sum,
+            diff_max=max(self.diff_max, other.diff_max),
+            kl_sum=self.kl_sum + other.kl_sum,
+            num_fresh=self.num_fresh + other.num_fresh,
+            fresh_diff_max=max(self.fresh_diff_max, other.fresh_diff_max),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        count = max(self.num_tokens, 1)
+        return {
+            "logp_diff_mean": self.diff_sum / count,
+            "logp_diff_max": self.diff_max,
+            "logp_diff_fresh_max": self.fresh_diff_max,
+            "num_fresh_tokens": self.num_fresh,
+            "mismatch_kl": self.kl_sum / count,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """The counts of some micro-batches."""
+
+    loss: float = 0.0
+    entropy_sum: float = 0.0
+    num_input_tokens: int = 0  # without padding
+    num_padded_tokens: int = 0  # with it
+    num_micro_batches: int = 0
+    value_loss: float = 0.0
+    num_clipped_values: int = 0
+    losses: LossStats = field(default_factory=LossStats)
+    mismatch: Mismatch = field(default_factory=Mismatch)
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(
+            loss=self.loss + other.loss,
+            entropy_sum=self.entropy_sum + other.entropy_sum,
+            num_input_tokens=self.num_input_tokens + other.num_input_tokens,
+            num_padded_tokens=self.num_padded_tokens + other.num_padded_tokens,
+            num_micro_batches=self.num_micro_batches + other.num_micro_batches,
+            value_loss=self.value_loss + other.value_loss,
+            num_clipped_values=self.num_clipped_values + other.num_clipped_values,
+            losses=self.losses.merge(other.losses),
+            mismatch=self.mismatch.merge(other.mismatch),
+        )
+
+    def numbers(self) -> list[float]:
+        """All counts in a row, for another rank to read with `of_numbers`."""
+        return _numbers(self)
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> Self:
+        """The inverse of `numbers`."""
+        return _read(cls(), iter(numbers))
+
+    def metrics(self) -> dict[str, float]:
+        """Means over tokens, by name; losses are not among them: they add up over the micro-batches of one update."""
+        padding = self.num_padded_tokens - self.num_input_tokens
+        return {
+            "entropy": self.entropy_sum / max(self.losses.num_tokens, 1),
+            "num_loss_tokens": self.losses.num_tokens,
+            "num_input_tokens": self.num_input_tokens,
+            "num_micro_batches": self.num_micro_batches,
+            "padding_fraction": padding / max(self.num_padded_tokens, 1),
+            **self.losses.metrics(),
+            **self.mismatch.metrics(),
+        }
+
+
+def _numbers(counts: Tally | LossStats | Mismatch) -> list[float]:
+    """The fields of a record, and of the records in it, in their order."""
+    values = [getattr(counts, one.name) for one in fields(counts)]
+    return [
+        number
+        for value in values
+        for number in (_numbers(value) if isinstance(value, LossStats | Mismatch) else [float(value)])
+    ]
+
+
+def _read(like: Tally | LossStats | Mismatch, numbers: Iterator[float]) -> Any:
+    """A record of the shape and the types of `like`."""
+    values: dict[str, Any] = {}
+    for one in fields(like):
+        value = getattr(like, one.name)
+        values[one.name] = (
+            _read(value, numbers) if isinstance(value, LossStats | Mismatch) else type(value)(next(numbers))
+        )
+    return type(like)(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One optimiser update: its counts, and the norms of its gradients before clipping."""
+
+    tally: Tally
+    gradient_norm: float
+    learning_rate: float
+    is_skipped: bool  # the norm was not finite
+    critic_gradient_norm: float | None  # None without a critic
+
+
+def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Token metrics over all updates; losses, gradient norms and learning rate as means over updates."""
+    tally = reduce(Tally.merge, [update.tally for update in updates], Tally())
+    count = max(len(updates), 1)
+    return {
+        **tally.metrics(),
+        "loss": tally.loss / count,
+        "grad_norm": sum(update.gradient_norm for update in updates) / count,
+        "learning_rate": sum(update.learning_rate for update in updates) / count,
+        "num_updates": sum(not update.is_skipped for update in updates),
+        "num_skipped_updates": sum(update.is_skipped for update in updates),
+    }
+
+
+def reward_metrics(given: StepInput) -> dict[str, float]:
+    """Over the rollouts that are trained; a group whose rewards are all equal has nothing to teach."""
+    by_group: dict[str, dict[str, float]] = {}
+    for record in given.records:
+        by_group.setdefault(record.group_id, {})[record.session_id] = given.rewards[record.session_id]
+    rewards = [reward for group in by_group.values() for reward in group.values()]
+    flat = sum(len(set(group.values())) == 1 for group in by_group.values())
+    return {
+        "reward_mean": float(np.mean(rewards)) if rewards else 0.0,
+        "reward_std": float(np.std(rewards)) if rewards else 0.0,
+        "flat_group_fraction": flat / max(len(by_group), 1),
+        "num_rollouts": len(rewards),
+        "num_records": len(given.records),
+    }
+
+
+def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Over loss tokens."""
+    of_samples = [sample.advantages for sample in samples if sample.advantages is not None and sample.num_loss_tokens]
+    if not of_samples:
+        return dict.fromkeys(("advantage_mean", "advantage_std", "advantage_min", "advantage_max"), 0.0)
+    advantages = torch.cat(of_samples).double()
+    return {
+        "advantage_mean": float(advantages.mean()),
+        "advantage_std": float(advantages.std(correction=0)),
+        "advantage_min": float(advantages.min()),
+        "advantage_max": float(advantages.max()),
+    }
+
+
+def device_memory(device: torch.device, group: Group) -> dict[str, float]:
+    """The most memory of any rank's GPU that tensors have held; nothing on a CPU, whose memory is the process's."""
+    if device.type != "cuda":
+        return {}
+    return {"peak_device_memory_bytes": max(group.gather([torch.cuda.max_memory_allocated(device)]))[0]}
+
+
+def critic_metrics(samples: Sequence[Sample], updates: Sequence[Update]) -> dict[str, float]:
+    """Of the critic at the start of the step, over loss tokens, and of its updates. Nothing without one."""
+    values = [one.values for one in samples if one.values is not None]
+    returns = [one.returns for one in samples if one.returns is not None]
+    if not values or not returns:
+        return {}
+    count = max(len(updates), 1)
+    num_tokens = max(sum(one.tally.losses.num_tokens for one in updates), 1)
+    return {
+        "value_loss": sum(one.tally.value_loss for one in updates) / count,
+        "value_clip_fraction": sum(one.tally.num_clipped_values for one in updates) / num_tokens,
+        "value_explained_variance": explained_variance(torch.cat(values).double(), torch.cat(returns).double()),
+        "critic_grad_norm": sum(one.critic_gradient_norm or 0.0 for one in updates) / count,
+    }

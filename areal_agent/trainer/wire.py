@@ -1,0 +1,178 @@
+"""Frames on the socket between the main process and the trainer: a JSON header and named arrays. Nothing is pickled.
+
+    4 bytes   length of the header, big-endian
+    header    JSON object
+    8 bytes   length of the payload, big-endian
+    payload   safetensors; empty when there are no arrays
+
+Written and read here for both sides, blocking and asyncio. It knows no command.
+
+A train step's records as arrays for a frame, and back. It knows the fields of TokenRecord and nothing of sockets.
+
+Equal fields of all records are concatenated: one array a field, however many records there are.
+
+What the trainer tells the main process: records shared by both ends. Imports no torch.
+
+What one train step is given. Imports no torch.
+"""
+
+import asyncio
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
+
+from areal_agent.types import JsonObject, TokenRecord
+
+HEADER_LENGTH = struct.Struct(">I")
+PAYLOAD_LENGTH = struct.Struct(">Q")
+
+Arrays = Mapping[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Frame:
+    """One message."""
+
+    header: JsonObject
+    arrays: Arrays = field(default_factory=dict[str, Any])
+
+    def encode(self) -> bytes:
+        header = orjson.dumps(self.header)
+        payload = save(dict(self.arrays)) if self.arrays else b""
+        return b"".join((HEADER_LENGTH.pack(len(header)), header, PAYLOAD_LENGTH.pack(len(payload)), payload))
+
+
+class Readable(Protocol):
+    """A buffered blocking stream of bytes: `read` gives fewer than asked for at the end only."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def read_frame(file: Readable) -> Frame:
+    """Block until a whole frame has come. Raises EOFError when the other side is gone."""
+    header = _exactly(file, _length(HEADER_LENGTH, _exactly(file, HEADER_LENGTH.size)))
+    payload = _exactly(file, _length(PAYLOAD_LENGTH, _exactly(file, PAYLOAD_LENGTH.size)))
+    return _decode(header, payload)
+
+
+async def receive_frame(reader: asyncio.StreamReader) -> Frame:
+    """Wait until a whole frame has come. Raises EOFError when the other side is gone."""
+    header = await reader.readexactly(_length(HEADER_LENGTH, await reader.readexactly(HEADER_LENGTH.size)))
+    payload = await reader.readexactly(_length(PAYLOAD_LENGTH, await reader.readexactly(PAYLOAD_LENGTH.size)))
+    return _decode(header, payload)
+
+
+def _exactly(file: Readable, num_bytes: int) -> bytes:
+    data = file.read(num_bytes)
+    if len(data) < num_bytes:
+        raise EOFError(f"the other side closed the socket ({len(data)} of {num_bytes} bytes came)")
+    return data
+
+
+def _length(form: struct.Struct, data: bytes) -> int:
+    return int(form.unpack(data)[0])
+
+
+def _decode(header: bytes, payload: bytes) -> Frame:
+    return Frame(header=orjson.loads(header), arrays=load(payload) if payload else {})
+
+
+PER_TOKEN = ("token_ids", "loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions", "incarnations")
+PER_TURN = ("turn_rewards",)
+DTYPES = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "turn_index": np.int32,
+    "behavior_logprobs": np.float32,
+    "temperatures": np.float32,
+    "versions": np.int32,
+    "incarnations": np.int32,
+    "turn_rewards": np.float32,
+}
+
+
+def encode_records(records: Sequence[TokenRecord]) -> tuple[list[JsonObject], Arrays]:
+    """The records' names and lengths, and their arrays."""
+    names: list[JsonObject] = [
+        {
+            "session_id": record.session_id,
+            "group_id": record.group_id,
+            "branch": record.branch,
+            "parent_branch": record.parent_branch,
+            "final_reward": record.final_reward,
+            "fork_turn": record.fork_turn,
+            "own_turn": record.own_turn,
+            "sample_of": record.sample_of,
+            "num_tokens": len(record.token_ids),
+            "num_turns": len(record.turn_rewards),
+        }
+        for record in records
+    ]
+    if not records:
+        return names, {}
+    arrays = {
+        field: np.concatenate([getattr(record, field) for record in records]).astype(DTYPES[field], copy=False)
+        for field in DTYPES
+    }
+    return names, arrays
+
+
+def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRecord, ...]:
+    """The inverse of `encode_records`."""
+    tokens = np.cumsum([0, *(name["num_tokens"] for name in names)])
+    turns = np.cumsum([0, *(name["num_turns"] for name in names)])
+    return tuple(
+        TokenRecord(
+            session_id=name["session_id"],
+            group_id=name["group_id"],
+            branch=name["branch"],
+            parent_branch=name["parent_branch"],
+            final_reward=name["final_reward"],
+            fork_turn=name["fork_turn"],
+            own_turn=name["own_turn"],
+            sample_of=name["sample_of"],
+            **_slices(arrays, PER_TOKEN, slice(tokens[index], tokens[index + 1])),
+            **_slices(arrays, PER_TURN, slice(turns[index], turns[index + 1])),
+        )
+        for index, name in enumerate(names)
+    )
+
+
+def _slices(arrays: Arrays, fields: Sequence[str], part: slice) -> dict[str, NDArray[Any]]:
+    return {field: arrays[field][part] for field in fields}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerInfo:
+    """What the trainer says of itself once it has loaded its model."""
+
+    step: int  # of the checkpoint that it goes on from; 0 for a model folder
+    num_parameters: int
+    device: str
+    rank_process_ids: tuple[int, ...] = ()  # of ranks 1, 2, ... where there are several
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one train step did. The names of `metrics` are those of `trainer.step.Stepper.train`."""
+
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInput:
+    """Records, and what their rollouts earned: by session id, for each rollout that has a record."""
+
+    step: int  # the version that the step makes
+    records: Sequence[TokenRecord]
+    rewards: Mapping[str, float]  # in total
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])  # named
+    incarnation: int = 0  # of the weights that it starts from: tokens of this and of version step - 1 are fresh

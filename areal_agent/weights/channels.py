@@ -1,0 +1,352 @@
+"""Hands weights to engines on the same host through two memory-mapped files, written in turn.
+
+    slot 0 ◀─ write(version 1)        engines read slot 0
+    slot 1 ◀─ write(version 2)        slot 0 stays as it is until version 3
+
+The slot that was handed out last is never the one written to: an engine that is still copying it reads whole weights.
+It knows nothing of engines and versions; what a reader needs is in the `SharedMemoryWeights` record.
+
+A whole model's parameters as bytes in one piece of memory. It knows not where they go.
+
+Adapters as a folder in the format of PEFT, which transformers, SGLang and vLLM load beside the model they are for.
+
+It knows names and numbers, not how adapters are trained; what else a folder has is engine/foreign/adapters.py's.
+
+Hands weights to engines through folders on a disk: for a host whose shared memory is too small, as in a container.
+
+    directory/weights_000002/   model.safetensors, manifest.json     handed out last
+    directory/weights_000001/   ...                                  the one before: an engine may still be reading it
+
+A folder is written under a hidden name, brought to the disk, then renamed: under its own name it is whole, and is never
+written to again. It knows nothing of engines and versions.
+
+Sends weights to engines by torch.distributed: to each that asks, in a process group of the two (transfer_group.py).
+
+    write ─▶ a copy in the trainer's memory, offered ─ DistributedWeights ─▶ engines ask, now or later
+             a thread waits for requests ─▶ a thread for each: the copy, bucket after bucket, while training goes on
+
+One that dies or hangs costs its own transfer alone, and who comes late, or is started again, asks as the others did.
+What was written last is offered; a transfer under way of what was written before ends well.
+It knows nothing of engines and versions.
+
+Hands weights to an engine on the trainer's own GPU: they are copied within its memory, and never leave it.
+
+    write ─▶ one new piece of memory ─ CudaWeights ─▶ the engine copies it, and lets go
+    write ─▶ another one; that of the write before is freed once the engine has let go of it too
+
+It knows nothing of engines and versions.
+"""
+
+import itertools
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal_agent.engine.embedded.cuda_memory import DeviceSharing
+from areal_agent.engine.embedded.transfer import (
+    Request,
+    Store,
+    ask,
+    checksum,
+    connect,
+    next_request,
+    open_store,
+    refuse,
+    send,
+    whole_blocks,
+)
+from areal_agent.engine.foreign.weight_folders import ADAPTER_WEIGHTS, CONFIG, PREFIX, AdapterForm
+from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest
+from areal_agent.types import CudaWeights, DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
+
+logger = logging.getLogger(__name__)
+
+
+ALIGNMENT_BYTES = 64
+NUM_SLOTS = 2
+
+
+def layout(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> tuple[TensorEntry, ...]:
+    """Where each tensor of `model.named_parameters()` lies in a slot when stored as `dtype`. Tied weights come once."""
+    entries: list[TensorEntry] = []
+    offset = 0
+    for name, parameter in parameters:
+        num_bytes = parameter.numel() * dtype.itemsize
+        entries.append(
+            TensorEntry(
+                name=name,
+                dtype=str(dtype).removeprefix("torch."),
+                shape=tuple(parameter.shape),
+                offset=offset,
+                num_bytes=num_bytes,
+            )
+        )
+        offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return tuple(entries)
+
+
+class SharedMemoryChannel:
+    """The writing side. Its files have mode 0600 and are removed by `close`."""
+
+    def __init__(self, directory: Path, entries: tuple[TensorEntry, ...]) -> None:
+        """Make the slots in `directory` (on /dev/shm no byte reaches a disk), each large enough for `entries`."""
+        self._entries = entries
+        self._slots: list[_Slot] = []
+        self._next = 0
+        try:
+            for _ in range(NUM_SLOTS):
+                self._slots.append(_Slot(directory, entries[-1].offset + entries[-1].num_bytes))
+        except OSError:
+            self.close()
+            raise
+
+    def write(self, parameters: Mapping[str, Tensor]) -> SharedMemoryWeights:
+        """Copy the parameters, converted to the layout's dtype, into the slot that was not handed out last.
+
+        Raises ValueError when their names or shapes are not those of the layout.
+        """
+        check_parameters(self._entries, parameters)
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % NUM_SLOTS
+        crc32 = 0
+        for entry in self._entries:
+            crc32 = slot.write(entry, parameters[entry.name], crc32)
+        return SharedMemoryWeights(path=str(slot.path), entries=self._entries, crc32=crc32)
+
+    def close(self) -> None:
+        """Remove the files. An engine that has one mapped keeps its memory until it lets go."""
+        for slot in self._slots:
+            slot.close()
+
+
+def check_parameters(entries: Iterable[TensorEntry], parameters: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless names and shapes are those of the layout."""
+    expected = {entry.name: entry.shape for entry in entries}
+    received = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if received != expected:
+        wrong = sorted(dict(received.items() ^ expected.items()))
+        raise ValueError(f"these parameters are not those of the channel's layout: {', '.join(wrong[:5])}")
+
+
+class _Slot:
+    """One mapped file."""
+
+    def __init__(self, directory: Path, num_bytes: int) -> None:
+        fd, path = tempfile.mkstemp(prefix="weights-", suffix=".bin", dir=directory)  # mode 0600
+        self.path = Path(path)
+        try:
+            os.truncate(fd, num_bytes)
+            if sys.platform == "linux":  # a full /dev/shm is an error here, not a SIGBUS at the first write
+                os.posix_fallocate(fd, 0, num_bytes)
+            self._memory = mmap.mmap(fd, num_bytes)
+        except OSError:
+            self.path.unlink()
+            raise
+        finally:
+            os.close(fd)
+        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def write(self, entry: TensorEntry, parameter: Tensor, crc32: int) -> int:
+        """Copy one tensor and return the checksum continued over its bytes."""
+        place = self._tensor[entry.offset : entry.offset + entry.num_bytes]
+        place.view(getattr(torch, entry.dtype)).view(entry.shape).copy_(parameter.detach())
+        return zlib.crc32(place.numpy().data, crc32)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def num_flat_bytes(entries: Sequence[TensorEntry]) -> int:
+    """Of what `flat_copy` makes of them."""
+    return whole_blocks(entries[-1].offset + entries[-1].num_bytes)
+
+
+def flat_copy(entries: Sequence[TensorEntry], parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The parameters where `entries` tell (`shared_memory.layout`), in its dtype: bytes `[n]`, whole blocks of them."""
+    data = torch.zeros(num_flat_bytes(entries), dtype=torch.uint8, device=device)
+    for entry in entries:
+        place = data[entry.offset : entry.offset + entry.num_bytes].view(getattr(torch, entry.dtype))
+        place.view(entry.shape).copy_(parameters[entry.name].detach())
+    return data
+
+
+def write_adapter(folder: Path, matrices: Mapping[str, Tensor], form: AdapterForm) -> None:
+    """Fill `folder`: the matrices by their names in the model, `...q_proj.lora_A.weight`, in one piece, as they are."""
+    named = {PREFIX + name: one.detach().to("cpu").contiguous() for name, one in matrices.items()}
+    save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_bytes(form.encode())
+
+
+NUM_KEPT = 2
+
+
+class DiskChannel:
+    """The writing side. Its folders are removed by `close`."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, adapter: AdapterForm | None = None) -> None:
+        """Write into `directory`, which is this channel's own, in `dtype`; the matrices of adapters, if it says so."""
+        self._directory = directory
+        self._dtype = dtype
+        self._adapter = adapter
+        self._written: list[Path] = []
+        self._number = 0
+
+    def write(self, parameters: Mapping[str, Tensor]) -> DiskWeights:
+        """Write the parameters into a folder of their own, and remove the one before the last."""
+        self._number += 1
+        folder = self._directory / f"weights_{self._number:06d}"
+        hidden = folder.with_name(f".{folder.name}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        try:
+            hidden.mkdir(parents=True, mode=0o700)
+            self._fill(hidden, parameters)
+            hidden.rename(folder)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+        self._written.append(folder)
+        while len(self._written) > NUM_KEPT:
+            shutil.rmtree(self._written.pop(0))
+        return DiskWeights(path=str(folder))
+
+    def close(self) -> None:
+        """Remove the folders."""
+        for folder in self._written:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._written.clear()
+
+    def _fill(self, folder: Path, parameters: Mapping[str, Tensor]) -> None:
+        tensors = {name: one.detach().to("cpu", self._dtype).contiguous() for name, one in parameters.items()}
+        if self._adapter is None:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        else:
+            write_adapter(folder, tensors, self._adapter)
+        (folder / MANIFEST).write_bytes(encode_manifest(folder, {}))
+        bring_to_disk(folder)
+
+
+TIMEOUT_S = 60.0
+"""How long either side of a transfer waits for the next step of the other."""
+CLOSING_S = 5.0
+"""How long transfers under way may take to end."""
+JOIN_S = 0.05
+
+
+class DistributedChannel:
+    """The sending side. Between two writes it holds one set of weights."""
+
+    def __init__(
+        self,
+        entries: tuple[TensorEntry, ...],
+        device: torch.device,
+        *,
+        host: str,
+        bucket_bytes: int,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Offer what `entries` tell (`shared_memory.layout`) at `host`, an address of this machine."""
+        self._entries = entries
+        self._device = device
+        self._host = host
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        store = open_store(host, timeout_s)
+        self._store: Store | None = store
+        self._port = store.port
+        self._sending: list[threading.Thread] = []
+        self._held: tuple[str, Tensor] | None = None
+        self._listening = threading.Thread(target=self._listen, name="requests for weights", daemon=True)
+        self._listening.start()
+
+    def write(self, parameters: Mapping[str, Tensor]) -> DistributedWeights:
+        """Copy the parameters, and offer them from now on. Raises ValueError when they are not the layout's."""
+        check_parameters(self._entries, parameters)
+        self._held = None  # before as much is taken again
+        data = flat_copy(self._entries, parameters, self._device)
+        name = secrets.token_hex(8)
+        digest = checksum(data)  # which waits until all is copied
+        self._held = (name, data)
+        return DistributedWeights(
+            host=self._host,
+            port=self._port,
+            name=name,
+            entries=self._entries,
+            num_bytes=len(data),
+            bucket_bytes=self._bucket_bytes,
+            checksum=digest,
+            timeout_s=self._timeout_s,
+        )
+
+    def close(self) -> None:
+        """Let go of what was written last. Who waits for something of the other side is told that nothing will come."""
+        self._held = None
+        ask(self._client(), None)
+        self._listening.join()
+        self._store = None  # the end of the store is the end of all that wait for it
+        deadline_s = time.monotonic() + CLOSING_S
+        for thread in self._sending:
+            while thread.is_alive() and time.monotonic() < deadline_s:
+                thread.join(JOIN_S)  # one long wait was seen to hold the thread up until its end
+
+    def _listen(self) -> None:
+        store = self._client()
+        for number in itertools.count(1):
+            try:
+                request = next_request(store, number)
+            except (TypeError, ValueError) as error:  # a stranger wrote it
+                logger.warning("request %d for weights cannot be read: %s", number, error)
+                continue
+            if request is None:
+                return
+            thread = threading.Thread(target=self._send, args=(request,), name="a transfer", daemon=True)
+            self._sending = [*(one for one in self._sending if one.is_alive()), thread]
+            thread.start()
+
+    def _send(self, request: Request) -> None:
+        held = self._held
+        try:
+            store = self._client()
+            if held is None or held[0] != request.what:
+                refuse(store, request, "the trainer has newer weights by now, and offers these no more")
+                return
+            send(store, request, held[1], bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s)
+        except Exception as error:  # the boundary of this thread: the other side sees the end of the group
+            logger.warning("weights for %s did not get through: %s", request.group, error)
+
+    def _client(self) -> Store:
+        return connect(self._host, self._port, self._timeout_s)
+
+
+class CudaChannel:
+    """The writing side. Between two writes it holds one set of weights."""
+
+    def __init__(self, entries: tuple[TensorEntry, ...], device: torch.device, sharing: DeviceSharing) -> None:
+        """Write what `entries` tell (`shared_memory.layout`) into the memory of `device`."""
+        self._entries = entries
+        self._device = device
+        self._sharing = sharing
+        self._data: Tensor | None = None
+
+    def write(self, parameters: Mapping[str, Tensor]) -> CudaWeights:
+        """Copy the parameters, converted to the layout's dtype. Raises ValueError when they are not its own."""
+        check_parameters(self._entries, parameters)
+        self._data = None  # before as much is taken again
+        data = self._data = flat_copy(self._entries, parameters, self._device)
+        return CudaWeights(memory=self._sharing.share(data), entries=self._entries, checksum=checksum(data))
+
+    def close(self) -> None:
+        """Let go of what was written last."""
+        self._data = None

@@ -1,0 +1,280 @@
+"""A stateful Python: programs that share one interpreter, as the cells of a notebook do.
+
+The host's end of `session_inside.py`. A run that is out of time is interrupted as by Ctrl-C; when it does not end then,
+the interpreter is killed and `ExecResult.is_state_lost` says so: the next run gets a fresh one. What a program prints
+can stand for nothing but itself; how an interpreter died is the kernel's word. (Whether a run raised is the word of the
+interpreter that ran it, which a program could bend, as it could catch its own exception.)
+
+A stateful shell: bash commands that share variables, functions, aliases, options, umask and the folder they are in.
+
+Each run is a process of its own, with limits of its own, and its status is the kernel's: nothing that a command prints,
+and nothing that it writes to a descriptor, can stand for one. What the next run is to find is saved by bash when a run
+ends, in a file of the sandbox. A run that is killed, becomes another program (`exec`) or has an EXIT trap of its own
+has saved nothing: the next finds what the last whole one left, and files as they are. Background jobs end with their
+run; what is to live on is started with `Sandbox.spawn`.
+
+Python that is run again and again, as a text that hardly has to be compiled. It runs nothing.
+
+A Python of this one's version takes the code as it is, any other compiles the source that comes with it.
+"""
+
+import asyncio
+import contextlib
+import marshal
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from importlib.util import MAGIC_NUMBER
+from pathlib import Path
+from time import monotonic
+from typing import Protocol, Self
+
+from sandboxes.base import Process
+from sandboxes.session_inside import DONE, ENDING, INTERRUPT, REPORT, REQUEST, RUN, STDOUT
+from sandboxes.spec import ExecResult, Limits, Status
+
+SESSION_SOURCE = Path(__file__).with_name("session_inside.py").read_text()
+INTERRUPT_GRACE_S = 0.5
+"""How long an interrupted run may take to end."""
+
+
+class PythonSession:
+    """One run after another; one that is asked for meanwhile waits. Closed with its sandbox, or before.
+
+    As in `async with box.python() as python: await python.run("x = 1"); await python.run("print(x)")`.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Limits], Awaitable[Process]],
+        check_open: Callable[[], None],
+        limits: Limits,
+        slots: asyncio.Semaphore,
+    ) -> None:
+        self._start = start
+        self._check_open = check_open
+        self._limits = limits
+        self._slots = slots
+        self._turn = asyncio.Lock()
+        self._interpreter: Interpreter | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def run(self, source: str, *, limits: Limits | None = None) -> ExecResult:
+        """Run Python source. Cancelling it kills the interpreter.
+
+        Of `limits`, wall-clock time and output are the run's; the rest holds for the session, from its start.
+        """
+        limits = limits or self._limits
+        if replace(limits, wall_s=1, cpu_s=None, output_bytes=1) != replace(
+            self._limits, wall_s=1, cpu_s=None, output_bytes=1
+        ):
+            raise ValueError("only wall_s and output_bytes can differ from run to run; give the rest to `python()`")
+        async with self._turn, self._slots:
+            if self._interpreter is None:
+                self._interpreter = Interpreter(await self._start(self._limits))
+            try:
+                result = await self._interpreter.run(source, limits)
+            except BaseException:
+                await self.close()
+                raise
+            if result.is_state_lost:
+                await self.close()
+                self._check_open()  # with its sandbox closed, its death says nothing of the program
+            return result
+
+    async def close(self) -> None:
+        """End the interpreter. Harmless when it has ended; a run after that starts a fresh one."""
+        interpreter, self._interpreter = self._interpreter, None
+        if interpreter is not None:
+            await interpreter.process.kill()
+
+
+@dataclass(kw_only=True, slots=True)
+class Printed:
+    """What one run has printed, within a bound."""
+
+    room: int
+    is_truncated: bool = False
+    stdout: list[bytes] = field(default_factory=list[bytes])
+    stderr: list[bytes] = field(default_factory=list[bytes])
+
+    def add(self, kind: int, data: bytes) -> None:
+        self.is_truncated = self.is_truncated or len(data) > self.room
+        kept = data[: self.room]
+        self.room -= len(kept)
+        (self.stdout if kind == STDOUT else self.stderr).append(kept)
+
+
+class Interpreter:
+    """One interpreter in its sandbox, from its start to its death."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self._received = b""
+
+    async def run(self, source: str, limits: Limits) -> ExecResult:
+        printed = Printed(room=limits.output_bytes)
+        started_s = monotonic()
+        verdict: Status | None = None
+        ending: bytes | None = None
+        try:
+            async with asyncio.timeout(limits.wall_s):
+                await self._send(RUN, source.encode("utf-8", "surrogateescape"))
+                ending = await self._until_done(printed, is_bounded=True)
+            if ending is None and printed.is_truncated:
+                verdict = Status.OUTPUT_LIMIT
+        except TimeoutError:
+            verdict = Status.TIMEOUT
+        if verdict is not None:
+            ending = await self._interrupt(printed)
+        if ending is None:
+            return await self._result_of_death(verdict, printed, monotonic() - started_s)
+        code, cpu_s, peak_bytes = ENDING.unpack(ending)
+        return ExecResult(
+            status=verdict or (Status.NONZERO if code else Status.OK),
+            exit_code=code,
+            signal=None,
+            stdout=b"".join(printed.stdout),
+            stderr=b"".join(printed.stderr),
+            truncated=printed.is_truncated,
+            wall_s=monotonic() - started_s,
+            cpu_s=cpu_s,
+            peak_memory_bytes=peak_bytes,
+        )
+
+    async def _send(self, kind: int, data: bytes = b"") -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is dead, and the end of its output says so
+            await self.process.write(REQUEST.pack(kind, len(data)) + data)
+
+    async def _interrupt(self, printed: Printed) -> bytes | None:
+        """The ending of a run that takes its interruption; otherwise None, and the interpreter is dead."""
+        try:
+            async with asyncio.timeout(INTERRUPT_GRACE_S):
+                await self._send(INTERRUPT)
+                return await self._until_done(printed, is_bounded=False)
+        except TimeoutError:
+            await self.process.kill()
+            return None
+
+    async def _until_done(self, printed: Printed, *, is_bounded: bool) -> bytes | None:
+        """The ending of a run; None when the interpreter died first, or has printed too much and `is_bounded`."""
+        while True:
+            while (report := self._next_report()) is not None:
+                kind, data = report
+                if kind == DONE:
+                    return data
+                printed.add(kind, data)
+                if is_bounded and printed.is_truncated:
+                    return None
+            chunk = await anext(self.process.stdout, b"")
+            if not chunk:
+                return None
+            self._received += chunk
+
+    def _next_report(self) -> tuple[int, bytes] | None:
+        if len(self._received) < REPORT.size:
+            return None
+        kind, length = REPORT.unpack_from(self._received)
+        end = REPORT.size + length
+        if len(self._received) < end:
+            return None
+        data, self._received = self._received[REPORT.size : end], self._received[end:]
+        return kind, data
+
+    async def _result_of_death(self, verdict: Status | None, printed: Printed, wall_s: float) -> ExecResult:
+        ended = await self.process.wait()
+        is_memory = ended.status is Status.MEMORY
+        return replace(
+            ended,
+            status=ended.status if is_memory else verdict or ended.status,
+            stdout=b"".join(printed.stdout),
+            stderr=b"".join(printed.stderr),
+            truncated=printed.is_truncated,
+            wall_s=wall_s,
+            is_state_lost=True,
+        )
+
+
+MAX_COMMAND_BYTES = 100_000
+"""A little less than Linux takes as one argument."""
+RUN_COMMAND = r"""
+__state=${TMPDIR:-/tmp}/.shell-KEY
+trap '
+    {
+        compgen -v | while IFS= read -r __name; do
+            case $__name in
+                BASH*|COMP_*|DIRSTACK|EPOCH*|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|PWD) ;;
+                RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|_|__name|__state) ;;
+                *) declare -p "$__name" || : ;;
+            esac
+        done || :
+        declare -f
+        alias -p
+        umask -p
+        printf "builtin cd -- %q || :\n" "$PWD"
+        shopt -p || :
+        set +o
+        command mv -f "$__state.new" "$__state"
+    } >| "$__state.new" 2> /dev/null
+' EXIT
+eval "shift; if [ -r \"\$__state\" ]; then . \"\$__state\" 2> /dev/null; fi
+$1"
+"""
+
+
+class Exec(Protocol):
+    """`Sandbox.exec`."""
+
+    async def __call__(self, argv: list[str], *, stdin: bytes, limits: Limits | None) -> ExecResult: ...
+
+
+class ShellSession:
+    """One after another; a run that is asked for meanwhile waits. Nothing needs to be closed.
+
+    As in `async with box.shell() as shell: await shell.run("cd src"); await shell.run("pwd")`.
+    """
+
+    def __init__(self, execute: Exec) -> None:
+        self._execute = execute
+        self._script = RUN_COMMAND.replace("KEY", secrets.token_hex(8))
+        self._turn = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
+    async def run(self, command: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
+        """Run bash commands. A sandbox without bash answers with exit code 127."""
+        if len(command.encode(errors="surrogateescape")) > MAX_COMMAND_BYTES:
+            raise ValueError(f"the command is longer than {MAX_COMMAND_BYTES} bytes; write it to a file, and run that")
+        async with self._turn:
+            return await self._execute(["bash", "-c", self._script, "bash", command], stdin=stdin, limits=limits)
+
+
+TEXT = """\
+import marshal, sys
+exec(
+    marshal.loads({code!r})
+    if getattr(sys.modules.get("_frozen_importlib_external"), "MAGIC_NUMBER", b"") == {version!r}
+    else compile({source!r}, {name!r}, "exec", dont_inherit=True, optimize=2)
+)
+"""
+
+
+def precompiled(source: str, name: str, version: bytes = MAGIC_NUMBER) -> str:
+    """A text that does what `source` does.
+
+    `name`: its file, in tracebacks; `version`: of the Python that takes the code.
+
+    >>> exec(precompiled("print(6 * 7)", "<example>"))
+    42
+    """
+    code = marshal.dumps(compile(source, name, "exec", dont_inherit=True, optimize=2))
+    return TEXT.format(code=code, version=version, source=source, name=name)

@@ -1,0 +1,157 @@
+"""Online RL before engines that are not ours, scripted: a gateway that stands alone, and a trainer.
+
+- the gateway finds out which kind it stands before, and records what that sampled; it asks again where an answer
+  breaks off
+- the trainer gives it weights in its own way
+- a config that names another kind than the server is refused, and so is what is no engine
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_agent.config import Config
+from areal_agent.engine.config import EngineConfig
+from areal_agent.errors import ConfigError
+from areal_agent.gateway.bodies import Limits
+from areal_agent.gateway.standalone import Place, open_standalone
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.run.sources import connect_engine
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.template import HistoryThinking
+from areal_agent.types import VersionSpan, WeightVersion
+from areal_agent.weights.channels import DiskChannel
+from areal_agent.weights.push import push
+from tests.engine.sglang import scripted as sglang
+from tests.engine.vllm import scripted as vllm
+
+KEY = "sk-admin"
+NEW = WeightVersion(step=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scripted:
+    kind: str
+    url: str
+    server: Any
+
+
+@pytest.fixture(params=[sglang, vllm], ids=["sglang", "vllm"])
+async def engine(request: pytest.FixtureRequest, small_model: Path) -> AsyncIterator[Scripted]:
+    module: ModuleType = request.param
+    server = module.ScriptedServer(str(small_model))
+    async with module.serving(server) as url:
+        yield Scripted(kind="sglang" if module is sglang else "vllm", url=url, server=server)
+
+
+def place(url: str, tokenizer: Path, ledger: Path) -> Place:
+    return Place(
+        engine_url=url,
+        tokenizer=tokenizer,
+        history_thinking=HistoryThinking.TEMPLATE,
+        tool_format=None,
+        reasoning_format=None,
+        ledger=ledger,
+        host="127.0.0.1",
+        port=0,
+        admin_key=KEY,
+        model_name="m",
+        bound=None,
+        group_wait_s=0.0,
+        limits=Limits(),
+        allowed_hosts=(),
+    )
+
+
+async def play(url: str) -> tuple[str, str]:
+    """A rollout of one question: its id, and the answer."""
+    async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as http:
+
+        async def call(path: str, key: str, **body: object) -> Any:
+            answer = await http.post(path, headers={"Authorization": f"Bearer {key}"}, json=body)
+            return answer.raise_for_status().json()
+
+        session = await call("/rl/start_session", KEY, task_id="t")
+        messages = [{"role": "user", "content": "1 + 1?"}]
+        answer = await call("/v1/chat/completions", session["api_key"], model="m", messages=messages)
+        await call("/rl/set_reward", session["api_key"], reward=1.0)
+        await call("/rl/end_session", session["api_key"])
+        return session["session_id"], answer["choices"][0]["message"]["content"]
+
+
+async def test_a_gateway_records_what_it_sampled(engine: Scripted, small_model: Path, tmp_path: Path) -> None:
+    ids = Renderer.load(small_model).ids_of("2<|im_end|>")
+    engine.server.will_answer(list(ids))
+    async with open_standalone(place(engine.url, small_model, tmp_path / "ledger.sqlite")) as standalone:
+        session_id, answer = await play(standalone.base_url)
+        assert (standalone.backend, answer) == (engine.kind, "2")
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=False)
+    (turn,) = (await ledger.trajectory(session_id)).turns
+    await ledger.aclose()
+    (completion,) = turn.completions
+    assert completion.token_ids == tuple(ids)
+    assert completion.versions == (VersionSpan(version=sglang.OLD, start=0, end=len(ids)),)
+
+
+async def test_an_answer_that_breaks_off_is_sampled_again(engine: Scripted, small_model: Path, tmp_path: Path) -> None:
+    engine.server.will_answer(list(Renderer.load(small_model).ids_of("2<|im_end|>")))
+    engine.server.num_broken = 1
+    async with open_standalone(place(engine.url, small_model, tmp_path / "ledger.sqlite")) as standalone:
+        assert (await play(standalone.base_url))[1] == "2"
+    assert engine.server.num_broken == 0
+
+
+async def test_a_trainer_gives_it_weights(engine: Scripted, small_model: Path, tmp_path: Path) -> None:
+    parameters = dict(AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).named_parameters())
+    client = await connect_engine(EngineConfig(url=engine.url))
+    await push([client], DiskChannel(tmp_path, torch.float32).write(parameters), NEW)
+    assert (await client.info()).weight_version == NEW
+    await client.aclose()
+    assert engine.server.label == str(NEW)
+
+
+async def test_a_kind_may_be_named(engine: Scripted) -> None:
+    section = {"url": engine.url, "backend": engine.kind}
+    config = Config.parse({"engine": section, "rollout": {"gateway_url": "http://127.0.0.1:1"}})
+    client = await connect_engine(config.engine)
+    await client.aclose()
+
+
+def test_how_servers_are_started_is_not_the_trainers() -> None:
+    section = {"url": "http://127.0.0.1:2", "backend": "sglang", "python": "p"}
+    with pytest.raises(ConfigError, match=r"engine\.python has no effect with rollout\.gateway_url"):
+        Config.parse({"engine": section, "rollout": {"gateway_url": "http://127.0.0.1:1"}})
+
+
+async def test_another_kind_than_the_servers_is_refused(engine: Scripted) -> None:
+    other = "vllm" if engine.kind == "sglang" else "sglang"
+    with pytest.raises(ConfigError, match=f"engine.backend is '{other}', and engine.url = .* is {engine.kind}"):
+        await connect_engine(EngineConfig.model_validate({"url": engine.url, "backend": other}))
+
+
+async def test_a_model_that_is_not_here_is_named(engine: Scripted, small_model: Path, tmp_path: Path) -> None:
+    gone = f"{tmp_path}/gone"
+    engine.server.started_with = gone
+    if engine.kind == "vllm":
+        engine.server.card["root"] = gone
+    with pytest.raises(ConfigError, match=r"engine\.url: .*gone.* cannot be read here"):
+        await connect_engine(EngineConfig(url=engine.url))
+    with pytest.raises(ConfigError, match=r"--engine http://127.*gone.* cannot be read here"):
+        async with open_standalone(place(engine.url, small_model, tmp_path / "ledger.sqlite")):
+            pass
+
+
+async def test_nobody_is_there(unused_tcp_port: int, small_model: Path, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    with pytest.raises(ConfigError, match=r"engine\.url: no answer"):
+        await connect_engine(EngineConfig(url=url))
+    with pytest.raises(ConfigError, match=f"--engine {url}: no answer"):
+        async with open_standalone(place(url, small_model, tmp_path / "ledger.sqlite")):
+            pass

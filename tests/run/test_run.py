@@ -1,0 +1,246 @@
+"""A whole run with real processes and a small random model.
+
+1. it trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it; 2. failing
+siblings leave the rest trained, and are counted; 3. it resumes: steps after the checkpoint are trained again, and what
+was waiting is trained; 4. a trainer that dies ends it clearly, engines that die are started again, one or all of
+several; 5. a workflow that always fails ends it; 6. rollout_batch is synchronous; 7. a trainer that is too slow to
+start is an error; 8. nothing is sampled greedily for training; 9. a server joins and another leaves while it trains.
+What max_staleness 0 means is in trainer/test_whole_runs.py.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from areal_agent import Status
+from areal_agent.config import Config
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.errors import ConfigError, ProcessDied, RolloutsFailing, TrainerError
+from areal_agent.ledger.verify import verify
+from areal_agent.observe.metrics import read_metrics, step_rows
+from areal_agent.run import Run
+from areal_agent.types import WeightVersion
+
+
+async def solve(task, rollout) -> float:
+    """Two turns; a reward that a random model can earn: digits in the answer."""
+    messages = list(task["messages"])
+    text = ""
+    for _ in range(2):
+        reply = await rollout.client.chat.completions.create(model=rollout.model, messages=messages)
+        text = reply.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
+    return sum(letter.isdigit() for letter in text) / 10
+
+
+def config(tmp_path: Path, model: Path, **values: object) -> Config:
+    tasks = tmp_path / "tasks.jsonl"
+    lines = [{"id": str(n), "messages": [{"role": "user", "content": f"What is {n}?"}]} for n in range(50)]
+    tasks.write_text("\n".join(map(json.dumps, lines)))
+    return Config.parse(
+        {
+            "model": str(model),
+            "tasks": str(tasks),
+            "run_dir": str(tmp_path / "run"),
+            "steps": 4,
+            "batch_size": 4,
+            "group_size": 2,
+            "max_staleness": 2,
+            "rollout": {"max_concurrent": 16, "max_tokens": 48},
+            "engine": {"max_running_requests": 16, "max_context_tokens": 256},
+            "trainer": {"learning_rate": 1e-3, "checkpoint_every": 2},
+            "eval": {"num_tasks": 0},
+            **values,
+        }
+    )
+
+
+@asynccontextmanager
+async def a_server(model: Path) -> AsyncGenerator[EngineServer]:
+    """An engine that the run does not start."""
+    runner = ModelRunner.load(str(model), device="cpu", num_slots=8, max_context_tokens=256)
+    server = await EngineServer.start(runner, version=WeightVersion(incarnation=5, step=5))
+    try:
+        yield server
+    finally:
+        await server.aclose()
+
+
+async def train(run: Run, steps: int) -> None:
+    while run.step < steps:
+        batch = await run.prepare_batch()
+        await run.train_step(batch)
+        await run.push()
+
+
+async def end(run: Run) -> None:
+    await run.stop_producing()
+    await run.save()
+    await run.settle(is_completed=True)
+
+
+async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Path, small_model: Path) -> None:
+    async with Run(config(tmp_path, small_model), workflow=solve) as run:
+        await train(run, 4)
+        await end(run)
+    rows = step_rows(read_metrics(run.folder.metrics))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert sum(row["rollouts/spanning"] for row in rows) > 0
+    assert all(row["rollouts/trained"] == 8 for row in rows)
+    assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows[:1])
+    report = verify(run.folder.ledger)
+    assert report.is_ok, report
+
+
+@pytest.mark.slow
+async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_model: Path) -> None:
+    async def moody(task, rollout):
+        kind = rollout.seed % 7
+        if kind == 0:
+            raise RuntimeError("the workflow is broken")
+        if kind == 1:
+            return float("nan")
+        if kind == 2:
+            return 1.0  # without a model call
+        reward = await solve(task, rollout)
+        if kind == 3:
+            return None
+        if kind == 4:
+            await asyncio.sleep(3600)
+        return reward
+
+    settings = config(tmp_path, small_model, group_size=6, steps=2, rollout={"max_concurrent": 24, "timeout_s": 3})
+    async with Run(settings, workflow=moody) as run:
+        trained = []
+        while run.step < 2:
+            batch = await run.prepare_batch()
+            trained += batch.trained
+            await run.train_step(batch)
+            await run.push()
+        statuses = dict(run._source.counts().statuses)
+        await end(run)
+    assert {one.status for one in trained} == {Status.COMPLETED}
+    assert {"error", "missing_reward", "timeout", "completed"} <= set(statuses)
+    assert verify(run.folder.ledger).is_ok
+
+
+@pytest.mark.slow
+async def test_it_resumes_from_its_checkpoint_again_and_again(tmp_path: Path, small_model: Path) -> None:
+    settings = config(tmp_path, small_model)
+    async with Run(settings, workflow=solve) as run:
+        await train(run, 2)
+        await run.save()
+        await train(run, 3)  # step 3 is in no checkpoint when the run is left
+    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as resumed:
+        assert (resumed.step, resumed.version.incarnation, resumed.version.step) == (2, 1, 2)
+        await train(resumed, 3)
+        await resumed.stop_producing()
+        await resumed.save()
+        await resumed.settle(is_completed=False)
+    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as again:
+        assert (again.step, again.version.incarnation, again.version.step) == (3, 2, 3)
+        await train(again, 5)
+        await end(again)
+    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3, 3, 4, 5]
+    assert verify(run.folder.ledger).is_ok
+
+
+@pytest.mark.slow
+async def test_a_trainer_that_dies_ends_the_run_with_its_last_lines(tmp_path: Path, small_model: Path) -> None:
+    with pytest.raises(ProcessDied, match="the trainer process was killed by SIGKILL"):
+        async with Run(config(tmp_path, small_model), workflow=solve) as run:
+            await train(run, 1)
+            os.kill(run._trainer_process.pid, signal.SIGKILL)
+            await train(run, 100)
+    assert not run._trainer_process.is_running
+    with pytest.raises(ProcessLookupError):
+        os.kill(run._source.process_ids()["engine"], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_servers", [1, 2])
+async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: Path, num_servers: int) -> None:
+    engine = {"num_servers": num_servers, "max_running_requests": 8, "max_context_tokens": 256, "wait_s": 1e4}
+    async with Run(config(tmp_path, small_model, engine=engine), workflow=solve) as run:
+        await train(run, 1)
+        killed = run._source.process_ids()
+        assert len(killed) == num_servers
+        for process_id in killed.values():
+            os.kill(process_id, signal.SIGKILL)
+        await train(run, 3)
+        assert run._source.process_ids() != killed
+        await end(run)
+    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3]
+    assert verify(run.folder.ledger).is_ok
+
+
+@pytest.mark.slow
+async def test_a_server_joins_and_another_leaves_while_it_trains(tmp_path: Path, small_model: Path) -> None:
+    async with a_server(small_model) as server, Run(config(tmp_path, small_model), workflow=solve) as run:
+        await train(run, 1)
+        (first,) = run._source.process_ids().values()
+        url, key = (getattr(run.folder, name).read_text().strip() for name in ("engines_url", "admin_key"))
+        async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as http:
+            http.headers["Authorization"] = f"Bearer {key}"
+            answer = await http.post("/rl/engines", json={"add": server.base_url})
+            assert answer.status_code == 200, answer.text
+            old, new = answer.json()["engines"]
+            assert (old["version"], new["version"], new["state"]) == ("0:1", "0:1", "serving")
+            answer = await http.post("/rl/engines", json={"remove": old["url"]})
+            assert [one["url"] for one in answer.json()["engines"]] == [server.base_url]
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)  # it was started by the run
+        await train(run, 3)
+        await end(run)
+    assert not run.folder.admin_key.exists() and not run.folder.engines_url.exists()
+    assert verify(run.folder.ledger).is_ok
+
+
+@pytest.mark.slow
+async def test_a_workflow_that_always_fails_ends_the_run(tmp_path: Path, small_model: Path) -> None:
+    async def broken(task, rollout):
+        raise KeyError("answer")
+
+    with pytest.raises(RolloutsFailing, match=r"8 groups in a row failed as a whole.*KeyError: 'answer'"):
+        async with Run(config(tmp_path, small_model), workflow=broken) as run:
+            await run.prepare_batch()
+
+
+@pytest.mark.slow
+async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -> None:
+    async with Run(config(tmp_path, small_model), workflow=solve) as run:
+        tasks = list(run.preflight.tasks)[:3]
+        batch = await run.rollout_batch(tasks)
+        assert [group.task_id for group in batch.groups] == ["0", "1", "2"]
+        await run.train_step(batch)
+        await run.push()
+        assert run.version.step == 1
+        await run.push()  # once more, as a user's own loop may: no row of its own
+        await end(run)
+    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1]
+    assert verify(run.folder.ledger).is_ok
+
+
+@pytest.mark.slow
+async def test_a_trainer_that_is_too_slow_to_start_is_an_error(tmp_path: Path, small_model: Path) -> None:
+    async with a_server(small_model) as server:
+        settings = config(
+            tmp_path, small_model, engine={"urls": [server.base_url]}, trainer={"startup_timeout_s": 1e-6}
+        )
+        with pytest.raises(TrainerError, match=r"trainer\.startup_timeout_s = 1e-06"):
+            async with Run(settings, workflow=solve):
+                pass
+
+
+def test_greedy_rollouts_cannot_be_trained(tmp_path: Path, small_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.temperature is 0"):
+        Run(config(tmp_path, small_model, rollout={"temperature": 0}), workflow=solve)
