@@ -48,7 +48,8 @@ class EngineConfig(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of each engine process. Engines and trainer together should not exceed the cores of the machine."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Requests that sample at once; further ones queue."""
+    """Requests that sample at once; further ones queue. On a GPU the embedded engine takes the memory of their whole
+    contexts from the start; where half of `kv_tokens` is less than that, fewer sample at once."""
     max_context_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 1024
     """Prompt and completion of one request together."""
     kv_tokens: Annotated[int, Field(ge=16)] | None = None
@@ -61,12 +62,6 @@ class EngineConfig(Section):
     once the engine's model is loaded, at most two contexts a running request. A trainer takes 16 bytes a parameter
     (weights, gradients, AdamW's two moments), 2 bytes for each that it publishes, and its activations; the engine takes
     its own activations of it, and 2 bytes a parameter to have new weights beside those that serve."""
-    kv_layout: Literal["auto", "slots", "pages"] = "auto"
-    """How the embedded engine keeps keys and values. `slots`: each running request has addresses for its whole context,
-    whose memory comes as it is written; for CPUs. `pages`: 16 tokens at a time, shared by requests that begin alike;
-    for GPUs, and slower on a CPU. `auto`: by the device."""
-    cuda_graphs: bool = True
-    """On a GPU, the embedded engine records each shape of decode step once and replays it."""
     release_kv: bool = False
     """Give the memory of keys and values back while the trainer trains, for a trainer on the same GPU that needs it.
     Answers under way wait for the end of the train step and are computed again up to where they were."""
@@ -106,7 +101,7 @@ class EngineConfig(Section):
                     "would leave nothing for the others; say with engine.kv_tokens what each takes"
                 )
             return self
-        self._refuse(("leave_gib", "kv_layout", "cuda_graphs", "release_kv"), "is for the embedded engine")
+        self._refuse(("leave_gib", "release_kv"), "is for the embedded engine")
         if self.url is not None:
             self._refuse(("urls",), "are the servers of a run, and engine.url is the engine behind a gateway")
         elif self.urls:

@@ -2,7 +2,6 @@
 
 trainer ─ write ─▶ shared_memory.py (a file in memory)  ─ SharedMemoryWeights ─▶ push.py: begin, send, pause, commit,
                    disk.py (a folder with its manifest) ─ DiskWeights ─────────▶          resume engines
-                   cuda_ipc.py (a piece of a GPU's memory) ─ CudaWeights ──────▶
                    distributed.py (a store to ask at) ─ DistributedWeights ────▶
 
 policies.py says when: in mid-answer, between turns, or between rollouts. Neither it nor push.py imports torch.

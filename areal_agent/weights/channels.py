@@ -28,13 +28,6 @@ Sends weights to engines by torch.distributed: to each that asks, in a process g
 One that dies or hangs costs its own transfer alone, and who comes late, or is started again, asks as the others did.
 What was written last is offered; a transfer under way of what was written before ends well.
 It knows nothing of engines and versions.
-
-Hands weights to an engine on the trainer's own GPU: they are copied within its memory, and never leave it.
-
-    write ─▶ one new piece of memory ─ CudaWeights ─▶ the engine copies it, and lets go
-    write ─▶ another one; that of the write before is freed once the engine has let go of it too
-
-It knows nothing of engines and versions.
 """
 
 import itertools
@@ -55,7 +48,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.transfer import (
     Request,
     Store,
@@ -70,7 +62,7 @@ from areal_agent.engine.embedded.transfer import (
 )
 from areal_agent.engine.foreign.weight_folders import ADAPTER_WEIGHTS, CONFIG, PREFIX, AdapterForm
 from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest
-from areal_agent.types import CudaWeights, DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
 
 logger = logging.getLogger(__name__)
 
@@ -328,25 +320,3 @@ class DistributedChannel:
 
     def _client(self) -> Store:
         return connect(self._host, self._port, self._timeout_s)
-
-
-class CudaChannel:
-    """The writing side. Between two writes it holds one set of weights."""
-
-    def __init__(self, entries: tuple[TensorEntry, ...], device: torch.device, sharing: DeviceSharing) -> None:
-        """Write what `entries` tell (`shared_memory.layout`) into the memory of `device`."""
-        self._entries = entries
-        self._device = device
-        self._sharing = sharing
-        self._data: Tensor | None = None
-
-    def write(self, parameters: Mapping[str, Tensor]) -> CudaWeights:
-        """Copy the parameters, converted to the layout's dtype. Raises ValueError when they are not its own."""
-        check_parameters(self._entries, parameters)
-        self._data = None  # before as much is taken again
-        data = self._data = flat_copy(self._entries, parameters, self._device)
-        return CudaWeights(memory=self._sharing.share(data), entries=self._entries, checksum=checksum(data))
-
-    def close(self) -> None:
-        """Let go of what was written last."""
-        self._data = None

@@ -6,7 +6,7 @@
     tokens.py     what is said of every token: log-probability, likeliest tokens
     versions.py   weight versions, and the spans of tokens that they sampled
     control.py    abort, pause, continue
-    weights.py    weight updates in one call      cuda_weights.py  weights in the memory of a GPU
+    weights.py    weight updates in one call
     distributed_weights.py  weights that the trainer sends by torch.distributed
     pushes.py     the same in a push: begin, send, commit, abort
     memory.py     the memory of keys and values, released and resumed
