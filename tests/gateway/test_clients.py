@@ -26,7 +26,8 @@ from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Distribution, GenerateRequest, Trajectory, WeightVersion
-from conftest import Agent, OpenWorld, World
+
+from .conftest import Agent, OpenWorld, World
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
 ANSWERS = (

@@ -18,12 +18,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from zygote import ADMIN_KEY, MODEL
 
 from areal_agent.ledger.files import shard_path
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.types import Status
+
+from .zygote import ADMIN_KEY, MODEL
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
 NUM_AGENTS = 8

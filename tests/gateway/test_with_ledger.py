@@ -15,7 +15,8 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, ForkReason, GenerateRequest, Status, Trajectory
-from conftest import Agent, OpenWorld
+
+from .conftest import Agent, OpenWorld
 
 CALL = '<tool_call>{"name": "f", "arguments": {"n": 1180591620717411303424}}</tool_call><|im_end|>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

@@ -24,7 +24,8 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import Invariant, verify
 from areal_agent.types import Drop, SessionPurpose, VersionSpan, WeightVersion
-from conftest import Make
+
+from .conftest import Make
 
 
 async def live(ledger: Ledger, make) -> None:
