@@ -36,7 +36,7 @@ from typing import Any
 
 from areal_agent.engine import wire
 from areal_agent.engine.foreign.engine import ServerState
-from areal_agent.engine.foreign.weights import Served, label_meta, receive
+from areal_agent.engine.foreign.weights import Served, label_meta
 from areal_agent.engine.pushes import size_of_folder
 from areal_agent.engine.sglang import SGLANG_LAUNCHER
 from areal_agent.engine.transport import Transport
@@ -45,7 +45,6 @@ from areal_agent.engine.wire.fields import WireError, as_integer, as_object, get
 from areal_agent.engine.wire.generate import decode_tokens, finished, top_entries
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import (
-    DistributedWeights,
     EngineInfo,
     FinishReason,
     GenerateRequest,
@@ -214,11 +213,6 @@ class SglangLoader:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    @property
-    def base_url(self) -> str:
-        """Where the server listens."""
-        return self._transport.base_url
-
     async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
         """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
         path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
@@ -232,7 +226,9 @@ class SglangLoader:
         answer = await self._transport.get(wire.MODEL_INFO)
         served = self._transport.decoded(decode_served, wire.MODEL_INFO, answer)
         if served.label != label:
-            raise WeightUpdateError(f"{self.base_url} says that it serves {served.label} after an update to {label}")
+            raise WeightUpdateError(
+                f"{self._transport.base_url} says that it serves {served.label} after an update to {label}"
+            )
 
 
 ACTION = "areal_agent."
@@ -248,15 +244,7 @@ class SglangReceiver:
         self._transport = transport
         self._loader = loader
 
-    async def receive(self, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
-        """Let all schedulers receive, prove and hold these. Raises EngineError when one does not."""
-        await receive(self._ask, push_id, weights, beside=beside)
-
-    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Let the paused server load what they hold. Raises EngineError unless it says that it serves that."""
-        await self._loader.update(RECEIVED + push_id, label, flush_cache=flush_cache)
-
-    async def _ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
+    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
         """What each replica answers to this method of its schedulers."""
         body = {"action": ACTION + method, "skip_tensor_list": arguments}
         try:
@@ -264,6 +252,10 @@ class SglangReceiver:
         except EngineError as error:
             raise WeightUpdateError(f"{error}; see its log. Was it started by {SGLANG_LAUNCHER}?") from error
         return self._transport.decoded(_messages, CHECK_WEIGHTS, answer)
+
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
+        """Let the paused server load what they hold. Raises EngineError unless it says that it serves that."""
+        await self._loader.update(RECEIVED + push_id, label, flush_cache=flush_cache)
 
 
 def _messages(body: object) -> list[str]:

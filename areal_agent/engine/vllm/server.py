@@ -50,7 +50,7 @@ import numpy as np
 
 from areal_agent.engine.foreign.engine import ServerState
 from areal_agent.engine.foreign.weight_folders import is_adapter
-from areal_agent.engine.foreign.weights import Served, label_spans, receive
+from areal_agent.engine.foreign.weights import Served, label_spans
 from areal_agent.engine.pushes import size_of_folder
 from areal_agent.engine.transport import Transport
 from areal_agent.engine.vllm import VLLM_LAUNCHER
@@ -68,7 +68,6 @@ from areal_agent.engine.wire.fields import (
 )
 from areal_agent.errors import EngineError, WeightUpdateError
 from areal_agent.types import (
-    DistributedWeights,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -240,11 +239,6 @@ class VllmLoader:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    @property
-    def base_url(self) -> str:
-        """Where the server listens."""
-        return self._transport.base_url
-
     async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
         """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
         path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
@@ -268,12 +262,14 @@ class VllmLoader:
         await self._tell(UPDATE_LABEL, {"new_version": label})
         served = self._transport.decoded(decode_label, WEIGHT_INFO, await self._transport.get(WEIGHT_INFO))
         if served != label:
-            raise WeightUpdateError(f"{self.base_url} says that it serves {served} after an update to {label}")
+            raise WeightUpdateError(
+                f"{self._transport.base_url} says that it serves {served} after an update to {label}"
+            )
 
     async def _flush_cache(self) -> None:
         answer = await self._tell(RESET_CACHE, {})
         if answer != {"success": True}:
-            raise WeightUpdateError(f"{self.base_url} keeps keys and values of the weights before: {answer}")
+            raise WeightUpdateError(f"{self._transport.base_url} keeps keys and values of the weights before: {answer}")
 
     async def _tell(self, path: str, body: dict[str, object], num_bytes: int = 0) -> object:
         return await self._transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)
@@ -286,15 +282,7 @@ class VllmReceiver:
         self._transport = transport
         self._loader = loader
 
-    async def receive(self, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
-        """Let all workers receive, prove and hold these. Raises EngineError when one does not."""
-        await receive(self._ask, push_id, weights, beside=beside)
-
-    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Let the paused server load what its workers hold. Raises EngineError unless it says that it serves that."""
-        await self._loader.let_workers("load_received", push_id, label, flush_cache=flush_cache)
-
-    async def _ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
+    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
         """What each worker answers to this method of its."""
         body = {"method": method, "args": arguments}
         try:
@@ -302,6 +290,10 @@ class VllmReceiver:
         except EngineError as error:
             raise WeightUpdateError(f"{error}; see its log. Was it started by {VLLM_LAUNCHER}?") from error
         return self._transport.decoded(_results, COLLECTIVE_RPC, answer)
+
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
+        """Let the paused server load what its workers hold. Raises EngineError unless it says that it serves that."""
+        await self._loader.let_workers("load_received", push_id, label, flush_cache=flush_cache)
 
 
 def _results(body: object) -> list[str]:
