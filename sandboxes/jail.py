@@ -1,14 +1,11 @@
-"""How jails are started: what of the host they show, and the command of the zygote that forks them behind its walls.
+"""Jails: what of the host they show, their system-call filter, and the command of the zygote that forks them.
 
-Two ways to the same walls: bubblewrap, or namespaces by system calls (`inner/enter.py`). It starts nothing itself.
+There are two ways to build the same walls: bubblewrap, or namespaces by system calls (`inner/enter.py`). This module
+only describes jails; `bubblewrap.py` starts them.
 
-The system-call filter of a jail, assembled for the kernel. It knows no jail and loads nothing.
-
-What it denies would reach the kernel's rarely used parts or undo the jail: mounts and namespaces, tracing, keyrings,
+The filter denies the kernel's rarely used parts and what would undo the jail: mounts and namespaces, tracing, keyrings,
 bpf, io_uring, perf, userfaultfd, modules, typing into a terminal, address families other than Unix and IP. Everything
-else is allowed: the filter is a second wall behind namespaces and lost capabilities, not the first.
-
-How a Python is started that has of this package what is in `inner/`, and no more. It starts none.
+else is allowed: the filter is a second wall behind namespaces and dropped capabilities, not the first.
 """
 
 import errno
@@ -31,10 +28,10 @@ from sandboxes.spec import Access, CellSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """What differs from one machine to the next."""
+    """The system-call conventions of one machine type."""
 
-    audit: int  # the kernel's name of the calling convention
-    numbers: dict[str, int]  # of system calls that are not the same everywhere
+    audit: int  # the kernel's id of the calling convention
+    numbers: dict[str, int]  # system calls whose numbers differ between machines
     first_foreign: int | None  # numbers from here on belong to another convention of the same machine
 
 
@@ -72,25 +69,25 @@ COMMON_NUMBERS = {
     "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "mount_setattr": 442,
     "quotactl_fd": 443, "open_tree_attr": 467,
 }  # fmt: skip
-"""Since 2019 the numbers are the same on every machine."""
+"""System calls added since 2019 have the same number on every machine."""
 CLONE3 = 435
 TESTED_BY_ARGUMENT = ("socket", "socketpair", "clone", "ioctl")
 
 CLONE_NEW_ANY = 0x7E02_0080
-"""Every flag of clone that makes a namespace. Its flags are in memory for clone3, which a filter cannot read."""
+"""Every flag of clone that makes a namespace. clone3 keeps its flags in memory, which a filter cannot read."""
 TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-ADDRESS_FAMILIES = (1, 2, 10, 16)  # Unix, IPv4, IPv6, netlink (which asks for addresses); vsock would reach the host
+ADDRESS_FAMILIES = (1, 2, 10, 16)  # Unix, IPv4, IPv6, netlink (for addresses); vsock would reach the host
 
 LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, JUMP_IF_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data; arguments are 8 bytes, low half first
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data; arguments: 8 bytes, low half first
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
 
 Instruction = tuple[int, int, int, int]
-"""Code, distance to jump when true, when false, operand."""
+"""Code, distance to jump if true, distance if false, operand."""
 
 
 def denying_filter(machine: str) -> bytes:
-    """The filter as an array of struct sock_filter; SandboxError for a machine whose numbers are not known here."""
+    """Return the filter as an array of struct sock_filter; SandboxError for an unknown machine type."""
     architecture = ARCHITECTURES.get(machine)
     if architecture is None:
         raise SandboxError(
@@ -110,7 +107,7 @@ def _program(architecture: Architecture) -> list[Instruction]:
     program += [(LOAD_WORD, 0, 0, NUMBER_AT)]
     if architecture.first_foreign is not None:
         program += _if(JUMP_IF_AT_LEAST, architecture.first_foreign, [_refuse(errno.ENOSYS)])
-    program += _if(JUMP_IF_EQUAL, CLONE3, [_refuse(errno.ENOSYS)])  # libc then calls clone
+    program += _if(JUMP_IF_EQUAL, CLONE3, [_refuse(errno.ENOSYS)])  # libc then falls back on clone
     for name, number in {**numbers, **COMMON_NUMBERS}.items():
         if name not in TESTED_BY_ARGUMENT:
             program += _if(JUMP_IF_EQUAL, number, [_refuse(errno.EPERM)])
@@ -122,7 +119,7 @@ def _program(architecture: Architecture) -> list[Instruction]:
 
 
 def _if(test: int, operand: int, body: list[Instruction]) -> list[Instruction]:
-    """Run `body`, which returns, when the word that is loaded passes the test."""
+    """Run `body`, which returns, when the loaded word passes the test."""
     return [(test, 0, len(body), operand), *body]
 
 
@@ -158,25 +155,28 @@ BOOT = (
     "package.__path__ = []; inner = sys.modules['sandboxes.inner'] = types.ModuleType('sandboxes.inner'); "
     "inner.__path__ = [sys.argv.pop(1)]; from sandboxes.inner.{module} import main; main()"
 )
-"""Runs one module of `inner/` without the package's `__init__`, which imports what is of no use there."""
+"""Runs one module of `inner/` without the package's `__init__`, whose imports are useless there."""
 
 
 def python_on(module: str, interpreter: str, folder: str = str(INNER)) -> list[str]:
-    """The command for one of its modules; `folder`: where `inner/` is for that process."""
+    """Return the command that runs a module of `inner/`, which that process finds at `folder`.
+
+    The Python that it starts sees nothing of this package but `inner/`.
+    """
     return [interpreter, "-I", "-S", "-X", "utf8", "-c", BOOT.format(module=module), folder]
 
 
 JAIL_UID = 65534
-"""The user inside, `nobody`. Outside it is the same one when the host runs as root, else the host's own."""
+"""The user inside is `nobody`. Outside it is the same user if the host runs as root, else the host's own user."""
 INNER_INSIDE = "/sandbox"
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache")  # names of programs and where libraries are
+SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache")  # the targets of program names, and the locations of libraries
 NETWORK_FILES = (
     "/etc/ssl/certs",
     "/etc/ssl/openssl.cnf",
     "/etc/pki/tls/certs",
     "/etc/ca-certificates",
-)  # whom to trust
+)  # trusted certificates
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 DEVICE_LINKS = {
     "/dev/fd": "/proc/self/fd",
@@ -191,7 +191,7 @@ DEFAULT_INODES = 10_000
 
 
 class Walls(StrEnum):
-    """What builds a jail, in the order of preference."""
+    """The ways to build a jail, in order of preference."""
 
     BUBBLEWRAP = "bubblewrap"
     NAMESPACES = "namespaces"
@@ -199,14 +199,14 @@ class Walls(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JailKind:
-    """What one zygote's jails have in common. `home`: the working directory."""
+    """What the jails of one zygote have in common; `home` is the working directory."""
 
     walls: Walls
     home: str
     has_proxy: bool
 
     def command(self, control: int) -> list[str]:
-        """Starts the zygote. `control`: the descriptor of its control socket, which it inherits."""
+        """Return the command that starts the zygote, which inherits `control`, the descriptor of its control socket."""
         if self.walls is Walls.BUBBLEWRAP:
             python = python_on("zygote", interpreter(), INNER_INSIDE)
             return [*self._bubblewrap(), *python, str(control), self._config()]
@@ -228,7 +228,7 @@ class JailKind:
         )
 
     def _bubblewrap(self) -> Sequence[str]:
-        """Bubblewrap's part of the command; SandboxError where it is not installed."""
+        """Return bubblewrap's part of the command; SandboxError where it is not installed."""
         program = shutil.which("bwrap")
         if program is None:
             raise SandboxError("bubblewrap is not installed; install the package `bubblewrap`")
@@ -240,22 +240,22 @@ class JailKind:
         for parent in sorted(
             {str(parent) for place in (*shown, *links, self.home) for parent in Path(place).parents} - {"/"}
         ):
-            arguments += ["--perms", "0755", "--dir", parent]  # left to itself, it makes them for the owner only
+            arguments += ["--perms", "0755", "--dir", parent]  # by default only the owner could enter
         for place, path in shown.items():
             arguments += ["--ro-bind", path, place]
-        for device in DEVICES:  # not --dev: it makes a second namespace of users, without power over the mounts
+        for device in DEVICES:  # not --dev: it makes a second user namespace, which has no power over the mounts
             arguments += ["--dev-bind", device, device]
         for place, target in links.items():
             arguments += ["--symlink", target, place]
         for place in ("/tmp", self.home, "/dev/shm"):
             arguments += ["--dir", place]
-        # What the zygote needs to put walls between its jails; `inside.py` gives all of it up in each.
+        # The zygote needs these to put walls between its jails; `inside.py` gives all of them up in each jail.
         arguments += ["--remount-ro", "/", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
         arguments += ["--cap-add", "CAP_NET_ADMIN"]
-        if os.getuid() == 0:  # `inside.py` becomes another user; the filter denies namespaces of users
+        if os.getuid() == 0:  # `inside.py` becomes another user; the filter denies user namespaces
             arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_CHOWN"]
         else:
-            # Not --disable-userns, for the same reason as --dev: `inside.py` forbids further ones itself.
+            # Not --disable-userns, for the same reason as --dev: `inside.py` itself forbids further user namespaces.
             arguments += [
                 "--unshare-user",
                 "--uid",
@@ -270,7 +270,7 @@ class JailKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Jail:
-    """One jail: its kind, and what is its own."""
+    """One jail: its walls and the spec of its cell."""
 
     walls: Walls
     spec: CellSpec
@@ -286,13 +286,13 @@ class Jail:
 
     @property
     def particulars(self) -> dict[str, int]:
-        """What the zygote is told of it."""
+        """The settings of this one jail that its zygote is told."""
         limits = self.spec.limits
         return {"disk_bytes": limits.disk_bytes or DEFAULT_DISK_BYTES, "inodes": limits.inodes or DEFAULT_INODES}
 
 
 def check_workdir(workdir: str | None) -> None:
-    """SandboxError for a folder that a jail cannot have as its working directory."""
+    """Raise SandboxError for a folder that cannot be a jail's working directory."""
     if workdir is None:
         return
     names = workdir.split("/")[1:]
@@ -304,12 +304,12 @@ def check_workdir(workdir: str | None) -> None:
 
 
 def interpreter() -> str:
-    """The interpreter itself, behind any virtual environment, which a jail does not show."""
+    """Return the real interpreter behind any virtual environment, which a jail does not show."""
     return os.path.realpath(sys.executable)
 
 
 def shown_of_host(*, has_network: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """What a jail shows read-only, path of the host by place; and symbolic links, target by place."""
+    """Return what a jail shows read-only (host path by place), and its symbolic links (target by place)."""
     shown: dict[str, str] = {"/usr": "/usr"}
     links = dict(DEVICE_LINKS)
     for folder in SYSTEM_FOLDERS:
