@@ -199,7 +199,7 @@ class Walls(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JailKind:
-    """What the jails of one zygote have in common; `home` is the working directory."""
+    """The settings that the jails of one zygote share; `home` is the working directory."""
 
     walls: Walls
     home: str

@@ -51,7 +51,7 @@ WEB_PORTS = (80, 443)
 
 
 class Isolation(StrEnum):
-    """How strongly a program is separated from its host, weakest first."""
+    """The separation between a program and its host, weakest first."""
 
     NONE = "none"
     PROCESS = "process"  # a process of its own with resource limits, on the host's file system and network
@@ -66,7 +66,7 @@ class Isolation(StrEnum):
 
 
 class Access(StrEnum):
-    """How much of the network a sandbox may reach."""
+    """The part of the network that a sandbox may reach."""
 
     NONE = "none"
     ALLOW = "allow"  # only the hosts in a list
@@ -131,7 +131,7 @@ def _host_and_ports(text: str) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxSpec:
-    """What a sandbox starts with. A backend that cannot give something refuses it with `SandboxError`."""
+    """The things that a sandbox starts with. A backend that cannot give one refuses it with `SandboxError`."""
 
     image: str | None = None  # of containers; None: the backend's own image
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # by path in the working directory
@@ -183,7 +183,7 @@ class CellSpec:
 
 
 class Status(StrEnum):
-    """How a program ended. Only OK means that it ran to its end and exited with 0."""
+    """The way a program ended. Only OK means that it ran to its end and exited with 0."""
 
     OK = "ok"
     NONZERO = "nonzero"  # it exited with another code
@@ -197,7 +197,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecResult:
-    """How a program ended and what it printed, as raw bytes that are never interpreted as a status.
+    """The end of a program and its output, as raw bytes that are never interpreted as a status.
 
     >>> result = ExecResult(status=Status.NONZERO, exit_code=3, signal=None, stdout=b"", stderr=b"no such city",
     ...                     truncated=False, wall_s=0.01, cpu_s=0.01, peak_memory_bytes=9_000_000)

@@ -66,7 +66,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramJudge:
-    """How one submission is judged; `judge` returns the verdict."""
+    """A judge of one submission; `judge` returns the verdict."""
 
     pool: Pool
     spec: SandboxSpec

@@ -17,7 +17,7 @@ MAX_TEXT = 1_000
 
 
 class Outcome(StrEnum):
-    """How one case ended. Only PASSED is right."""
+    """The outcome of one case. Only PASSED is right."""
 
     PASSED = "passed"
     WRONG = "wrong"  # it ended well, but its output is not right

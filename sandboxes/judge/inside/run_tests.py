@@ -27,7 +27,7 @@ MAX_DETAIL = 2_000
 
 
 class Refused(Exception):
-    """These tests cannot be judged."""
+    """The tests cannot be judged."""
 
 
 class Wire:
