@@ -19,8 +19,8 @@ from sandboxes.link import Ended, LauncherLink, Run, Turn
 from sandboxes.spec import ExecResult, Limits, Status
 
 GRACE_S = 5.0
-"""A launcher is killed if it takes longer than this to report the end of a killed program, or if by then it has not
-reported the start of one whose deadline, counted from its request, has passed."""
+"""A launcher is killed if it does not report the end of a killed program within this time, or the start of a program
+within its wall-clock limit plus this time."""
 NEARLY_ALL_MEMORY = 0.9
 """Without a control group, a failed program ran out of memory if it had this share of its limit resident."""
 

@@ -1,4 +1,4 @@
-"""Tags that name the owner of a thing in the system (a folder, a control group) and tell whether he is dead.
+"""Tags that name the owner of a thing in the system (a folder, a control group) and tell whether it is dead.
 
 A tag holds the owner's process id, start time and PID namespace, so a reused process id is not taken for the owner.
 """

@@ -24,7 +24,7 @@ PATCHES = ("patches", "plants", "forges", "writes")
 
 
 def earn_nothing(*beginnings: str) -> Callable[[Pool], Awaitable[str]]:
-    """Make a row: tricks whose names begin so earn nothing, and a right program everything, in each way of grading."""
+    """Return a `Row.run`: tricks whose names begin so must earn nothing, and a right program everything."""
 
     async def run(pool: Pool) -> str:
         tricks = {name: code for name, code in TRICKS.items() if name.startswith(beginnings)}

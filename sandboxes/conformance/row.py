@@ -55,7 +55,7 @@ async def check(row: Row, pool: Pool) -> tuple[Verdict, str]:
 
 
 def in_box(act: Act) -> Callable[[Pool], Awaitable[str]]:
-    """Run `act` in a sandbox of its own, which must still work afterwards, with no process left in it."""
+    """Return a `Row.run` that acts in its own sandbox, which must still work afterwards, with no process left."""
 
     async def run(pool: Pool) -> str:
         async with pool.acquire() as box:
@@ -76,7 +76,7 @@ def told(result: ExecResult) -> str:
 
 
 def ends_with(source: str, status: Status, limits: Limits) -> Callable[[Pool], Awaitable[str]]:
-    """Make a row whose program must end with this status."""
+    """Return a `Row.run` whose program must end with this status."""
 
     async def act(box: Sandbox) -> str:
         result = await box.exec_python(source, limits=limits)
@@ -86,7 +86,7 @@ def ends_with(source: str, status: Status, limits: Limits) -> Callable[[Pool], A
 
 
 def prints(source: str, output: bytes) -> Callable[[Pool], Awaitable[str]]:
-    """Make a row whose program tries things and prints what it reached; it must end well and print exactly `output`."""
+    """Return a `Row.run` whose program, which prints what it reached, must end well and print exactly `output`."""
 
     async def act(box: Sandbox) -> str:
         result = await box.exec_python(source)

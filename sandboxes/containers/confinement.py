@@ -36,7 +36,7 @@ TUNNEL_BYTES = 24 * 2**20
 """Memory for the process that carries a container's connections, if it has a network."""
 SANDBOXED_BYTES, SANDBOXED_PIDS = 128 * 2**20, 256
 """Added for a runtime with a kernel of its own, such as gVisor's, which lives within the container's bounds."""
-AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill his processes
+AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill its processes
 AGENT_OPEN_FILES = 4096
 SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
 """Shares, in sixteenths, of `Limits.disk_bytes` and `inodes` that each of these file systems gets."""

@@ -40,7 +40,7 @@ def serve(control: socket.socket, config: dict[str, Any]) -> None:
             os._exit(0)
         with socket.socket(fileno=descriptors[0]) as cell:
             try:
-                start_children_in(processes)  # the last jail's may be over, and only one's own can have children
+                start_children_in(processes)  # out of the last jail's, where unshare fails
                 unshare(NEW_PIDS)
                 pid = os.fork()
             except OSError as error:
