@@ -38,11 +38,115 @@ from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-
-
+OF_THE_CELL = ("disk_bytes", "inodes")
+GONE = "the jail of this sandbox is gone, and its files with it; acquire another"
 MAX_ZYGOTES = 8
 """Each zygote takes some 10 MB. Above this number, the least recently used one ends if none of its jails lives."""
 FULL_PAUSE_S = 0.01
+
+
+class BubblewrapProvider:
+    """The provider of jails. Make it with `start`, end it with `close`."""
+
+    def __init__(self, walls: Walls, groups: GroupTree | None) -> None:
+        self._walls = walls
+        self._groups = groups
+        self._zygotes = Zygotes()
+        self._cells: set[LaunchedCell] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, candidates: Sequence[Walls] = tuple(Walls)) -> Self:
+        """Start the provider; SandboxError where no jail can be built."""
+        walls = await find_walls(candidates)
+        groups: GroupTree | None = None
+        try:
+            await asyncio.to_thread(reap_groups)
+            groups = await GroupTree.open()
+        except (SandboxError, OSError) as error:
+            logger.warning("programs are bounded one process at a time, not together: %s", error)
+        logger.info("sandboxes are jails built by %s, %s control groups", walls.value, "with" if groups else "without")
+        return cls(walls, groups)
+
+    def capabilities(self) -> Capabilities:
+        return capabilities_of(self._walls, has_groups=self._groups is not None)
+
+    def check(self, spec: CellSpec) -> None:
+        spec.refuse("bubblewrap", "image", "user", "runtime")
+        check_workdir(spec.workdir)
+        if spec.limits.cpus is not None and self._groups is None:
+            raise SandboxError("Limits.cpus needs control groups, and there are none here; leave it out")
+
+    async def create(self, spec: CellSpec) -> LaunchedCell:
+        self.check(spec)
+        if self._closing is not None:
+            raise SandboxError("the sandbox pool is closed; open another")
+        ground = await JailGround.start(self._zygotes, Jail(walls=self._walls, spec=spec), self._groups)
+        cell = LaunchedCell(ground, spec.limits, self._cells.discard)
+        if self._closing is not None:
+            await ground.aclose()
+            raise SandboxError("the sandbox pool was closed")
+        self._cells.add(cell)
+        return cell
+
+    async def reap(self) -> int:
+        return await asyncio.to_thread(reap_groups)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(cell.close() for cell in self._cells))
+        await self._zygotes.aclose()
+        if self._groups is not None:
+            await self._groups.aclose()
+
+
+async def find_walls(candidates: Sequence[Walls] = tuple(Walls)) -> Walls:
+    """Try to build walls and return the first that stand here; SandboxError with every reason if none do."""
+    reasons: list[str] = []
+    zygotes = Zygotes()
+    for walls in candidates:
+        try:
+            link = await zygotes.fork(Jail(walls=walls, spec=CellSpec(limits=Limits())))
+        except SandboxError as error:
+            reasons.append(f"{walls.value}: {error}")
+        else:
+            await link.aclose()
+            return walls
+        finally:
+            await zygotes.aclose()
+    raise SandboxError(
+        f"no jail can be built on this machine ({'; '.join(reasons)}); run as root, allow user namespaces "
+        "(sysctl user.max_user_namespaces), or use the subprocess backend"
+    )
+
+
+def capabilities_of(walls: Walls, *, has_groups: bool) -> Capabilities:
+    """Return what this backend enforces, with or without control groups."""
+    enforced = [
+        "wall-clock time",
+        "CPU time, file length and open files of each process",
+        "output",
+        "disk and number of files of the sandbox",
+        "no reading your files",
+        "no using the network",
+        "no changing files outside the working directory",
+        "no reading the memory and environment of your other processes",
+        "no sending signals to your other processes",
+        "daemons die with their program",
+        f"walls by {walls.value}",
+    ]
+    together = "memory and processes of a program together"
+    enforced.append(together if has_groups else "address space of each process")
+    return Capabilities(
+        backend="bubblewrap",
+        isolation=Isolation.NAMESPACES,
+        enforces=tuple(enforced),
+        cannot_stop=("attacks on the kernel", *(() if has_groups else ("memory of many processes together",))),
+    )
 
 
 class Zygote:
@@ -166,89 +270,6 @@ class Zygotes:
             return self._usable[kind]
 
 
-OF_THE_CELL = ("disk_bytes", "inodes")
-GONE = "the jail of this sandbox is gone, and its files with it; acquire another"
-
-
-async def find_walls(candidates: Sequence[Walls] = tuple(Walls)) -> Walls:
-    """Try to build walls and return the first that stand here; SandboxError with every reason if none do."""
-    reasons: list[str] = []
-    zygotes = Zygotes()
-    for walls in candidates:
-        try:
-            link = await zygotes.fork(Jail(walls=walls, spec=CellSpec(limits=Limits())))
-        except SandboxError as error:
-            reasons.append(f"{walls.value}: {error}")
-        else:
-            await link.aclose()
-            return walls
-        finally:
-            await zygotes.aclose()
-    raise SandboxError(
-        f"no jail can be built on this machine ({'; '.join(reasons)}); run as root, allow user namespaces "
-        "(sysctl user.max_user_namespaces), or use the subprocess backend"
-    )
-
-
-class BubblewrapProvider:
-    """The provider of jails. Make it with `start`, end it with `close`."""
-
-    def __init__(self, walls: Walls, groups: GroupTree | None) -> None:
-        self._walls = walls
-        self._groups = groups
-        self._zygotes = Zygotes()
-        self._cells: set[LaunchedCell] = set()
-        self._closing: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def start(cls, candidates: Sequence[Walls] = tuple(Walls)) -> Self:
-        """Start the provider; SandboxError where no jail can be built."""
-        walls = await find_walls(candidates)
-        groups: GroupTree | None = None
-        try:
-            await asyncio.to_thread(reap_groups)
-            groups = await GroupTree.open()
-        except (SandboxError, OSError) as error:
-            logger.warning("programs are bounded one process at a time, not together: %s", error)
-        logger.info("sandboxes are jails built by %s, %s control groups", walls.value, "with" if groups else "without")
-        return cls(walls, groups)
-
-    def capabilities(self) -> Capabilities:
-        return capabilities_of(self._walls, has_groups=self._groups is not None)
-
-    def check(self, spec: CellSpec) -> None:
-        spec.refuse("bubblewrap", "image", "user", "runtime")
-        check_workdir(spec.workdir)
-        if spec.limits.cpus is not None and self._groups is None:
-            raise SandboxError("Limits.cpus needs control groups, and there are none here; leave it out")
-
-    async def create(self, spec: CellSpec) -> LaunchedCell:
-        self.check(spec)
-        if self._closing is not None:
-            raise SandboxError("the sandbox pool is closed; open another")
-        ground = await JailGround.start(self._zygotes, Jail(walls=self._walls, spec=spec), self._groups)
-        cell = LaunchedCell(ground, spec.limits, self._cells.discard)
-        if self._closing is not None:
-            await ground.aclose()
-            raise SandboxError("the sandbox pool was closed")
-        self._cells.add(cell)
-        return cell
-
-    async def reap(self) -> int:
-        return await asyncio.to_thread(reap_groups)
-
-    async def close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(cell.close() for cell in self._cells))
-        await self._zygotes.aclose()
-        if self._groups is not None:
-            await self._groups.aclose()
-
-
 class JailGround:
     """The ground of one jail: the launcher that is its first process and, if it has a network, its proxy."""
 
@@ -325,28 +346,3 @@ async def _group_in(groups: GroupTree | None, limits: Limits) -> AsyncGenerator[
         yield group
     finally:
         groups.give_back(group)
-
-
-def capabilities_of(walls: Walls, *, has_groups: bool) -> Capabilities:
-    """Return what this backend enforces, with or without control groups."""
-    enforced = [
-        "wall-clock time",
-        "CPU time, file length and open files of each process",
-        "output",
-        "disk and number of files of the sandbox",
-        "no reading your files",
-        "no using the network",
-        "no changing files outside the working directory",
-        "no reading the memory and environment of your other processes",
-        "no sending signals to your other processes",
-        "daemons die with their program",
-        f"walls by {walls.value}",
-    ]
-    together = "memory and processes of a program together"
-    enforced.append(together if has_groups else "address space of each process")
-    return Capabilities(
-        backend="bubblewrap",
-        isolation=Isolation.NAMESPACES,
-        enforces=tuple(enforced),
-        cannot_stop=("attacks on the kernel", *(() if has_groups else ("memory of many processes together",))),
-    )

@@ -384,30 +384,6 @@ class GroupTree:
                 self._dying.append(dying)
 
 
-def remove_abandoned() -> int:
-    """Kill and remove the groups of owners that are dead; return the number of trees."""
-    hierarchies = hierarchies_here()
-    trees = [
-        tree
-        for path in {ancestor for hierarchy in hierarchies for ancestor in _with_parent(hierarchy)}
-        for tree in path.glob(f"{GROUP_PREFIX}*")
-        if is_abandoned(tree.name.removeprefix(GROUP_PREFIX).rpartition(".")[0])
-    ]
-    for tree in trees:
-        for members in tree.glob("*/cgroup.procs"):
-            for pid in members.read_text().split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-        for folder in (*tree.glob("*/"), tree):
-            with contextlib.suppress(OSError):  # what is still dying goes at the next call
-                folder.rmdir()
-    return len(trees)
-
-
-def _with_parent(hierarchy: Hierarchy) -> tuple[Path, ...]:
-    return (hierarchy.path, hierarchy.path.parent) if hierarchy.version == 2 else (hierarchy.path,)
-
-
 def _needed_controllers(hierarchies: Sequence[Hierarchy]) -> list[Hierarchy]:
     """Return the hierarchies and controllers to use; FileNotFoundError if a needed controller is missing."""
     chosen: dict[Path, Hierarchy] = {}
@@ -447,6 +423,10 @@ def _make_folder(home: Hierarchy, name: str) -> Hierarchy:
     raise refusal
 
 
+def _with_parent(hierarchy: Hierarchy) -> tuple[Path, ...]:
+    return (hierarchy.path, hierarchy.path.parent) if hierarchy.version == 2 else (hierarchy.path,)
+
+
 def _enable(folder: Path, controllers: Sequence[str]) -> None:
     """Let the children of a group be bounded by these controllers."""
     file = folder / "cgroup.subtree_control"
@@ -474,6 +454,26 @@ def reap_groups() -> int:
         return remove_abandoned()
     except FileNotFoundError:
         return 0  # no control groups on this system
+
+
+def remove_abandoned() -> int:
+    """Kill and remove the groups of owners that are dead; return the number of trees."""
+    hierarchies = hierarchies_here()
+    trees = [
+        tree
+        for path in {ancestor for hierarchy in hierarchies for ancestor in _with_parent(hierarchy)}
+        for tree in path.glob(f"{GROUP_PREFIX}*")
+        if is_abandoned(tree.name.removeprefix(GROUP_PREFIX).rpartition(".")[0])
+    ]
+    for tree in trees:
+        for members in tree.glob("*/cgroup.procs"):
+            for pid in members.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        for folder in (*tree.glob("*/"), tree):
+            with contextlib.suppress(OSError):  # what is still dying goes at the next call
+                folder.rmdir()
+    return len(trees)
 
 
 def reap_folders() -> int:

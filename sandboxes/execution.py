@@ -23,6 +23,8 @@ GRACE_S = 5.0
 within its wall-clock limit plus this time."""
 NEARLY_ALL_MEMORY = 0.9
 """Without a control group, a failed program ran out of memory if it had this share of its limit resident."""
+CHUNK_BYTES = 65_536
+PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class Group(Protocol):
@@ -178,6 +180,15 @@ def status_of(code: int, ended: Ended, stderr: bytes, limits: Limits, *, has_gro
     return Status.NONZERO if code > 0 else Status.SIGNALED
 
 
+def base_environment(home: str) -> dict[str, str]:
+    """Return the environment of a program whose working directory it sees as `home`.
+
+    >>> sorted(base_environment("/work"))
+    ['HOME', 'PATH', 'TMPDIR']
+    """
+    return {"PATH": PROGRAM_PATH, "HOME": home, "TMPDIR": home}
+
+
 def sealed_file(data: bytes) -> int:
     """Return a descriptor, at offset 0, of an anonymous file that holds `data` and that its reader cannot change."""
     if sys.platform != "linux":
@@ -192,9 +203,6 @@ def sealed_file(data: bytes) -> int:
     os.lseek(descriptor, 0, os.SEEK_SET)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return descriptor
-
-
-CHUNK_BYTES = 65_536
 
 
 class BoundedOutput:
@@ -281,18 +289,6 @@ class BoundedOutput:
     def _leave(self, read_end: int) -> None:
         self._open.discard(read_end)
         self._loop.remove_reader(read_end)
-
-
-PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
-
-
-def base_environment(home: str) -> dict[str, str]:
-    """Return the environment of a program whose working directory it sees as `home`.
-
-    >>> sorted(base_environment("/work"))
-    ['HOME', 'PATH', 'TMPDIR']
-    """
-    return {"PATH": PROGRAM_PATH, "HOME": home, "TMPDIR": home}
 
 
 class _HostEnd:

@@ -23,6 +23,10 @@ from pathlib import Path
 
 from sandboxes.spec import folder_parts, relative_parts
 
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+TAR_BLOCK_BYTES = 512  # the least that an entry takes
+MAX_DEPTH = 100
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
@@ -31,73 +35,6 @@ class Entry:
     path: str
     data: bytes | None
     is_executable: bool = False
-
-
-def pack(entries: Iterable[Entry]) -> bytes:
-    """Return a tar of these entries."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for entry in entries:
-            member = tarfile.TarInfo(entry.path)
-            if entry.data is None:
-                member.type, member.mode = tarfile.DIRTYPE, 0o755
-                tar.addfile(member)
-            else:
-                member.size, member.mode = len(entry.data), 0o755 if entry.is_executable else 0o644
-                tar.addfile(member, io.BytesIO(entry.data))
-    return buffer.getvalue()
-
-
-def entries_of(tar: bytes) -> list[Entry]:
-    """Return the entries of a tar; ValueError if it is broken or holds anything but files and folders inside it."""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(tar), mode="r:", encoding="utf-8", errors="surrogateescape") as opened:
-            return [_entry_of(opened, member) for member in opened if folder_parts(member.name)]
-    except (tarfile.TarError, PermissionError, OverflowError) as error:
-        raise ValueError(f"a sandbox cannot take this tar: {error}") from error
-
-
-def checked(tar: bytes) -> bytes:
-    """Return the same files and folders in a tar of our own making."""
-    return pack(entries_of(tar))
-
-
-def pack_folder(folder: Path) -> bytes:
-    """Return a tar of a folder of the host; ValueError when anything in it is neither file nor folder."""
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{str(folder)!r} is not a folder; give a folder, or the bytes of a tar")
-    return pack(_entries_in_folder(folder))
-
-
-def _entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Entry:
-    if member.isdir():
-        return Entry(path=member.name, data=None)
-    if not member.isreg() or member.issparse():
-        raise ValueError(f"the tar holds {member.name!r}, which is neither a file nor a folder; leave it out")
-    file = tar.extractfile(member)
-    assert file is not None  # it is None only for links and devices
-    data = file.read()
-    if len(data) != member.size:
-        raise ValueError(f"the tar ends within {member.name!r}")
-    return Entry(path=member.name, data=data, is_executable=bool(member.mode & 0o100))
-
-
-def _entries_in_folder(folder: Path) -> Iterator[Entry]:
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{str(path)!r} is neither a file nor a folder; leave it out")
-        is_file = path.is_file()
-        yield Entry(
-            path=name,
-            data=path.read_bytes() if is_file else None,
-            is_executable=is_file and os.access(path, os.X_OK),
-        )
-
-
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-TAR_BLOCK_BYTES = 512  # the least that an entry takes
-MAX_DEPTH = 100
 
 
 class WorkingFolder:
@@ -269,3 +206,65 @@ def _lift_children(top: int, name: str, prefix: str, num_lifted: int) -> int:
 
 def _is_folder(name: str, parent: int) -> bool:
     return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+
+
+def pack(entries: Iterable[Entry]) -> bytes:
+    """Return a tar of these entries."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for entry in entries:
+            member = tarfile.TarInfo(entry.path)
+            if entry.data is None:
+                member.type, member.mode = tarfile.DIRTYPE, 0o755
+                tar.addfile(member)
+            else:
+                member.size, member.mode = len(entry.data), 0o755 if entry.is_executable else 0o644
+                tar.addfile(member, io.BytesIO(entry.data))
+    return buffer.getvalue()
+
+
+def entries_of(tar: bytes) -> list[Entry]:
+    """Return the entries of a tar; ValueError if it is broken or holds anything but files and folders inside it."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(tar), mode="r:", encoding="utf-8", errors="surrogateescape") as opened:
+            return [_entry_of(opened, member) for member in opened if folder_parts(member.name)]
+    except (tarfile.TarError, PermissionError, OverflowError) as error:
+        raise ValueError(f"a sandbox cannot take this tar: {error}") from error
+
+
+def checked(tar: bytes) -> bytes:
+    """Return the same files and folders in a tar of our own making."""
+    return pack(entries_of(tar))
+
+
+def pack_folder(folder: Path) -> bytes:
+    """Return a tar of a folder of the host; ValueError when anything in it is neither file nor folder."""
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{str(folder)!r} is not a folder; give a folder, or the bytes of a tar")
+    return pack(_entries_in_folder(folder))
+
+
+def _entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Entry:
+    if member.isdir():
+        return Entry(path=member.name, data=None)
+    if not member.isreg() or member.issparse():
+        raise ValueError(f"the tar holds {member.name!r}, which is neither a file nor a folder; leave it out")
+    file = tar.extractfile(member)
+    assert file is not None  # it is None only for links and devices
+    data = file.read()
+    if len(data) != member.size:
+        raise ValueError(f"the tar ends within {member.name!r}")
+    return Entry(path=member.name, data=data, is_executable=bool(member.mode & 0o100))
+
+
+def _entries_in_folder(folder: Path) -> Iterator[Entry]:
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{str(path)!r} is neither a file nor a folder; leave it out")
+        is_file = path.is_file()
+        yield Entry(
+            path=name,
+            data=path.read_bytes() if is_file else None,
+            is_executable=is_file and os.access(path, os.X_OK),
+        )

@@ -22,66 +22,6 @@ from sandboxes.spec import ExecResult, Limits, Status
 Answer = TypeVar("Answer")
 
 
-class SpawnedProcess:
-    """A program that the host talks with. Make it with `start`; it ends by itself, by `kill`, or with its cell."""
-
-    def __init__(self, execution: Execution) -> None:
-        self._execution = execution
-        with ExitStack() as ends:  # if descriptors run out, the pipes opened before must not leak
-            self._stdin = PipeWriter()
-            ends.callback(self._stdin.close_read_end)
-            self._stdout = PipeReader()
-            ends.callback(self._stdout.close_write_end)
-            self._stderr = PipeReader()
-            ends.pop_all()
-        self._end: asyncio.Task[ExecResult] | None = None
-
-    def start(self, request: bytes, turn: Turn, resources: AsyncExitStack) -> asyncio.Task[ExecResult]:
-        """Start the program and return the task that ends with it and then releases `resources`, its control group."""
-        try:
-            streams = [self._stdin.read_end, self._stdout.write_end, self._stderr.write_end]
-            self._execution.start(request, streams, turn)
-        finally:
-            self._stdin.close_read_end()
-            self._stdout.close_write_end()
-            self._stderr.close_write_end()
-        self._end = asyncio.create_task(self._follow(resources.pop_all()))
-        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # its result need not be asked for
-        return self._end
-
-    @property
-    def stdout(self) -> AsyncIterator[bytes]:
-        return self._stdout
-
-    @property
-    def stderr(self) -> AsyncIterator[bytes]:
-        return self._stderr
-
-    async def write(self, data: bytes) -> None:
-        await self._stdin.write(data)
-
-    async def close_stdin(self) -> None:
-        self._stdin.close()
-
-    async def wait(self) -> ExecResult:
-        assert self._end is not None
-        return await asyncio.shield(self._end)
-
-    async def kill(self) -> None:
-        assert self._end is not None
-        await self._execution.kill()
-        await asyncio.wait([self._end])
-
-    async def _follow(self, resources: AsyncExitStack) -> ExecResult:
-        try:
-            async with resources:
-                return self._execution.result(await self._execution.wait())
-        finally:
-            self._stdin.close()
-            self._stdout.finish()
-            self._stderr.finish()
-
-
 class Ground(Protocol):
     """The place where the programs of one cell run, and the bounds on them."""
 
@@ -236,3 +176,63 @@ class LaunchedCell:
         await asyncio.gather(*dying)
         await self._ground.aclose()
         self._on_closed(self)
+
+
+class SpawnedProcess:
+    """A program that the host talks with. Make it with `start`; it ends by itself, by `kill`, or with its cell."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        with ExitStack() as ends:  # if descriptors run out, the pipes opened before must not leak
+            self._stdin = PipeWriter()
+            ends.callback(self._stdin.close_read_end)
+            self._stdout = PipeReader()
+            ends.callback(self._stdout.close_write_end)
+            self._stderr = PipeReader()
+            ends.pop_all()
+        self._end: asyncio.Task[ExecResult] | None = None
+
+    def start(self, request: bytes, turn: Turn, resources: AsyncExitStack) -> asyncio.Task[ExecResult]:
+        """Start the program and return the task that ends with it and then releases `resources`, its control group."""
+        try:
+            streams = [self._stdin.read_end, self._stdout.write_end, self._stderr.write_end]
+            self._execution.start(request, streams, turn)
+        finally:
+            self._stdin.close_read_end()
+            self._stdout.close_write_end()
+            self._stderr.close_write_end()
+        self._end = asyncio.create_task(self._follow(resources.pop_all()))
+        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # its result need not be asked for
+        return self._end
+
+    @property
+    def stdout(self) -> AsyncIterator[bytes]:
+        return self._stdout
+
+    @property
+    def stderr(self) -> AsyncIterator[bytes]:
+        return self._stderr
+
+    async def write(self, data: bytes) -> None:
+        await self._stdin.write(data)
+
+    async def close_stdin(self) -> None:
+        self._stdin.close()
+
+    async def wait(self) -> ExecResult:
+        assert self._end is not None
+        return await asyncio.shield(self._end)
+
+    async def kill(self) -> None:
+        assert self._end is not None
+        await self._execution.kill()
+        await asyncio.wait([self._end])
+
+    async def _follow(self, resources: AsyncExitStack) -> ExecResult:
+        try:
+            async with resources:
+                return self._execution.result(await self._execution.wait())
+        finally:
+            self._stdin.close()
+            self._stdout.finish()
+            self._stderr.finish()

@@ -17,7 +17,22 @@ from typing import Protocol, Self, TypeVar
 from areal_agent.errors import SandboxError
 from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
 
+START_TIMEOUT_S = 30.0
+MAX_ON_THE_WAY = 32
+"""Programs that are sent but not started: as many as fit the socket and the kernel's bound on descriptors in flight."""
+STOP_TIMEOUT_S = 10.0
+RECEIVE_BYTES = 65_536
+NO_ROOM = "the jail was given up because this process has too many open files; raise the limit (ulimit -n)"
 Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """The kernel's account of a program that has ended: its wait status and the resources that it used."""
+
+    wait_status: int
+    cpu_s: float
+    peak_memory_bytes: int
 
 
 class LauncherProcess(Protocol):
@@ -116,23 +131,6 @@ async def start_process(command: Callable[[int], Sequence[str]], kind: int) -> t
     finally:
         theirs.close()
     return ChildProcess(process), ours
-
-
-START_TIMEOUT_S = 30.0
-MAX_ON_THE_WAY = 32
-"""Programs that are sent but not started: as many as fit the socket and the kernel's bound on descriptors in flight."""
-STOP_TIMEOUT_S = 10.0
-RECEIVE_BYTES = 65_536
-NO_ROOM = "the jail was given up because this process has too many open files; raise the limit (ulimit -n)"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """The kernel's account of a program that has ended: its wait status and the resources that it used."""
-
-    wait_status: int
-    cpu_s: float
-    peak_memory_bytes: int
 
 
 class Turn:

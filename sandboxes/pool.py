@@ -26,12 +26,111 @@ from sandboxes.spec import CellSpec, Isolation, Limits, SandboxSpec
 from sandboxes.subprocess import SubprocessProvider
 
 logger = logging.getLogger(__name__)
-
-
+Backend = Literal["auto", "embedded", "docker", "bubblewrap", "namespaces", "subprocess"]
+"""`auto` is the strongest backend that works, `embedded` the strongest that needs no separate engine. `bubblewrap` uses
+system calls where bubblewrap is missing; `namespaces` always does.
+"""
+ISOLATION_OF: dict[str, Isolation] = {
+    "docker": Isolation.CONTAINER,
+    "bubblewrap": Isolation.NAMESPACES,
+    "namespaces": Isolation.NAMESPACES,
+    "subprocess": Isolation.PROCESS,
+}
+BACKENDS = ("auto", "embedded", *ISOLATION_OF)
+DEFAULTS = Limits()
+DESCRIPTORS_A_PROGRAM = 4
+DESCRIPTORS_OF_HOST = 128
 MAX_STARTING = 4
 """The most cells that are started at once; more would only slow each other down."""
 REFILL_PAUSE_S = 0.05
 """The pause before a refill: a caller that was just handed a cell is about to use it, and the refill can wait."""
+
+
+@asynccontextmanager
+async def open_pool(
+    *,
+    backend: Backend,
+    min_isolation: Isolation | str | None = None,
+    wall_s: float = DEFAULTS.wall_s,
+    memory_bytes: int = DEFAULTS.memory_bytes,
+    output_bytes: int = DEFAULTS.output_bytes,
+    max_concurrent: int = 16,
+    max_idle: int = 8,
+) -> AsyncGenerator["Pool", None]:
+    """Open a pool; leaving it kills every program and removes every file.
+
+    `auto` takes the strongest backend that works here and logs which. SandboxError if the backend isolates less than
+    `min_isolation` or does not work here; with None, `auto` and `embedded` never fall back on plain processes.
+    `max_concurrent` bounds the programs that run at once, `max_idle` the sandboxes that stand ready.
+    """
+    check_max_concurrent(max_concurrent)
+    limits = Limits(wall_s=wall_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
+    least = None if min_isolation is None else Isolation(min_isolation)
+    pool = Pool(await start_provider(backend, least), limits, max_concurrent, max_idle)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def check_max_concurrent(max_concurrent: int) -> None:
+    """Raise ValueError if this process may not open enough files for so many programs."""
+    if max_concurrent < 1:
+        raise ValueError(f"max_concurrent is {max_concurrent}; give at least 1")
+    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_concurrent * DESCRIPTORS_A_PROGRAM + DESCRIPTORS_OF_HOST
+    if available != resource.RLIM_INFINITY and needed > available:
+        raise ValueError(
+            f"max_concurrent={max_concurrent} needs {needed} open files, but this process may have only {available}; "
+            "lower it, or raise the limit (ulimit -n)"
+        )
+
+
+class Pool:
+    """Hands out sandboxes of a provider, which it owns. `limits` apply to a spec that names none."""
+
+    def __init__(self, provider: Provider, limits: Limits, max_concurrent: int, max_idle: int = 8) -> None:
+        self._provider = provider
+        self._limits = limits
+        self._slots = asyncio.Semaphore(max_concurrent)  # wakes its waiters in order
+        self._stock = Stock(provider, max_idle=max_idle)
+
+    def capabilities(self) -> Capabilities:
+        return self._provider.capabilities()
+
+    @asynccontextmanager
+    async def acquire(self, spec: SandboxSpec | None = None) -> AsyncGenerator[Sandbox, None]:
+        """Yield a fresh sandbox, closed on leaving. SandboxError when the backend cannot give what `spec` asks for."""
+        spec = spec or SandboxSpec()
+        self.check(spec)
+        sandbox = Sandbox(self._stock.take, spec, self._limits, self._slots)
+        try:
+            await sandbox.prepare()
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    async def warm(self, spec: SandboxSpec | None = None, *, num_cells: int) -> None:
+        """Start `num_cells` cells for a spec before the first is asked for, as far as `max_idle` allows."""
+        spec = spec or SandboxSpec()
+        self.check(spec)
+        await self._stock.warm(spec.cell(self._limits), num_cells)
+
+    def check(self, spec: SandboxSpec) -> None:
+        """Raise SandboxError when the backend cannot give what `spec` asks for."""
+        capabilities = self.capabilities()
+        refuse_less(capabilities.backend, capabilities.isolation, spec.min_isolation)
+        self._stock.check_open()
+        self._provider.check(spec.cell(self._limits))
+
+    async def reap(self) -> int:
+        """Remove what dead owners left on this machine, and return the number of things removed."""
+        return await self._provider.reap()
+
+    async def close(self) -> None:
+        """Close every sandbox. Harmless when the pool is closed already."""
+        await self._stock.aclose()
+        await self._provider.close()
 
 
 class Shelf:
@@ -239,18 +338,6 @@ class Stock:
         return task
 
 
-Backend = Literal["auto", "embedded", "docker", "bubblewrap", "namespaces", "subprocess"]
-"""`auto` is the strongest backend that works, `embedded` the strongest that needs no separate engine. `bubblewrap` uses
-system calls where bubblewrap is missing; `namespaces` always does.
-"""
-ISOLATION_OF: dict[str, Isolation] = {
-    "docker": Isolation.CONTAINER,
-    "bubblewrap": Isolation.NAMESPACES,
-    "namespaces": Isolation.NAMESPACES,
-    "subprocess": Isolation.PROCESS,
-}
-BACKENDS = ("auto", "embedded", *ISOLATION_OF)
-
 _Start = Callable[[], Awaitable[Provider]]
 _CONTAINERS: tuple[Isolation, _Start] = (Isolation.CONTAINER, DockerProvider.start_with_default_image)
 _JAILS: tuple[Isolation, _Start] = (Isolation.NAMESPACES, BubblewrapProvider.start)
@@ -310,95 +397,3 @@ def refuse_less(backend: str, isolation: Isolation, min_isolation: Isolation) ->
 
 def _strongest_here(reasons: Sequence[str]) -> str:
     return f"strongest that works here ({'; '.join(reasons)})"
-
-
-DEFAULTS = Limits()
-DESCRIPTORS_A_PROGRAM = 4
-DESCRIPTORS_OF_HOST = 128
-
-
-@asynccontextmanager
-async def open_pool(
-    *,
-    backend: Backend,
-    min_isolation: Isolation | str | None = None,
-    wall_s: float = DEFAULTS.wall_s,
-    memory_bytes: int = DEFAULTS.memory_bytes,
-    output_bytes: int = DEFAULTS.output_bytes,
-    max_concurrent: int = 16,
-    max_idle: int = 8,
-) -> AsyncGenerator["Pool", None]:
-    """Open a pool; leaving it kills every program and removes every file.
-
-    `auto` takes the strongest backend that works here and logs which. SandboxError if the backend isolates less than
-    `min_isolation` or does not work here; with None, `auto` and `embedded` never fall back on plain processes.
-    `max_concurrent` bounds the programs that run at once, `max_idle` the sandboxes that stand ready.
-    """
-    check_max_concurrent(max_concurrent)
-    limits = Limits(wall_s=wall_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    least = None if min_isolation is None else Isolation(min_isolation)
-    pool = Pool(await start_provider(backend, least), limits, max_concurrent, max_idle)
-    try:
-        yield pool
-    finally:
-        await pool.close()
-
-
-class Pool:
-    """Hands out sandboxes of a provider, which it owns. `limits` apply to a spec that names none."""
-
-    def __init__(self, provider: Provider, limits: Limits, max_concurrent: int, max_idle: int = 8) -> None:
-        self._provider = provider
-        self._limits = limits
-        self._slots = asyncio.Semaphore(max_concurrent)  # wakes its waiters in order
-        self._stock = Stock(provider, max_idle=max_idle)
-
-    def capabilities(self) -> Capabilities:
-        return self._provider.capabilities()
-
-    @asynccontextmanager
-    async def acquire(self, spec: SandboxSpec | None = None) -> AsyncGenerator[Sandbox, None]:
-        """Yield a fresh sandbox, closed on leaving. SandboxError when the backend cannot give what `spec` asks for."""
-        spec = spec or SandboxSpec()
-        self.check(spec)
-        sandbox = Sandbox(self._stock.take, spec, self._limits, self._slots)
-        try:
-            await sandbox.prepare()
-            yield sandbox
-        finally:
-            await sandbox.close()
-
-    async def warm(self, spec: SandboxSpec | None = None, *, num_cells: int) -> None:
-        """Start `num_cells` cells for a spec before the first is asked for, as far as `max_idle` allows."""
-        spec = spec or SandboxSpec()
-        self.check(spec)
-        await self._stock.warm(spec.cell(self._limits), num_cells)
-
-    def check(self, spec: SandboxSpec) -> None:
-        """Raise SandboxError when the backend cannot give what `spec` asks for."""
-        capabilities = self.capabilities()
-        refuse_less(capabilities.backend, capabilities.isolation, spec.min_isolation)
-        self._stock.check_open()
-        self._provider.check(spec.cell(self._limits))
-
-    async def reap(self) -> int:
-        """Remove what dead owners left on this machine, and return the number of things removed."""
-        return await self._provider.reap()
-
-    async def close(self) -> None:
-        """Close every sandbox. Harmless when the pool is closed already."""
-        await self._stock.aclose()
-        await self._provider.close()
-
-
-def check_max_concurrent(max_concurrent: int) -> None:
-    """Raise ValueError if this process may not open enough files for so many programs."""
-    if max_concurrent < 1:
-        raise ValueError(f"max_concurrent is {max_concurrent}; give at least 1")
-    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = max_concurrent * DESCRIPTORS_A_PROGRAM + DESCRIPTORS_OF_HOST
-    if available != resource.RLIM_INFINITY and needed > available:
-        raise ValueError(
-            f"max_concurrent={max_concurrent} needs {needed} open files, but this process may have only {available}; "
-            "lower it, or raise the limit (ulimit -n)"
-        )

@@ -9,6 +9,8 @@ Each run of a `ShellSession` is a process of its own, with its own limits, and t
 ends, bash saves variables, functions, aliases, options, umask and the current folder to a file of the sandbox for the
 next run. A run that is killed, becomes another program (`exec`) or sets its own EXIT trap saves nothing. Background
 jobs end with their run; start what must live on with `Sandbox.spawn`.
+
+`precompiled` spares Python that is sent to sandboxes again and again its compilation.
 """
 
 import asyncio

@@ -14,6 +14,8 @@ from typing import Self
 
 from areal_agent.errors import SandboxError
 
+WEB_PORTS = (80, 443)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -45,9 +47,6 @@ class Limits:
     def max_cpu_s(self) -> int:
         """The CPU limit in the kernel's unit, whole seconds."""
         return math.ceil(self.wall_s if self.cpu_s is None else self.cpu_s)
-
-
-WEB_PORTS = (80, 443)
 
 
 class Isolation(StrEnum):

@@ -17,33 +17,7 @@ from typing import Any, NoReturn, cast
 
 from sandboxes.judge.verdict import CallCase, Cases, StdinCase, UnitTests
 
-
-class PlainUnpickler(pickle.Unpickler):
-    """An unpickler that refuses everything that is looked up by name: classes, functions, and so anything callable."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"this pickle asks for {module_name}.{global_name}; only plain data is read")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("this pickle asks for a persistent object; only plain data is read")
-
-
-def load_plain(data: bytes) -> Any:
-    """Return the plain data of a pickle; UnpicklingError for anything else.
-
-    >>> load_plain(pickle.dumps([{"input": "1"}]))
-    [{'input': '1'}]
-    """
-    try:
-        return PlainUnpickler(io.BytesIO(data)).load()
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:  # the boundary: a damaged pickle makes the unpickler raise almost anything
-        raise pickle.UnpicklingError(f"this is not a pickle: {error!r}") from error
-
-
 Record = Mapping[str, Any]
-
 MAX_TESTS_BYTES = 512 * 2**20
 """The most bytes that packed tests may unpack to."""
 USUAL_NAMES = """\
@@ -185,6 +159,30 @@ def unpacked(packed: str) -> list[Any]:
         return field_of(json.loads(tests) if isinstance(tests, str) else tests, "private_test_cases", list)
     except (binascii.Error, zlib.error, pickle.UnpicklingError, json.JSONDecodeError) as error:
         raise ValueError(f"the record's 'private_test_cases' cannot be unpacked: {error}") from error
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """An unpickler that refuses everything that is looked up by name: classes, functions, and so anything callable."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"this pickle asks for {module_name}.{global_name}; only plain data is read")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("this pickle asks for a persistent object; only plain data is read")
+
+
+def load_plain(data: bytes) -> Any:
+    """Return the plain data of a pickle; UnpicklingError for anything else.
+
+    >>> load_plain(pickle.dumps([{"input": "1"}]))
+    [{'input': '1'}]
+    """
+    try:
+        return PlainUnpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # the boundary: a damaged pickle makes the unpickler raise almost anything
+        raise pickle.UnpicklingError(f"this is not a pickle: {error!r}") from error
 
 
 def joined(lines: Any) -> str:

@@ -35,12 +35,32 @@ from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Limits, SandboxSpec, Status
 
 SERVE = bundle("plain", "serve_program")
-
+RUN = bundle("plain", "stand_in", "run_tests")
+LOADING_S = 30.0
+"""The time that the tests' interpreter may take to start and load them, in addition to the time of one test."""
 MAX_NAMES_CHARACTERS = 256 * 1024
 """The most characters of all names of a program together, as JSON; more could fill the memory of the tests' sandbox."""
-
 Names = dict[str, tuple[str, list[str]]]
 """By name of the program: what kind of thing it is, and the built-in exceptions that it derives from."""
+
+
+async def judge_unit_tests(
+    code: str, tests: UnitTests, *, pool: Pool, spec: SandboxSpec, limits: Limits | None, stop_early: bool
+) -> Verdict:
+    """Return the verdict on each test. ValueError when the tests, not the program, are at fault."""
+    test_files = {path: source.encode() for path, source in tests.files.items()}
+    test_spec = replace(spec, files={**spec.files, **test_files})
+    async with pool.acquire(spec) as program_box, pool.acquire(test_spec) as test_box:
+        program = RemoteProgram(program_box, code, tests.module, limits or program_box.limits)
+        try:
+            names = await program.start()
+            if names is None:
+                return Verdict(cases=(program.failure,))
+            async with Conversation(await test_box.spawn_python(RUN)) as conversation:
+                await conversation.tell({"module": tests.module, "files": tests.test_files, "names": names})
+                return await TestRun(conversation, program, stop_early=stop_early).verdict()
+        finally:
+            await program.stop()
 
 
 class RemoteProgram:
@@ -131,30 +151,6 @@ def told(raised: Any) -> str:
 def outcome_of_end(result: ExecResult) -> Outcome:
     """Return why a program is gone that should have waited for requests; exiting with 0 is no excuse."""
     return Outcome.CRASHED if result.status is Status.OK else OUTCOME_OF[result.status]
-
-
-RUN = bundle("plain", "stand_in", "run_tests")
-LOADING_S = 30.0
-"""The time that the tests' interpreter may take to start and load them, in addition to the time of one test."""
-
-
-async def judge_unit_tests(
-    code: str, tests: UnitTests, *, pool: Pool, spec: SandboxSpec, limits: Limits | None, stop_early: bool
-) -> Verdict:
-    """Return the verdict on each test. ValueError when the tests, not the program, are at fault."""
-    test_files = {path: source.encode() for path, source in tests.files.items()}
-    test_spec = replace(spec, files={**spec.files, **test_files})
-    async with pool.acquire(spec) as program_box, pool.acquire(test_spec) as test_box:
-        program = RemoteProgram(program_box, code, tests.module, limits or program_box.limits)
-        try:
-            names = await program.start()
-            if names is None:
-                return Verdict(cases=(program.failure,))
-            async with Conversation(await test_box.spawn_python(RUN)) as conversation:
-                await conversation.tell({"module": tests.module, "files": tests.test_files, "names": names})
-                return await TestRun(conversation, program, stop_early=stop_early).verdict()
-        finally:
-            await program.stop()
 
 
 class TestRun:
