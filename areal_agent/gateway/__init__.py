@@ -6,7 +6,7 @@
     auth.py          keys                              callers.py       whose key it is
     about.py         models, health, metrics           replies.py       JSON answers and OpenAI's error objects
     endpoints/       /v1/chat/completions and /v1/completions: what their bodies say, how their answers look
-    fields.py        reading decoded JSON strictly     control.py       bodies of /rl/*
+    fields.py        what defines a JSON body          control.py       bodies of /rl/*
     sampling.py      temperature, max_tokens ...       delivery.py      how an answer leaves, whole or streamed
     session.py       one rollout's conversation: the one mutable noun
     turns/           its turns, from the prompt's place to the record
@@ -16,7 +16,7 @@
     serve.py         the listening socket              connection.py    one client's connection
     hosts.py         Host and Origin                   bodies.py        the JSON of a request
     limits.py        all bounds                        metrics.py       /metrics
-    openapi/         /openapi.json
+    openapi.py       /openapi.json, from those definitions
 
 A turn on its way: `app` finds the session by its key, `endpoints` reads the body, `session` places it in its forest
 (`tokens.tree`), `turns` asks the engine and appends the turn to the journal, and `delivery` lets the answer leave: the

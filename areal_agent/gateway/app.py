@@ -4,8 +4,6 @@ Agents call `/v1/chat/completions` and `/v1/completions` with the key of their s
 owner of a rollout calls `/rl/*` (`rollouts`); whoever has the admin key starts sessions and exports them, and, where a
 trainer elsewhere consumes them, leases them (`online`). All the work is done in `session`.
 
-What a gateway says of itself: its model, its health, its metrics, and the description of its HTTP.
-
 How the answer to an exchange leaves: as one JSON object, or as server-sent events while it is sampled.
 
 ::
@@ -28,76 +26,25 @@ from aiohttp import web
 
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.gateway.answers import Answer
-from areal_agent.gateway.auth import is_loopback
 from areal_agent.gateway.bodies import BodyReader, Limits
 from areal_agent.gateway.chat import ChatBody, ChatRequest
 from areal_agent.gateway.completions import CompletionsBody, CompletionsRequest
 from areal_agent.gateway.control import StartRequest
-from areal_agent.gateway.conversation import KnownTools
 from areal_agent.gateway.draft import Outlet, Piece
 from areal_agent.gateway.metrics import Counters, GatewayStats, Metrics
 from areal_agent.gateway.online.consumer import Consumer, TrainerCalls, TrainerHandler
-from areal_agent.gateway.openapi.document import openapi_document
+from areal_agent.gateway.openapi import About, openapi_json
 from areal_agent.gateway.replies import as_request_error, error_object, json_reply
-from areal_agent.gateway.rollouts import Archive, Callers, RolloutCalls
+from areal_agent.gateway.rollouts import Callers, RolloutCalls
 from areal_agent.gateway.server import ServedGateway, serve_app
 from areal_agent.gateway.session import Session, SessionOptions
 from areal_agent.gateway.sessions import Closing, Sessions, Traffic
 from areal_agent.gateway.turn import Exchange, Services
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import return_free_memory
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject, SessionRecord
-
-
-class About:
-    """The handlers of calls that change nothing."""
-
-    def __init__(
-        self,
-        *,
-        model_name: str,
-        callers: Callers,
-        traffic: Traffic,
-        stats: Callable[[], GatewayStats],
-        metrics: Metrics,
-        is_leased_from: bool,
-    ) -> None:
-        self._model_name = model_name
-        self._callers = callers
-        self._traffic = traffic
-        self._stats = stats
-        self._metrics = metrics
-        self._is_leased_from = is_leased_from
-
-    async def models(self, request: web.Request) -> web.Response:
-        """The one model, for whoever has a key."""
-        self._callers.require_any(request)
-        model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "areal_agent"}
-        return json_reply({"object": "list", "data": [model]})
-
-    async def health(self, request: web.Request) -> web.Response:
-        """For anybody: it names nothing but the model."""
-        stats = self._stats()
-        return json_reply(
-            {
-                "status": "draining" if self._traffic.is_draining else "ok",
-                "model": self._model_name,
-                "open_sessions": stats.num_open_sessions,
-                "engine_requests": stats.num_engine_requests,
-            }
-        )
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        """For this machine; from elsewhere it takes the admin key."""
-        if request.transport is None or not is_loopback(request.transport.get_extra_info("peername")):
-            self._callers.require_admin(request)
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": Metrics.CONTENT_TYPE})
-
-    async def openapi(self, request: web.Request) -> web.Response:
-        """For anybody: it tells nothing of this gateway but what it may be asked."""
-        return json_reply(openapi_document(is_leased_from=self._is_leased_from))
-
 
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 DONE = b"data: [DONE]\n\n"
@@ -217,7 +164,7 @@ class Gateway:
         has_grammar: bool = False,
         limits: Limits | None = None,
         allowed_hosts: Iterable[str] = (),
-        archive: Archive | None = None,
+        archive: Ledger | None = None,
         consumer: Consumer | None = None,
     ) -> None:
         if renderer.vocab_size > vocab_size:
@@ -238,7 +185,6 @@ class Gateway:
         self._limits = limits or Limits()
         self._allowed_hosts = tuple(allowed_hosts)
         self._bodies = BodyReader(self._limits)
-        self._known_tools = KnownTools()
         self._sessions = Sessions()
         self._traffic = Traffic(self._limits)
         self._closing = Closing(self._traffic, self._sessions.with_id, self._counters)
@@ -250,7 +196,6 @@ class Gateway:
             traffic=self._traffic,
             stats=self.stats,
             metrics=self._metrics,
-            is_leased_from=consumer is not None,
         )
         self._rollouts = RolloutCalls(
             sessions=self._sessions,
@@ -281,8 +226,12 @@ class Gateway:
             app.router.add_post(path, self._for_trainer(handle))
         app.router.add_get("/health", self._about.health)
         app.router.add_get("/metrics", self._about.metrics)
-        app.router.add_get("/openapi.json", self._about.openapi)
+        app.router.add_get("/openapi.json", self._describe)
         return app
+
+    async def _describe(self, http: web.Request) -> web.Response:
+        """For anybody: it tells nothing of this gateway but what it may be asked."""
+        return web.Response(body=openapi_json(is_leased_from=bool(self._trainer)), content_type="application/json")
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> ServedGateway:
         """Listen there; port 0 picks a free one. Raises ConfigError when the port is taken."""
@@ -309,7 +258,7 @@ class Gateway:
     # -------------------------------------------------------------------------------------------- agents
 
     async def _chat_completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
-        request = ChatRequest.read(body, self._known_tools.read)
+        request = ChatRequest.read(body)
         self._require_model(request.model)
         with session.deliveries.one():
             exchange = await session.place(request, num_bytes=len(await http.read()))
@@ -380,7 +329,7 @@ class Gateway:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = await self._rollouts.session_for_turn(request)
             with self._traffic.call(session.record.id, is_turn=True), self._metrics.turn():
-                return await handle(request, session, await self._bodies.agent(request, session.growing_body))
+                return await handle(request, session, await self._bodies.agent(request))
 
         return handler
 

@@ -1,29 +1,54 @@
 """The JSON body of a request, within the bounds of its gateway. It knows no field of it.
 
-Reading decoded JSON strictly: what is wrong is a `RequestError` that names the parameter and the value received.
+The definition of a JSON body: from one pydantic model it is read, refused and described.
 
-Null means left out, as with OpenAI. Knows nothing of what the fields mean.
+::
+
+    class Move(Body):                                 Move.read({"step": 3})          Move(step=3)
+        step: Annotated[int, Field(ge=1)]             Move.read({"step": 0})          400, param "step"
+        name: Name | None = None                      Move.read({"step": 1, "x": 2})  400, param "x", the nearest name
+                                                      Move.model_json_schema()        what /openapi.json says
+
+Null means left out, as with OpenAI. What is wrong becomes one `RequestError` that names the parameter, the value
+received and the remedy. A validator that knows the full name of its parameter may raise `RequestError` itself.
 
 What bounds a gateway: sizes, numbers and times.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, NoReturn, TypeVar, cast
+from functools import cache
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, cast
 
 import orjson
 from aiohttp import web
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from areal_agent.command import nearest
 from areal_agent.errors import RequestError
-from areal_agent.gateway.growing_body import GrowingBody
 from areal_agent.tokens.canonical import MAX_DEPTH, is_deeper
-from areal_agent.types import MAX_REWARD, JsonObject
+from areal_agent.types import JsonObject
 
-E = TypeVar("E", bound=StrEnum)
+T = TypeVar("T")
+
+
+JSON_KINDS: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}
+_SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should\b")
+_COUNTED = re.compile(r" after validation, not \d+$")
 
 
 def refuse(param: str, value: object, must: str) -> NoReturn:
@@ -31,81 +56,161 @@ def refuse(param: str, value: object, must: str) -> NoReturn:
     raise RequestError(f"{param} is {value!r:.200}; it must be {must}", param=param, code="invalid_value")
 
 
-def refuse_unknown(body: JsonObject, known: Iterable[str], where: str = "") -> None:
-    """Raise for the first key that is not known and not null."""
-    known = frozenset(known)
-    for key in body.keys() - known:
-        if body[key] is not None:
-            raise RequestError(
-                f"unknown parameter {where + key!r}; {nearest(key, known)}",
-                param=where + key,
-                code="unknown_parameter",
-            )
+def wrong(must: str) -> PydanticCustomError:
+    """What a validator raises that does not know the full name of its parameter."""
+    return PydanticCustomError("invalid_value", "it must be {must}", {"must": must})
 
 
-def as_object(value: object, param: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        refuse(param, value, "a JSON object")
-    return cast("dict[str, Any]", value)
+class Body(BaseModel):
+    """A JSON object of the gateway's wire. It has the fields that it names and, unless it says otherwise, no other."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    ignores_empty: ClassVar[bool] = False
+    """Whether a field that it does not have is harmless as long as it is empty."""
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Check decoded JSON. Raises RequestError for the first thing that is wrong."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise _request_error(error, value) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, value: object) -> object:
+        """Drop what is null, and refuse a name that the object does not have."""
+        if not isinstance(value, dict):
+            return value
+        names = _names(cls)
+        fields = {name: one for name, one in cast("dict[str, object]", value).items() if one is not None}
+        if cls.model_config.get("extra") == "forbid" and not fields.keys() <= names:
+            if cls.ignores_empty:
+                fields = {name: one for name, one in fields.items() if one or name in names}
+            name = next((name for name in fields if name not in names), None)
+            if name is None:
+                return fields
+            raise PydanticCustomError("unknown_parameter", "{remedy}", {"name": name, "remedy": nearest(name, names)})
+        return fields
 
 
-def as_shallow_object(value: object, param: str) -> dict[str, Any]:
-    """An object whose inside is nobody's business here, but which others will have to write and read."""
+def read_as(adapter: TypeAdapter[T], value: object, where: str) -> T:
+    """Check decoded JSON that is no `Body`; `where` is the name of its parameter. Raises RequestError."""
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise _request_error(error, value, where) from None
+
+
+# ------------------------------------------------------------------------------------------------ kinds of values
+
+
+def json_kind(value: object) -> str:
+    """What tells the members of a union apart, by their tags: "a string", "a list" or "an object"."""
+    return JSON_KINDS.get(type(value), type(value).__name__)
+
+
+def require_shallow(value: T) -> T:
+    """A validator for what is kept as it came: others will have to write and read it."""
     if is_deeper(value):
-        raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param, code="invalid_value")
-    return as_object(value, param)
-
-
-def as_list(value: object, param: str) -> list[Any]:
-    if not isinstance(value, list):
-        refuse(param, value, "a list")
-    return cast("list[Any]", value)
-
-
-def as_text(value: object, param: str) -> str:
-    if not isinstance(value, str):
-        refuse(param, value, "a string")
+        raise PydanticCustomError("too_deep", "too deep")
     return value
 
 
-def as_name(value: object, param: str) -> str:
-    """A short string that is not empty."""
-    if not isinstance(value, str) or not 0 < len(value) <= 256:
-        refuse(param, value, "a string of 1 to 256 characters")
-    return value
+class Unsupported:
+    """Marks a parameter that is not supported. `harmless` are the values with which it asks for nothing."""
+
+    def __init__(self, *harmless: object) -> None:
+        self._harmless = harmless
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self._harmless], "description": "Not supported: any other value is refused."}
+
+    def _check(self, value: object) -> object:
+        if value not in self._harmless:
+            raise PydanticCustomError("unsupported_parameter", "unsupported")
+        return value
 
 
-def as_flag(value: object, param: str) -> bool:
-    """True or false; null is false."""
-    if value is not None and not isinstance(value, bool):
-        refuse(param, value, "true or false")
-    return value is True
+MAX_COUNT = 2**31 - 1
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+"""A short text that is not empty."""
+
+Number = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+ShallowObject = Annotated[
+    dict[str, Any], BeforeValidator(require_shallow), Field(description=f"At most {MAX_DEPTH} levels deep.")
+]
+
+Harmless = Annotated[Any, Field(description="Says nothing about the answer: taken and not used.")]
 
 
-def as_reward(value: object, param: str) -> float:
-    """A number that a trainer can add up; true and false are 1 and 0."""
-    if not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
-        remedy = "; scale it down" if isinstance(value, int | float) else ""
-        refuse(param, value, f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, or a boolean{remedy}")
-    return float(value)
+# ----------------------------------------------------------------------------------------------------- refusals
 
 
-def as_bounded_number(value: object, param: str, *, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        refuse(param, value, f"a number from {low:g} to {high:g}")
-    return float(value)
+@cache
+def _names(model: type[Body]) -> frozenset[str]:
+    """The names of its fields, as they are on the wire."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
-def as_integer(value: object, param: str, *, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        refuse(param, value, f"an integer from {low} to {high}")
-    return value
+def _request_error(error: ValidationError, body: object, where: str = "") -> RequestError:
+    """The first of the errors that pydantic found, as OpenAI's clients understand it."""
+    first = error.errors(include_url=False)[0]
+    context: dict[str, Any] = first.get("ctx", {})
+    param, value, code = _param(first, body, where), f"{first['input']!r:.200}", "invalid_value"
+    match first["type"]:
+        case "unknown_parameter" as code:
+            param = _joined(param, context["name"])
+            message = f"unknown parameter {param!r}; {context['remedy']}"
+        case "unsupported_parameter" as code:
+            message = f"{param}={value} is not supported by this gateway; leave it out"
+        case "unsupported_content" as code:
+            message = f"{param} {first['msg']}"
+        case "too_deep":
+            message = f"{param} is nested more than {MAX_DEPTH} levels deep; nest it less"
+        case "missing":
+            message = f"{param} is missing; it must be given"
+        case "union_tag_not_found":
+            param = _joined(param, context["discriminator"].strip("'"))
+            message = f"{param} is missing; it must be given"
+        case "union_tag_invalid" if context["discriminator"].startswith("'"):
+            param = _joined(param, context["discriminator"].strip("'"))
+            message = f"{param} is {context['tag']!r:.200}; it must be one of {context['expected_tags']}"
+        case "union_tag_invalid":
+            kinds = context["expected_tags"].replace("'", "").replace(", ", " or ")
+            message = f"{param} is {value}; it must be {kinds}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            message = f"{param or 'the body'} is {value}; it must be a JSON object"
+        case _:
+            message = f"{param} is {value}; {_COUNTED.sub('', _SUBJECT.sub('it must', first['msg']))}"
+    return RequestError(message, param=param or None, code=code)
 
 
-def as_member(kind: type[E], value: object, param: str) -> E:
-    if not isinstance(value, str) or value not in list(kind):
-        refuse(param, value, f"one of {', '.join(kind)}")
-    return kind(value)
+def _param(error: ErrorDetails, body: object, where: str) -> str:
+    """The name of the place that is wrong. The tags of unions are steps of its `loc`, and not in the body."""
+    param, here, loc = where, body, error["loc"]
+    if loc and loc[-1] == "[key]":
+        loc = loc[:-2]
+    for number, step in enumerate(loc, start=1):
+        if isinstance(here, dict) and (step in here or (number == len(loc) and error["type"] == "missing")):
+            param, here = _joined(param, str(step)), cast("dict[Any, Any]", here).get(step)
+        elif isinstance(here, list) and isinstance(step, int):
+            param, here = f"{param}[{step}]", cast("list[Any]", here)[step]
+    return param
+
+
+def _joined(param: str, name: str) -> str:
+    if name.isdecimal():
+        return f"{param}[{name}]"
+    return f"{param}.{name}" if param else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,9 +249,9 @@ class BodyReader:
             json.loads(payload, object_pairs_hook=_refuse_repeated)
         return body
 
-    async def agent(self, request: web.Request, growing: GrowingBody) -> JsonObject:
-        """The object that an agent's call carries, decoded as one of its session's; no body is an empty one."""
-        return _object(await self._bytes(request), growing.decode)
+    async def agent(self, request: web.Request) -> JsonObject:
+        """The object that an agent's call carries; no body is an empty one."""
+        return _object(await self._bytes(request))
 
     async def _bytes(self, request: web.Request) -> bytes:
         encoding = request.headers.get("Content-Encoding", "identity")
@@ -181,11 +286,11 @@ class BodyReader:
         )
 
 
-def _object(payload: bytes, decode: Callable[[bytes], object] = orjson.loads) -> JsonObject:
+def _object(payload: bytes) -> JsonObject:
     if not payload:
         return {}
     try:
-        body = decode(payload)
+        body = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON ({error}); NaN and Infinity are none either") from error
     if not isinstance(body, dict):

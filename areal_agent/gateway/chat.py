@@ -4,46 +4,191 @@ Every parameter of OpenAI's is honoured, or refused by name when its value asks 
 `max_tokens` beyond the room in the context is cut to it, where OpenAI refuses.
 
 The answer to a chat as JSON: a `chat.completion` object, or the chunks of a stream.
-
-`response_format`: the JSON schema that an answer must match. It knows no grammar: the engine has one or not.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from functools import partial
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
+from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import Answer, Choice, call_id, chat_logprobs, completion_ids
-from areal_agent.gateway.bodies import (
-    as_flag,
-    as_integer,
-    as_list,
-    as_name,
-    as_object,
-    as_shallow_object,
-    as_text,
-    refuse,
-    refuse_unknown,
-)
-from areal_agent.gateway.conversation import Accepts, ToolChoice, Tools, ToolUse, read_message
+from areal_agent.gateway.bodies import Body, Name, PositiveCount, ShallowObject, Unsupported, json_kind, refuse
+from areal_agent.gateway.conversation import Message, NamedTool, Tool, Tools, read_message, read_tools
 from areal_agent.gateway.draft import ChatReading, Gain, Piece, TokenRow
-from areal_agent.gateway.order import (
-    HARMLESS_FIELDS,
-    MAX_TOP_LOGPROBS,
-    ORDER_FIELDS,
-    Order,
-    Question,
-    refuse_unsupported,
-)
+from areal_agent.gateway.order import MAX_TOP_LOGPROBS, Order, Question
 from areal_agent.gateway.turn import Exchange
 from areal_agent.tokens.forest import Forest, Opening, Prompt
 from areal_agent.tokens.formats.base import AnswerDelta, ToolCall
 from areal_agent.tokens.formats.reader import THINK_END
 from areal_agent.tokens.renderer import Detokenizer, Renderer
 from areal_agent.types import JsonObject
+
+ANY_OBJECT = '{"type":"object"}'
+
+
+class ToolUse(StrEnum):
+    """What the model may do with the tools."""
+
+    AUTO = "auto"  # it decides
+    NONE = "none"  # what looks like a call is text
+    REQUIRED = "required"  # its answer begins with a call
+
+
+class PlainFormat(Body):
+    """Plain text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(Body):
+    """A JSON schema. The grammar that is made of it is always followed to the letter."""
+
+    name: Name
+    definition: ShallowObject = Field(alias="schema")
+    description: Any = None
+    strict: bool = False
+
+
+class SchemaFormat(Body):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+def _read_messages(value: object) -> list[JsonObject]:
+    if not isinstance(value, list) or not value:
+        refuse("messages", value, "a list of at least one message")
+    return value
+
+
+class ChatRequest(Order):
+    """A checked body. `messages` are as the agent wrote them: those that are new are checked in their place."""
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    prompt_param: ClassVar[str] = "messages"
+
+    messages: Annotated[
+        list[JsonObject],
+        PlainValidator(_read_messages, json_schema_input_type=Annotated[list[Message], Field(min_length=1)]),
+    ]
+    tools: Annotated[Tools, PlainValidator(read_tools, json_schema_input_type=list[Tool])] = Tools(
+        definitions=(), accepts=None
+    )
+    tool_choice: Annotated[
+        Annotated[Literal["auto", "none", "required"], Tag("a string")] | Annotated[NamedTool, Tag("an object")],
+        Discriminator(json_kind),
+    ] = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
+        default=None, description="Beside `text`: where the engine samples by a grammar; elsewhere refused."
+    )
+    max_completion_tokens: PositiveCount | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    audio: Annotated[Any, Unsupported()] = None
+    function_call: Annotated[Any, Unsupported("none", "auto")] = None
+    functions: Annotated[Any, Unsupported([])] = None
+    modalities: Annotated[Any, Unsupported(["text"])] = None
+    moderation: Annotated[Any, Unsupported()] = None
+    prediction: Annotated[Any, Unsupported()] = None
+    reasoning_effort: Annotated[Any, Unsupported()] = None
+    service_tier: Annotated[Any, Unsupported("auto", "default")] = None
+    store: Annotated[Any, Unsupported(False)] = None
+    verbosity: Annotated[Any, Unsupported("medium")] = None
+    web_search_options: Annotated[Any, Unsupported()] = None
+
+    # ------------------------------------------------------------------------------------- what must agree
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs", self.top_logprobs, "sent together with logprobs=true")
+        self._check_tool_choice()
+        if self.json_schema is not None and self.tools.definitions and self.may_call_tools:
+            raise RequestError(
+                "response_format holds the whole answer to JSON, so it could call no tool; send it without tools, or "
+                "with tool_choice 'none'",
+                param="response_format",
+                code="unsupported_parameter",
+            )
+        return self._with_one_limit()
+
+    def _check_tool_choice(self) -> None:
+        names = [tool["function"]["name"] for tool in self.tools.definitions]
+        if self.only_tool is not None and self.only_tool not in names:
+            must = f"one of the tools: {', '.join(names) or 'there are none'}"
+            refuse("tool_choice.function.name", self.only_tool, must)
+        if self.tool_choice == ToolUse.REQUIRED and not names:
+            refuse("tool_choice", self.tool_choice, "'none' or left out where there are no tools")
+
+    def _with_one_limit(self) -> Self:
+        """`max_completion_tokens` is the newer name of `max_tokens`."""
+        newer = self.max_completion_tokens
+        if newer is None or newer == self.max_tokens:
+            return self
+        if self.max_tokens is not None:
+            refuse("max_tokens", self.max_tokens, f"max_completion_tokens ({newer})")
+        return self.model_copy(update={"max_tokens": newer})
+
+    # --------------------------------------------------------------------------------------- what it means
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def json_schema(self) -> str | None:
+        if isinstance(self.response_format, SchemaFormat):
+            return orjson.dumps(self.response_format.json_schema.definition).decode()
+        return ANY_OBJECT if self.response_format and self.response_format.type == "json_object" else None
+
+    @property
+    def tool_use(self) -> ToolUse:
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolUse.REQUIRED
+        return ToolUse(self.tool_choice) if self.tools.definitions else ToolUse.NONE
+
+    @property
+    def may_call_tools(self) -> bool:
+        return self.tool_use is not ToolUse.NONE
+
+    @property
+    def only_tool(self) -> str | None:
+        """The one tool that must be called, and is called once."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def is_single_call(self) -> bool:
+        return self.only_tool is not None or (not self.parallel_tool_calls and self.may_call_tools)
+
+    def questions(self) -> tuple[Question]:
+        return (self,)
+
+    def place(self, forest: Forest, renderer: Renderer) -> Prompt:
+        return forest.plan(
+            self.messages, self.tools.definitions, normalise=read_message, opening=self._opening(renderer)
+        )
+
+    def reading(self, renderer: Renderer, prompt: Prompt) -> ChatReading:
+        return ChatReading(
+            answer_format=renderer.answer_format,
+            may_call_tools=self.may_call_tools,
+            is_thinking=prompt.is_thinking or THINK_END in prompt.opening,
+            opening=prompt.opening,
+            only_tool=self.only_tool,
+            accepts=self.tools.accepts,
+        )
+
+    def _opening(self, renderer: Renderer) -> Opening | None:
+        if self.tool_use is not ToolUse.REQUIRED:
+            return None
+        return partial(renderer.answer_format.opening, self.only_tool)
 
 
 class ChatBody:
@@ -153,148 +298,3 @@ def _delta(delta: AnswerDelta, completion_id: str) -> JsonObject:
         call = _call(delta.call, call_id(completion_id, delta.call_index))
         body["tool_calls"] = [{"index": delta.call_index, **call}]
     return body
-
-
-ANY_OBJECT = '{"type":"object"}'
-
-
-def read_response_format(value: object) -> str | None:
-    """The schema as JSON text, None for plain text; raises RequestError naming what is wrong.
-
-    >>> read_response_format({"type": "json_object"})
-    '{"type":"object"}'
-    """
-    if value is None:
-        return None
-    wanted = as_object(value, "response_format")
-    match wanted.get("type"):
-        case "text":
-            refuse_unknown(wanted, ("type",), "response_format.")
-            return None
-        case "json_object":
-            refuse_unknown(wanted, ("type",), "response_format.")
-            return ANY_OBJECT
-        case "json_schema":
-            refuse_unknown(wanted, ("type", "json_schema"), "response_format.")
-            return _read_schema(as_object(wanted.get("json_schema"), "response_format.json_schema"))
-        case other:
-            refuse("response_format.type", other, "'text', 'json_object' or 'json_schema'")
-
-
-def _read_schema(wanted: JsonObject) -> str:
-    where = "response_format.json_schema."
-    refuse_unknown(wanted, ("name", "description", "schema", "strict"), where)
-    as_name(wanted.get("name"), where + "name")
-    as_flag(wanted.get("strict"), where + "strict")  # the grammar is always followed to the letter
-    schema = as_shallow_object(wanted.get("schema"), where + "schema")
-    return orjson.dumps(schema).decode()
-
-
-_HONOURED = ORDER_FIELDS | {
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-    "top_logprobs",
-}
-_KNOWN = _HONOURED | HARMLESS_FIELDS
-_NO_TOOLS = Tools(definitions=(), accepts=None)
-
-_UNSUPPORTED: Mapping[str, Sequence[object]] = {
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-"""Not supported: the values beside null with which they ask for nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatRequest:
-    """A checked body. `messages` are as the agent wrote them: those that are new are checked in their place."""
-
-    model: str
-    messages: Sequence[JsonObject]
-    tools: Sequence[JsonObject]
-    tool_choice: ToolChoice
-    accepts: Accepts | None  # what a call must be, where a tool is strict
-    json_schema: str | None
-    order: Order
-
-    id_prefix = "chatcmpl"
-    prompt_param = "messages"
-
-    @classmethod
-    def read(cls, body: JsonObject, read_tools: Callable[[object], Tools] = Tools.read) -> Self:
-        """Check a decoded body; raises RequestError naming the parameter that cannot be honoured."""
-        refuse_unsupported(body, _KNOWN, _UNSUPPORTED)
-        tools = _NO_TOOLS if body.get("tools") is None else read_tools(body["tools"])
-        tool_choice = ToolChoice.read(body, tools.definitions)
-        json_schema = read_response_format(body.get("response_format"))
-        if json_schema is not None and tools.definitions and tool_choice.may_call:
-            raise RequestError(
-                "response_format holds the whole answer to JSON, so it could call no tool; send it without tools, or "
-                "with tool_choice 'none'",
-                param="response_format",
-                code="unsupported_parameter",
-            )
-        return cls(
-            model=as_text(body.get("model"), "model"),
-            messages=_read_messages(body.get("messages")),
-            tools=tools.definitions,
-            tool_choice=tool_choice,
-            accepts=tools.accepts,
-            json_schema=json_schema,
-            order=Order.read(body, num_top_logprobs=_read_logprobs(body)),
-        )
-
-    @property
-    def is_single_call(self) -> bool:
-        return self.tool_choice.is_single
-
-    def questions(self) -> tuple[Question]:
-        return (self,)
-
-    def place(self, forest: Forest, renderer: Renderer) -> Prompt:
-        return forest.plan(self.messages, self.tools, normalise=read_message, opening=self._opening(renderer))
-
-    def reading(self, renderer: Renderer, prompt: Prompt) -> ChatReading:
-        return ChatReading(
-            answer_format=renderer.answer_format,
-            may_call_tools=self.tool_choice.may_call,
-            is_thinking=prompt.is_thinking or THINK_END in prompt.opening,
-            opening=prompt.opening,
-            only_tool=self.tool_choice.name,
-            accepts=self.accepts,
-        )
-
-    def _opening(self, renderer: Renderer) -> Opening | None:
-        if self.tool_choice.use is not ToolUse.REQUIRED:
-            return None
-        return partial(renderer.answer_format.opening, self.tool_choice.name)
-
-
-def _read_messages(value: object) -> list[JsonObject]:
-    messages = as_list(value, "messages")
-    if not messages:
-        refuse("messages", value, "a list of at least one message")
-    return messages
-
-
-def _read_logprobs(body: JsonObject) -> int | None:
-    """How many of the likeliest tokens to tell at each position; None when no log-probabilities are asked for."""
-    has_logprobs, num_top = as_flag(body.get("logprobs"), "logprobs"), body.get("top_logprobs")
-    if num_top is None:
-        return 0 if has_logprobs else None
-    num_top = as_integer(num_top, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS)
-    if num_top and not has_logprobs:
-        refuse("top_logprobs", num_top, "sent together with logprobs=true")
-    return num_top if has_logprobs else None

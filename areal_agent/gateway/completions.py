@@ -5,79 +5,95 @@ A prompt that begins with a recorded prompt and its answer, as text or as ids, c
 The answer to `/v1/completions` as JSON: a `text_completion` object, at once or in chunks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, cast
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Self, cast
+
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import Answer, Choice, completion_logprobs
-from areal_agent.gateway.bodies import as_flag, as_integer, as_list, as_text, refuse
+from areal_agent.gateway.bodies import Unsupported, json_kind, refuse
 from areal_agent.gateway.draft import Piece, PlainReading, TokenRow
-from areal_agent.gateway.order import (
-    HARMLESS_FIELDS,
-    MAX_CHOICES,
-    MAX_TOP_LOGPROBS,
-    ORDER_FIELDS,
-    Order,
-    Question,
-    refuse_unsupported,
-)
+from areal_agent.gateway.order import MAX_CHOICES, MAX_TOP_LOGPROBS, Order, Question
 from areal_agent.gateway.turn import Exchange
 from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.renderer import Detokenizer, Renderer
 from areal_agent.types import JsonObject
 
-_HONOURED = (ORDER_FIELDS | {"prompt", "echo"}) - {"max_completion_tokens"}
-_KNOWN = _HONOURED | HARMLESS_FIELDS
 
-_UNSUPPORTED: Mapping[str, Sequence[object]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "store": (False,),
-}
-"""Not supported: the values beside null with which they ask for nothing."""
-
-PromptText = str | tuple[int, ...]
-"""A prompt as text, or as token ids."""
+def _kind(value: object) -> str:
+    if not isinstance(value, list) or not value or not isinstance(value[0], str | list):
+        return json_kind(value)
+    return "a list of prompts"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompletionsRequest:
+PromptText = Annotated[str, Field(min_length=1)]
+PromptIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Prompts = Annotated[
+    Annotated[PromptText, Tag("a string")]
+    | Annotated[PromptIds, Tag("a list")]
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[PromptText, Tag("a string")] | Annotated[PromptIds, Tag("a list")], Discriminator(json_kind)
+            ]
+        ],
+        Field(min_length=1),
+        Tag("a list of prompts"),
+    ],
+    Discriminator(_kind),
+    Field(description="One prompt or a list of them, each as text or as token ids."),
+]
+
+
+class CompletionsRequest(Order):
     """A checked body."""
 
-    model: str
-    prompts: tuple[PromptText, ...]
-    is_echoed: bool
-    order: Order
+    id_prefix: ClassVar[str] = "cmpl"
+    prompt_param: ClassVar[str] = "prompt"
 
-    id_prefix = "cmpl"
-    prompt_param = "prompt"
-    json_schema = None
-    is_single_call = False
+    prompt: Prompts
+    is_echoed: bool = Field(default=False, alias="echo")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    @classmethod
-    def read(cls, body: JsonObject) -> Self:
-        """Check a decoded body; raises RequestError naming the parameter that cannot be honoured."""
-        refuse_unsupported(body, _KNOWN, _UNSUPPORTED)
-        logprobs = body.get("logprobs")
-        order = Order.read(
-            body,
-            num_top_logprobs=None
-            if logprobs is None
-            else as_integer(logprobs, "logprobs", low=0, high=MAX_TOP_LOGPROBS),
-        )
-        is_echoed = as_flag(body.get("echo"), "echo")
-        if is_echoed and order.num_top_logprobs is not None:
+    suffix: Annotated[Any, Unsupported("")] = None
+    best_of: Annotated[Any, Unsupported(1)] = None
+    store: Annotated[Any, Unsupported(False)] = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.is_echoed and self.logprobs is not None:
             raise RequestError(
                 "echo together with logprobs asks for the log-probabilities of the prompt, which this gateway does "
                 "not have; leave one of them out",
                 param="echo",
                 code="unsupported_parameter",
             )
-        prompts = _read_prompts(body.get("prompt"))
-        if len(prompts) * order.num_choices > MAX_CHOICES:
-            refuse("n", order.num_choices, f"at most {MAX_CHOICES} over all prompts, of which there are {len(prompts)}")
-        return cls(model=as_text(body.get("model"), "model"), prompts=prompts, is_echoed=is_echoed, order=order)
+        num_prompts = len(self.prompts)
+        if num_prompts * self.num_choices > MAX_CHOICES:
+            refuse("n", self.num_choices, f"at most {MAX_CHOICES} over all prompts, of which there are {num_prompts}")
+        return self
+
+    @property
+    def prompts(self) -> tuple[str | list[int], ...]:
+        """Each as text, or as token ids."""
+        if isinstance(self.prompt, str):
+            return (self.prompt,)
+        if isinstance(self.prompt[0], int):
+            return (cast("list[int]", self.prompt),)
+        return tuple(cast("list[str | list[int]]", self.prompt))
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def json_schema(self) -> None:
+        return None
+
+    @property
+    def is_single_call(self) -> bool:
+        return False
 
     def questions(self) -> tuple[Question, ...]:
         return tuple(_Completion(prompt) for prompt in self.prompts)
@@ -92,7 +108,7 @@ class CompletionsRequest:
 class _Completion:
     """One prompt."""
 
-    def __init__(self, prompt: PromptText) -> None:
+    def __init__(self, prompt: str | list[int]) -> None:
         self._prompt = prompt
 
     def place(self, forest: Forest, renderer: Renderer) -> Prompt:
@@ -102,26 +118,6 @@ class _Completion:
 
     def reading(self, renderer: Renderer, prompt: Prompt) -> PlainReading:
         return PlainReading()
-
-
-def _read_prompts(value: object) -> tuple[PromptText, ...]:
-    if isinstance(value, str):
-        return (_read_prompt(value, "prompt"),)
-    values = as_list(value, "prompt")
-    if not values:
-        refuse("prompt", value, "a text, a list of token ids, or a list of either that is not empty")
-    if not isinstance(values[0], str | list):
-        return (_read_prompt(values, "prompt"),)
-    return tuple(_read_prompt(one, f"prompt[{index}]") for index, one in enumerate(values))
-
-
-def _read_prompt(value: object, param: str) -> PromptText:
-    if isinstance(value, str):
-        return value or refuse(param, value, "a text that is not empty")
-    ids = as_list(value, param)
-    if not ids or not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-        refuse(param, value, "a text, or a list of token ids that is not empty")
-    return tuple(cast("list[int]", ids))
 
 
 class CompletionsBody:

@@ -5,117 +5,87 @@ What a session has earned so far: the final reward, those of single completions,
 
 import secrets
 from collections.abc import Collection
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Self
+from typing import Annotated, Any, Self
+
+from pydantic import Field, PlainValidator, model_validator
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.bodies import (
-    as_flag,
-    as_integer,
-    as_member,
-    as_name,
-    as_object,
-    as_reward,
-    as_shallow_object,
-    as_text,
-    refuse,
-    refuse_unknown,
-)
-from areal_agent.gateway.order import MAX_SEED, WISH_FIELDS, SamplingWishes
-from areal_agent.types import JsonObject, Rewards, SessionPurpose, Status
+from areal_agent.gateway.bodies import Body, Name, ShallowObject, refuse, wrong
+from areal_agent.gateway.order import MAX_SEED, SamplingWishes
+from areal_agent.types import MAX_REWARD, Rewards, SessionPurpose, Status
 
 MAX_GROUP_SIZE = 2**16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartRequest:
-    """The body of `/rl/start_session`; what it leaves out is made up."""
-
-    session_id: str
-    group_id: str
-    task_id: str
-    purpose: SessionPurpose
-    seed: int
-    sampling: SamplingWishes
-    group_size: int | None  # how many siblings the group has, this one included; None: as its first session said, or 1
-    truncates: bool  # a context without room is an empty answer that ends by its length, not an error
-
-    @classmethod
-    def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(
-            body, ("task_id", "group_id", "session_id", "purpose", "seed", "sampling", "group_size", "truncate")
-        )
-        session_id = _optional_name(body, "session_id") or f"session-{secrets.token_hex(8)}"
-        purpose, seed, group_size = body.get("purpose"), body.get("seed"), body.get("group_size")
-        return cls(
-            session_id=session_id,
-            group_id=_optional_name(body, "group_id") or session_id,
-            task_id=as_name(body.get("task_id"), "task_id"),
-            purpose=SessionPurpose.TRAIN if purpose is None else as_member(SessionPurpose, purpose, "purpose"),
-            seed=_seed_of(session_id) if seed is None else as_integer(seed, "seed", low=0, high=MAX_SEED),
-            sampling=_read_sampling(body),
-            group_size=None if group_size is None else as_integer(group_size, "group_size", low=1, high=MAX_GROUP_SIZE),
-            truncates=as_flag(body.get("truncate"), "truncate"),
-        )
+def _new_session_id() -> str:
+    return f"session-{secrets.token_hex(8)}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardRequest:
-    """The body of `/rl/set_reward`: the final reward, that of one completion, or a named part (for metrics only)."""
-
-    reward: float
-    completion_id: str | None
-    name: str | None
-
-    @classmethod
-    def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("reward", "interaction_id", "name"))
-        completion_id, name = _optional_name(body, "interaction_id"), _optional_name(body, "name")
-        if completion_id is not None and name is not None:
-            refuse("name", name, "left out where interaction_id is given: a named part is of the whole session")
-        return cls(reward=as_reward(body.get("reward"), "reward"), completion_id=completion_id, name=name)
+def _seed_of(fields: dict[str, Any]) -> int:
+    digest = blake2b(fields["session_id"].encode(), digest_size=8).digest()
+    return int.from_bytes(digest) & MAX_SEED
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndRequest:
-    """The body of `/rl/end_session`."""
-
-    status: Status
-    error: str | None
-    logged: JsonObject
-
-    @classmethod
-    def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("status", "error", "logged"))
-        status, error, logged = body.get("status"), body.get("error"), body.get("logged")
-        return cls(
-            status=Status.COMPLETED if status is None else as_member(Status, status, "status"),
-            error=None if error is None else as_text(error, "error"),
-            logged={} if logged is None else as_shallow_object(logged, "logged"),
-        )
+def _read_reward(value: object) -> float:
+    """A number that a trainer can add up; true and false are 1 and 0."""
+    if not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
+        remedy = "; scale it down" if isinstance(value, int | float) else ""
+        raise wrong(f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, or a boolean{remedy}")
+    return float(value)
 
 
-def read_export(body: JsonObject) -> str:
-    """The session id in the body of `/export_trajectories`."""
-    refuse_unknown(body, ("session_id",))
-    return as_name(body.get("session_id"), "session_id")
+Reward = Annotated[
+    float,
+    PlainValidator(_read_reward, json_schema_input_type=Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | bool),
+]
 
 
-def _optional_name(body: JsonObject, key: str) -> str | None:
-    return None if body.get(key) is None else as_name(body[key], key)
+class StartRequest(Body):
+    """How a rollout starts. What it leaves out is made up."""
+
+    session_id: Name = Field(default_factory=_new_session_id)
+    group_id: Name = Field(default_factory=lambda fields: fields["session_id"])
+    task_id: Name
+    purpose: Annotated[SessionPurpose, Field(strict=False)] = SessionPurpose.TRAIN
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = Field(default_factory=_seed_of)
+    sampling: SamplingWishes = SamplingWishes()
+    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)] | None = Field(
+        default=None,
+        description="How many siblings the group has, this one included; left out, as its first session said, or 1. "
+        "Only where a trainer leases from this gateway.",
+    )
+    truncates: bool = Field(
+        default=False, alias="truncate", description="A full context is an empty answer, not an error."
+    )
 
 
-def _read_sampling(body: JsonObject) -> SamplingWishes:
-    if body.get("sampling") is None:
-        return SamplingWishes()
-    sampling = as_object(body["sampling"], "sampling")
-    refuse_unknown(sampling, WISH_FIELDS, "sampling.")
-    return SamplingWishes.read(sampling, "sampling.")
+class RewardRequest(Body):
+    """What a session earned: at its end, for one completion (`interaction_id`), or a named part for metrics."""
+
+    reward: Reward
+    completion_id: Name | None = Field(default=None, alias="interaction_id")
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _is_of_one_thing(self) -> Self:
+        if self.completion_id is not None and self.name is not None:
+            refuse("name", self.name, "left out where interaction_id is given: a named part is of the whole session")
+        return self
 
 
-def _seed_of(session_id: str) -> int:
-    return int.from_bytes(blake2b(session_id.encode(), digest_size=8).digest()) & MAX_SEED
+class EndRequest(Body):
+    """How a session ended."""
+
+    status: Annotated[Status, Field(strict=False)] = Status.COMPLETED
+    error: str | None = None
+    logged: ShallowObject = Field(default_factory=dict[str, Any])
+
+
+class ExportRequest(Body):
+    """Which session is exported."""
+
+    session_id: Name
 
 
 class RewardBook:

@@ -5,14 +5,15 @@ A run serves these calls by themselves, with a key of their own: its gateways ta
 """
 
 import re
-from typing import Protocol
+from typing import Annotated, Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from pydantic import AfterValidator
 
 from areal_agent.engine.fleet.fleet import MemberReport
 from areal_agent.errors import EngineError, EngineRejected, RequestError, ServerRefused
-from areal_agent.gateway.bodies import BodyReader, Limits, as_name, refuse, refuse_unknown
+from areal_agent.gateway.bodies import Body, BodyReader, Limits, Name, wrong
 from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.rollouts import Callers
@@ -23,6 +24,30 @@ from areal_agent.types import JsonObject
 PATH = "/rl/engines"
 
 _WORD = re.compile(r"[!-~]+")
+
+
+def _server_url(text: str) -> str:
+    """`http://host:port` and nothing behind it."""
+    must = wrong("the base URL of a server, such as 'http://127.0.0.1:30000'")
+    try:
+        parts = urlsplit(text)
+        is_plain = bool(parts.hostname) and parts.port != 0 and not (parts.username or parts.query or parts.fragment)
+    except ValueError:  # a port or an address that is none
+        raise must from None
+    is_base = parts.scheme in ("http", "https") and parts.path in ("", "/") and bool(_WORD.fullmatch(text))
+    if not (is_plain and is_base):
+        raise must
+    return f"{parts.scheme}://{parts.netloc.lower()}"
+
+
+ServerUrl = Annotated[Name, AfterValidator(_server_url)]
+
+
+class EnginesRequest(Body):
+    """The server that joins or leaves."""
+
+    add: ServerUrl | None = None
+    remove: ServerUrl | None = None
 
 
 class EngineServers(Protocol):
@@ -71,9 +96,8 @@ class EngineCalls:
     async def change(self, request: web.Request) -> web.Response:
         """`{"add": URL}` returns when it serves, `{"remove": URL}` when it is gone."""
         self._callers.require_admin(request)
-        body = await self._bodies.control(request)
-        refuse_unknown(body, ("add", "remove"))
-        added, removed = _server_url(body, "add"), _server_url(body, "remove")
+        body = EnginesRequest.read(await self._bodies.control(request))
+        added, removed = body.add, body.remove
         if (added is None) == (removed is None):
             raise RequestError(
                 f"the body names {'no server' if added is None else 'two servers'}; send either "
@@ -105,27 +129,6 @@ def _row(report: MemberReport) -> JsonObject:
         "version": None if report.version is None else str(report.version),
         "requests": report.num_requests,
     }
-
-
-def _server_url(body: JsonObject, param: str) -> str | None:
-    """`http://host:port` and nothing behind it; None where it is left out."""
-    if body.get(param) is None:
-        return None
-    text = as_name(body[param], param)
-    must = "the base URL of a server, such as 'http://127.0.0.1:30000'"
-    try:
-        parts = urlsplit(text)
-        is_plain = bool(parts.hostname) and parts.port != 0 and not (parts.username or parts.query or parts.fragment)
-    except ValueError:  # a port or an address that is none
-        refuse(param, text, must)
-    if (
-        not is_plain
-        or parts.scheme not in ("http", "https")
-        or parts.path not in ("", "/")
-        or not _WORD.fullmatch(text)
-    ):
-        refuse(param, text, must)
-    return f"{parts.scheme}://{parts.netloc.lower()}"
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -8,21 +8,24 @@ Who calls: the session of a key, or the admin. A session's key reaches its own s
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from aiohttp import web
+from pydantic import WithJsonSchema
 
 from areal_agent.errors import LedgerError, RequestError
 from areal_agent.gateway.auth import caller_hash, is_same_key, key_hash, new_key
-from areal_agent.gateway.bodies import BodyReader
-from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
+from areal_agent.gateway.bodies import BodyReader, Name, Number
+from areal_agent.gateway.control import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.session import Session, SessionState
 from areal_agent.gateway.sessions import Sessions, Traffic
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.protocols import Journal
 from areal_agent.tokens.records import token_records
-from areal_agent.types import SessionPurpose, SessionRecord, Trajectory
+from areal_agent.types import SessionPurpose, SessionRecord, Status, Trajectory
 
 WHERE_THE_ADMIN_KEY_IS = (
     "a gateway that stands alone says where it is when it starts (by default: in the file admin_key, in the folder of "
@@ -36,10 +39,6 @@ class Callers:
     def __init__(self, admin_key: str, sessions: Sessions) -> None:
         self._admin_key_hash = key_hash(admin_key)
         self._sessions = sessions
-
-    def session(self, request: web.Request) -> Session:
-        """The session whose key a request came with; raises RequestError when it is that of none."""
-        return self._session_of(caller_hash(request.headers))
 
     def require_admin(self, request: web.Request) -> None:
         caller = caller_hash(request.headers)
@@ -55,9 +54,10 @@ class Callers:
     def require_any(self, request: web.Request) -> None:
         caller = caller_hash(request.headers)
         if not self._is_admin(caller):
-            self._session_of(caller)
+            self.session(caller)
 
-    def _session_of(self, caller: str) -> Session:
+    def session(self, caller: str) -> Session:
+        """The session whose key has this hash; raises RequestError when it is that of none."""
         session = self._sessions.with_key(caller)
         if session is not None:
             return session
@@ -73,14 +73,39 @@ class Callers:
         return is_same_key(caller, self._admin_key_hash)
 
 
-class Archive(Protocol):
-    """What is known of sessions that have ended. Implementation: `ledger.Ledger`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartedSession:
+    """The answer of `/rl/start_session`. Anthropic's clients add /v1 to their base URL themselves."""
 
-    async def trajectory(self, session_id: str) -> Trajectory:
-        """Raises LedgerError when the session is unknown, or has not ended."""
-        ...
+    session_id: Name
+    api_key: str
+    base_url: str
+    anthropic_base_url: str
 
-    async def session_with_key(self, key_hash: str) -> str | None: ...
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardedSession:
+    """The answer of `/rl/set_reward`."""
+
+    session_id: Name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedSession:
+    """The answer of `/rl/end_session`."""
+
+    session_id: Name
+    status: Status
+    num_turns: Number
+    num_sampled_tokens: Number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportedTrajectory:
+    """The answer of `/export_trajectories`."""
+
+    trajectory: Trajectory
+    records: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})]  # of TokenRecord
 
 
 class RolloutCalls:
@@ -95,7 +120,7 @@ class RolloutCalls:
         bodies: BodyReader,
         journal: Journal,
         make_session: Callable[[SessionRecord, StartRequest], Session],
-        archive: Archive | None,
+        archive: Ledger | None,
         consumer: Consumer | None,
     ) -> None:
         self._sessions = sessions
@@ -138,12 +163,7 @@ class RolloutCalls:
             raise
         origin = str(request.url.origin())  # whoever came this way can come again
         return json_reply(
-            {
-                "session_id": record.id,
-                "api_key": api_key,
-                "base_url": f"{origin}/v1",
-                "anthropic_base_url": origin,  # Anthropic's clients add /v1 themselves
-            }
+            StartedSession(session_id=record.id, api_key=api_key, base_url=f"{origin}/v1", anthropic_base_url=origin)
         )
 
     async def set_reward(self, request: web.Request) -> web.Response:
@@ -158,7 +178,7 @@ class RolloutCalls:
                 await self._consumer.reward_late(session_id, reward)
             else:
                 raise _has_ended(session_id)
-        return json_reply({"session_id": session_id})
+        return json_reply(RewardedSession(session_id=session_id))
 
     async def end(self, request: web.Request) -> web.Response:
         """Ended again (an answer was lost), it is the end that was: what the first call said counts."""
@@ -173,13 +193,13 @@ class RolloutCalls:
     async def export(self, request: web.Request) -> web.Response:
         """From the archive where there is one: it knows late rewards and fates."""
         self._callers.require_admin(request)
-        session_id = read_export(await self._bodies.control(request))
+        session_id = ExportRequest.read(await self._bodies.control(request)).session_id
         if self._archive is None or self._sessions.is_open(session_id):
             trajectory = self._sessions.ended(session_id).trajectory
             assert trajectory is not None  # it has ended
         else:
             trajectory = await self._archived(self._archive, session_id)
-        return json_reply({"trajectory": trajectory, "records": token_records(trajectory)})
+        return json_reply(ExportedTrajectory(trajectory=trajectory, records=token_records(trajectory)))
 
     async def session_for_turn(self, request: web.Request) -> Session:
         """Whose turn it is. Who goes on with a session of a process before hears that it ended, not of a wrong key."""
@@ -218,9 +238,9 @@ class RolloutCalls:
             session_id = await self._archive.session_with_key(caller)
             if session_id is not None:
                 return await self._archived(self._archive, session_id)
-        return self._callers.session(request)
+        return self._callers.session(caller)
 
-    async def _archived(self, archive: Archive, session_id: str) -> Trajectory:
+    async def _archived(self, archive: Ledger, session_id: str) -> Trajectory:
         try:
             return await archive.trajectory(session_id)
         except LedgerError as error:
@@ -234,12 +254,12 @@ class RolloutCalls:
 
 def _ended(trajectory: Trajectory) -> web.Response:
     return json_reply(
-        {
-            "session_id": trajectory.session_id,
-            "status": trajectory.status,
-            "num_turns": len(trajectory.turns),
-            "num_sampled_tokens": trajectory.num_sampled_tokens,
-        }
+        EndedSession(
+            session_id=trajectory.session_id,
+            status=trajectory.status,
+            num_turns=len(trajectory.turns),
+            num_sampled_tokens=trajectory.num_sampled_tokens,
+        )
     )
 
 

@@ -20,8 +20,7 @@ from areal_agent.errors import EngineUnreachable, RequestError
 from areal_agent.gateway.answers import Answer, Deliveries, EngineCalls, completion_ids
 from areal_agent.gateway.control import EndRequest, RewardBook, RewardRequest
 from areal_agent.gateway.draft import Outlet
-from areal_agent.gateway.growing_body import GrowingBody
-from areal_agent.gateway.order import MAX_SEED, Question, Request, SamplingWishes
+from areal_agent.gateway.order import MAX_SEED, Order, Question, SamplingWishes
 from areal_agent.gateway.turn import Exchange, PendingTurn, RunnableTurn, Services, TruncatedTurn, TurnLog, TurnPlan
 from areal_agent.tokens.forest import Prompt
 from areal_agent.types import Rewards, SamplingParams, SessionRecord, Status, Trajectory
@@ -58,7 +57,6 @@ class Session:
         self.state = SessionState.OPEN
         self.trajectory: Trajectory | None = None  # once it has ended
         self.deliveries = Deliveries()
-        self.growing_body = GrowingBody()
         self._options = options
         self._services = services
         self._on_ended = on_ended
@@ -73,7 +71,7 @@ class Session:
 
     # ------------------------------------------------------------------------------------------- exchanges
 
-    async def place(self, request: Request, *, num_bytes: int = 0) -> Exchange:
+    async def place(self, request: Order, *, num_bytes: int = 0) -> Exchange:
         """Find the place of each prompt of a request. Raises RequestError for what the agent did wrong."""
         self._require_open()
         if request.json_schema is not None and not self._services.has_grammar:
@@ -83,18 +81,16 @@ class Session:
                 param="response_format",
                 code="unsupported_parameter",
             )
-        request.order.wishes.require_ids_below(self._services.vocab_size)
+        request.require_ids_below(self._services.vocab_size)
         questions = request.questions()
         answer_id = f"{request.id_prefix}-{self._services.numbers.getrandbits(96):024x}"
-        num_choices = request.order.num_choices
+        num_choices = request.num_choices
         ids = completion_ids(answer_id, len(questions) * num_choices)
         turns = [
             await self._place_turn(request, question, ids, first_index=index * num_choices, num_bytes=num_bytes)
             for index, question in enumerate(questions)
         ]
-        return Exchange(
-            answer_id=answer_id, model=request.model, created_s=time.time(), order=request.order, turns=turns
-        )
+        return Exchange(answer_id=answer_id, model=request.model, created_s=time.time(), order=request, turns=turns)
 
     async def _answer(self, exchange: Exchange, outlet: Outlet | None) -> Answer:
         with self._running():
@@ -119,10 +115,10 @@ class Session:
         return task
 
     async def _place_turn(
-        self, request: Request, question: Question, ids: tuple[str, ...], *, first_index: int, num_bytes: int
+        self, request: Order, question: Question, ids: tuple[str, ...], *, first_index: int, num_bytes: int
     ) -> RunnableTurn:
         prompt = await self._log.place(question, num_bytes=num_bytes)
-        own_ids = ids[first_index : first_index + request.order.num_choices]
+        own_ids = ids[first_index : first_index + request.num_choices]
         if prompt.num_tokens >= self._services.max_context_tokens:
             if not self._options.truncates:
                 raise self._no_room(prompt, request.prompt_param)
@@ -130,7 +126,7 @@ class Session:
         plan = TurnPlan(
             prompt=prompt,
             sampling=self._sampling(request, prompt),
-            order=request.order,
+            order=request,
             reading=question.reading(self._services.renderer, prompt),
             is_single_call=request.is_single_call,
             completion_ids=own_ids,
@@ -138,14 +134,13 @@ class Session:
         )
         return PendingTurn(plan, services=self._services, log=self._log, calls=self._calls, deliveries=self.deliveries)
 
-    def _sampling(self, request: Request, prompt: Prompt) -> SamplingParams:
+    def _sampling(self, request: Order, prompt: Prompt) -> SamplingParams:
         """What is asked for, cut to the room that the context has left (OpenAI refuses; agents ask for too much)."""
-        order = request.order
-        return order.wishes.over(self._options.defaults).params(
+        return request.over(self._options.defaults).params(
             num_room=self._services.max_context_tokens - prompt.num_tokens,
             stop_token_ids=self._services.renderer.stop_token_ids,
-            stop=order.stops,
-            seed=self._derived_seed(prompt) if order.seed is None else order.seed,
+            stop=request.stops,
+            seed=self._derived_seed(prompt) if request.seed is None else request.seed,
             json_schema=request.json_schema,
         )
 

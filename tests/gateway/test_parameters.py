@@ -2,7 +2,7 @@
 
 - what is not supported is a 400 that names it, as is a value of the wrong kind and an unknown name
 - values that ask for nothing are accepted, null everywhere
-- faults inside parameters, messages and tools name their place
+- faults inside parameters, messages and tools name their place; a refusal says what came, and the remedy
 - a bias is of a token that the model has
 - no JSON whatsoever is answered with anything but a checked request or an error that names what is wrong (property)
 """
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from areal_agent.errors import RequestError
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.completions import CompletionsRequest
-from areal_agent.gateway.control import EndRequest, RewardRequest, StartRequest, read_export
+from areal_agent.gateway.control import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.gateway.conversation import read_message
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
@@ -128,8 +128,32 @@ def test_an_unknown_name_gets_the_nearest() -> None:
         ChatRequest.read(MINIMAL | {"temprature": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"n": 0}, "n is 0; it must be greater than or equal to 1"),
+        ({"temperature": "1"}, "temperature is '1'; it must be a valid number"),
+        ({"stop": 5}, "stop is 5; it must be a string or a list"),
+        ({"stop": ["a", ""]}, "stop[1] is ''; it must have at least 1 character"),
+        ({"tool_choice": "any"}, "tool_choice is 'any'; it must be 'auto', 'none' or 'required'"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.type is 'custom'; it must be 'function'"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type is 'xml'; it must be one of 'text'",
+        ),
+        ({"response_format": "json"}, "response_format is 'json'; it must be a JSON object"),
+        ({"model": None}, "model is missing; it must be given"),
+        ({"stream": True, "stream_options": {"usage": True}}, "unknown parameter 'stream_options.usage'; valid: "),
+    ],
+)
+def test_a_refusal_says_what_came_and_what_must_be(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.read(MINIMAL | body)
+    assert caught.value.message.startswith(message)
+
+
 def test_two_limits_must_agree() -> None:
-    assert ChatRequest.read(MINIMAL | {"max_tokens": 5, "max_completion_tokens": 5}).order.wishes.max_tokens == 5
+    assert ChatRequest.read(MINIMAL | {"max_tokens": 5, "max_completion_tokens": 5}).max_tokens == 5
     with pytest.raises(RequestError, match="max_tokens is 5"):
         ChatRequest.read(MINIMAL | {"max_tokens": 5, "max_completion_tokens": 6})
 
@@ -157,9 +181,9 @@ HARMLESS: dict[str, Any] = {
 
 def test_values_that_ask_for_nothing_are_accepted() -> None:
     harmless = ChatRequest.read(MINIMAL | HARMLESS)
-    params = harmless.order.wishes.params(num_room=9, stop_token_ids=(), seed=0)
+    params = harmless.params(num_room=9, stop_token_ids=(), seed=0)
     assert params.distribution is Distribution.EXACT
-    assert (harmless.order.num_choices, harmless.order.stops, harmless.order.is_streamed) == (1, (), False)
+    assert (harmless.num_choices, harmless.stops, harmless.is_streamed) == (1, (), False)
 
 
 def test_null_is_left_out() -> None:
@@ -293,7 +317,7 @@ def test_any_json_is_checked_or_refused(renderer: Renderer, body: dict[str, Any]
         StartRequest.read,
         RewardRequest.read,
         EndRequest.read,
-        read_export,
+        ExportRequest.read,
     ):
         try:
             request = read(body)

@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from areal_agent.gateway.app import Gateway
-from areal_agent.gateway.openapi.document import openapi_document
+from areal_agent.gateway.openapi import openapi_document
 from areal_agent.tokens.renderer import Renderer
 
 from .conftest import ADMIN_KEY, MemoryJournal
@@ -36,7 +36,7 @@ from .raw import is_error_object
 def narrowed_document() -> dict[str, Any]:
     """The description, of this gateway's model alone: to find out what it is called would take most of the calls."""
     document = openapi_document(is_leased_from=False)
-    for name in ("ChatRequest", "CompletionRequest"):
+    for name in ("ChatRequest", "CompletionsRequest"):
         document["components"]["schemas"][name]["properties"]["model"] = {"const": "model"}
     return document
 

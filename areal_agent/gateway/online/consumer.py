@@ -20,12 +20,11 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 from aiohttp import web
 
 from areal_agent.errors import LedgerError, RequestError
-from areal_agent.gateway.bodies import refuse_unknown
 from areal_agent.gateway.control import RewardRequest
 from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.gateway.online.groups import (
@@ -59,8 +58,12 @@ from areal_agent.gateway.online.wire import (
     LeaseReply,
     LeaseRequest,
     PublishRequest,
+    ReturnReply,
     ReturnRequest,
     State,
+    StateReply,
+    StatusRequest,
+    TrainerRequest,
     encode_lease,
     encode_status,
 )
@@ -70,6 +73,8 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.clock import BusyClock
 from areal_agent.process import uninterrupted
 from areal_agent.types import Drop, JsonObject, SessionRecord, Trajectory, TrajectoryGroup, Turn
+
+R = TypeVar("R", bound=TrainerRequest)
 
 
 class Choice:
@@ -425,17 +430,22 @@ class TrainerCalls:
 
     def handlers(self) -> Mapping[str, TrainerHandler]:
         return {
-            "/rl/publish": self._publish,
+            "/rl/publish": self._then_state(PublishRequest, self._consumer.publish),
             "/rl/lease": self._lease,
-            "/rl/acknowledge": self._acknowledge,
+            "/rl/acknowledge": self._then_state(AcknowledgeRequest, self._consumer.acknowledge),
             "/rl/return": self._return,
-            "/rl/drop": self._drop,
+            "/rl/drop": self._then_state(DropRequest, self._consumer.drop),
             "/rl/status": self._status,
         }
 
-    async def _publish(self, body: JsonObject) -> web.Response:
-        await self._consumer.publish(PublishRequest.read(body))
-        return self._state()
+    def _then_state(self, kind: type[R], act: Callable[[R], Awaitable[None]]) -> TrainerHandler:
+        """The handler of a call that is answered with the state that it led to."""
+
+        async def handler(body: JsonObject) -> web.Response:
+            await act(kind.read(body))
+            return json_reply(StateReply(state=self._consumer.state()))
+
+        return handler
 
     async def _lease(self, body: JsonObject) -> web.Response:
         request = LeaseRequest.read(body)
@@ -443,22 +453,11 @@ class TrainerCalls:
         payload = await encode_lease(reply, with_records=request.wants_records)
         return web.Response(body=payload, content_type="application/json")
 
-    async def _acknowledge(self, body: JsonObject) -> web.Response:
-        await self._consumer.acknowledge(AcknowledgeRequest.read(body))
-        return self._state()
-
     async def _return(self, body: JsonObject) -> web.Response:
         num_returned = await self._consumer.give_back(ReturnRequest.read(body))
-        return json_reply({"num_returned": num_returned, "state": self._consumer.state()})
-
-    async def _drop(self, body: JsonObject) -> web.Response:
-        await self._consumer.drop(DropRequest.read(body))
-        return self._state()
+        return json_reply(ReturnReply(num_returned=num_returned, state=self._consumer.state()))
 
     async def _status(self, body: JsonObject) -> web.Response:
-        refuse_unknown(body, ())
+        StatusRequest.read(body)
         status = GatewayStatus(state=self._consumer.state(), stats=self._stats())
         return web.Response(body=encode_status(status), content_type="application/json")
-
-    def _state(self) -> web.Response:
-        return json_reply({"state": self._consumer.state()})

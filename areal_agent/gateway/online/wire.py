@@ -9,22 +9,13 @@ The bodies of `/rl/publish`, `/rl/lease`, `/rl/acknowledge`, `/rl/return` and `/
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import orjson
+from pydantic import Field, model_validator
 
 from areal_agent.errors import GatewayError, RequestError
-from areal_agent.gateway.bodies import (
-    as_bounded_number,
-    as_flag,
-    as_integer,
-    as_list,
-    as_member,
-    as_name,
-    as_text,
-    refuse,
-    refuse_unknown,
-)
+from areal_agent.gateway.bodies import Body, Count, Name, Number, PositiveCount
 from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
@@ -55,12 +46,27 @@ class State:
     trainer: str | None  # who has it; None: nobody yet, or one that does not say
     published: int  # the weight version that serves, as the trainer said
     leased: int  # the last train step that a batch was handed out for
-    num_running: int
-    num_finished: int
-    rolling_s: float  # seconds with a session for training open, since the gateway started
-    capacity: int | None  # how many more may start; None: no trainer has named a bound yet
-    statuses: Mapping[str, int]  # of sessions that ended since the gateway started
-    drops: Mapping[str, int]  # of sessions dropped since the gateway started, by reason
+    num_running: Number
+    num_finished: Number
+    rolling_s: Annotated[float, Field(ge=0)]  # seconds with a session for training open, since the gateway started
+    capacity: Number | None  # how many more may start; None: no trainer has named a bound yet
+    statuses: Mapping[str, Number]  # of sessions that ended since the gateway started
+    drops: Mapping[str, Number]  # of sessions dropped since the gateway started, by reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateReply:
+    """The answer of `/rl/publish`, `/rl/acknowledge` and `/rl/drop`."""
+
+    state: State
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReturnReply:
+    """The answer of `/rl/return`."""
+
+    num_returned: Number
+    state: State
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,148 +206,80 @@ def _sampling(body: JsonObject) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-MAX_COUNT = 2**31 - 1
-MAX_WAIT_S = 3600.0
+Seconds = Annotated[float, Field(ge=0, le=3600)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublishRequest:
+class TrainerRequest(Body):
+    """What every call of a trainer may say."""
+
+    trainer: Name | None = Field(default=None, description="Who calls; a trainer that says nothing is one, too.")
+
+
+class PublishRequest(TrainerRequest):
     """Version `step` serves now. With the counts the trainer names its bound; both or neither.
 
-    `incarnation` is the other half of the labels that the engine gives to its tokens; None: any is the trainer's.
+    `incarnation` is the other half of the labels that the engine gives to its tokens; left out, any is the trainer's.
     """
 
-    step: int
-    trainer: str | None
-    incarnation: int | None
-    batch_answers: int | None
-    max_staleness: int | None
+    step: Count
+    incarnation: Count | None = None
+    batch_answers: PositiveCount | None = None
+    max_staleness: Count | None = None
 
-    @classmethod
-    def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("step", "trainer", "incarnation", "batch_answers", "max_staleness"))
-        batch_answers = _optional_count(body, "batch_answers", low=1)
-        max_staleness = _optional_count(body, "max_staleness", low=0)
-        if (batch_answers is None) != (max_staleness is None):
-            missing = "batch_answers" if batch_answers is None else "max_staleness"
+    @model_validator(mode="after")
+    def _names_a_whole_bound(self) -> Self:
+        if (self.batch_answers is None) != (self.max_staleness is None):
+            missing = "batch_answers" if self.batch_answers is None else "max_staleness"
             raise RequestError(
                 f"{missing} is missing; the staleness bound needs both batch_answers and max_staleness", param=missing
             )
-        return cls(
-            step=_count(body, "step", low=0),
-            trainer=_trainer(body),
-            incarnation=_optional_count(body, "incarnation", low=0),
-            batch_answers=batch_answers,
-            max_staleness=max_staleness,
-        )
+        return self
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeaseRequest:
+class LeaseRequest(TrainerRequest):
     """Whole groups for train step `step`: so many groups, or as many as hold so many trajectories."""
 
-    step: int
-    trainer: str | None
-    num_groups: int | None
-    num_trajectories: int | None
-    wait_s: float  # how long to wait until there are enough
-    straggler_wait_s: float  # how long a batch waits for running groups that would be too stale for the next one
-    wants_records: bool
+    step: PositiveCount
+    num_groups: PositiveCount | None = None
+    num_trajectories: PositiveCount | None = None
+    wait_s: Seconds = Field(default=0.0, description="How long to wait until there are enough.")
+    straggler_wait_s: Seconds = Field(
+        default=0.0,
+        description="How long a batch waits for running groups that would be too stale for the next one.",
+    )
+    wants_records: bool = Field(default=True, alias="records")
 
-    @classmethod
-    def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(
-            body, ("step", "trainer", "num_groups", "num_trajectories", "wait_s", "straggler_wait_s", "records")
-        )
-        num_groups = _optional_count(body, "num_groups", low=1)
-        num_trajectories = _optional_count(body, "num_trajectories", low=1)
-        if (num_groups is None) == (num_trajectories is None):
+    @model_validator(mode="after")
+    def _asks_in_one_way(self) -> Self:
+        if (self.num_groups is None) == (self.num_trajectories is None):
             raise RequestError("give num_groups or num_trajectories, one of the two", param="num_groups")
-        wants_records = body.get("records")
-        if not isinstance(wants_records, bool | None):
-            refuse("records", wants_records, "true or false")
-        return cls(
-            step=_count(body, "step", low=1),
-            trainer=_trainer(body),
-            num_groups=num_groups,
-            num_trajectories=num_trajectories,
-            wait_s=_seconds(body, "wait_s"),
-            straggler_wait_s=_seconds(body, "straggler_wait_s"),
-            wants_records=wants_records is not False,
-        )
+        return self
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AcknowledgeRequest:
+class AcknowledgeRequest(TrainerRequest):
     """A checkpoint that contains every step up to `step` is safe: what was leased for those is trained."""
 
-    step: int
-    trainer: str | None
+    step: PositiveCount
     checkpoint: str
 
-    @classmethod
-    def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("step", "trainer", "checkpoint"))
-        return cls(
-            step=_count(body, "step", low=1),
-            trainer=_trainer(body),
-            checkpoint=as_text(body.get("checkpoint"), "checkpoint"),
-        )
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReturnRequest:
+class ReturnRequest(TrainerRequest):
     """The trainer goes on from the checkpoint of `after_step`: what was leased for later steps waits again.
 
-    With `adopts` it takes the gateway over from another trainer, whose fates stand; or, its own already, has lost the
+    With `adopt` it takes the gateway over from another trainer, whose fates stand; or, its own already, has lost the
     later checkpoints: what those had trained waits again, too.
     """
 
-    after_step: int
-    trainer: str | None
-    adopts: bool
-
-    @classmethod
-    def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("after_step", "trainer", "adopt"))
-        return cls(
-            after_step=_count(body, "after_step", low=0),
-            trainer=_trainer(body),
-            adopts=as_flag(body.get("adopt"), "adopt"),
-        )
+    after_step: Count
+    adopts: bool = Field(default=False, alias="adopt")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DropRequest:
+class DropRequest(TrainerRequest):
     """These sessions are not to be trained."""
 
-    session_ids: tuple[str, ...]
-    reason: Drop
-    trainer: str | None
-
-    @classmethod
-    def read(cls, body: JsonObject) -> Self:
-        refuse_unknown(body, ("session_ids", "reason", "trainer"))
-        session_ids = as_list(body.get("session_ids"), "session_ids")
-        return cls(
-            session_ids=tuple(as_name(one, f"session_ids[{index}]") for index, one in enumerate(session_ids)),
-            reason=as_member(Drop, body.get("reason"), "reason"),
-            trainer=_trainer(body),
-        )
+    session_ids: list[Name]
+    reason: Annotated[Drop, Field(strict=False)]
 
 
-def _count(body: JsonObject, key: str, *, low: int) -> int:
-    return as_integer(body.get(key), key, low=low, high=MAX_COUNT)
-
-
-def _trainer(body: JsonObject) -> str | None:
-    """Who calls; a trainer that says nothing is one, too."""
-    return None if body.get("trainer") is None else as_name(body["trainer"], "trainer")
-
-
-def _optional_count(body: JsonObject, key: str, *, low: int) -> int | None:
-    return None if body.get(key) is None else _count(body, key, low=low)
-
-
-def _seconds(body: JsonObject, key: str) -> float:
-    return 0.0 if body.get(key) is None else as_bounded_number(body[key], key, low=0.0, high=MAX_WAIT_S)
+class StatusRequest(Body):
+    """Nothing can be asked of `/rl/status`."""

@@ -1,0 +1,401 @@
+"""`GET /openapi.json`: OpenAPI 3.1 of every call, made from the classes that read the bodies and write the answers.
+
+What a gateway says of itself: its model, its health, its metrics.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, Literal
+
+import orjson
+from aiohttp import web
+from pydantic import Field, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+from areal_agent.gateway.auth import is_loopback
+from areal_agent.gateway.bodies import Body, Number
+from areal_agent.gateway.chat import ChatRequest
+from areal_agent.gateway.completions import CompletionsRequest
+from areal_agent.gateway.control import EndRequest, ExportRequest, RewardRequest, StartRequest
+from areal_agent.gateway.metrics import GatewayStats, Metrics
+from areal_agent.gateway.online.wire import (
+    AcknowledgeRequest,
+    DropRequest,
+    GatewayStatus,
+    LeaseReply,
+    LeaseRequest,
+    PublishRequest,
+    ReturnReply,
+    ReturnRequest,
+    StateReply,
+    StatusRequest,
+)
+from areal_agent.gateway.order import Order
+from areal_agent.gateway.replies import json_reply
+from areal_agent.gateway.rollouts import Callers, EndedSession, ExportedTrajectory, RewardedSession, StartedSession
+from areal_agent.gateway.sessions import Traffic
+from areal_agent.types import JsonObject
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A model, as OpenAI's clients expect it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "areal_agent"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Models:
+    """The answer of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: tuple[Model, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """The answer of `/health`."""
+
+    status: Literal["ok", "draining"]
+    model: str
+    open_sessions: Number
+    engine_requests: Number
+
+
+class About:
+    """The handlers of calls that change nothing."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        callers: Callers,
+        traffic: Traffic,
+        stats: Callable[[], GatewayStats],
+        metrics: Metrics,
+    ) -> None:
+        self._model_name = model_name
+        self._callers = callers
+        self._traffic = traffic
+        self._stats = stats
+        self._metrics = metrics
+
+    async def models(self, request: web.Request) -> web.Response:
+        """The one model, for whoever has a key."""
+        self._callers.require_any(request)
+        return json_reply(Models(data=(Model(id=self._model_name),)))
+
+    async def health(self, request: web.Request) -> web.Response:
+        """For anybody: it names nothing but the model."""
+        stats = self._stats()
+        return json_reply(
+            Health(
+                status="draining" if self._traffic.is_draining else "ok",
+                model=self._model_name,
+                open_sessions=stats.num_open_sessions,
+                engine_requests=stats.num_engine_requests,
+            )
+        )
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """For this machine; from elsewhere it takes the admin key."""
+        if request.transport is None or not is_loopback(request.transport.get_extra_info("peername")):
+            self._callers.require_admin(request)
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": Metrics.CONTENT_TYPE})
+
+
+SCHEMAS = "#/components/schemas/"
+
+ERRORS: Mapping[int, str] = {
+    400: "The request is wrong: `param` names where. Also: not HTTP, not JSON, more than the context holds.",
+    401: "No API key, or one that nobody has.",
+    403: "A key of the wrong kind, a Host that is not this gateway's, or a web page of another origin.",
+    404: "There is no such model, session or path.",
+    405: "The path has no such method.",
+    408: "The body did not arrive in time.",
+    409: "The session, or its id, is not in the state that the call needs.",
+    413: "The body is larger than the gateway takes.",
+    415: "The body is compressed.",
+    429: "Too much at once: see `Retry-After`.",
+    500: "The gateway failed.",
+    502: "The engine failed.",
+    503: "The engine is not there, or the gateway is closing: see `Retry-After`.",
+}
+OF_EVERY_CALL = (400, 403, 500)
+OF_EVERY_BODY = (408, 413, 415)
+
+KEYS = {
+    "sessionKey": "The key that /rl/start_session gave: it reaches its own session and nothing else.",
+    "adminKey": "The key that the gateway was started with.",
+    "anyKey": "A session's key, or the admin's.",
+}
+
+EVENT: JsonSchemaValue = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk as JSON, an error object, or [DONE]."}},
+    "required": ["data"],
+}
+"""One server-sent event."""
+
+
+# ------------------------------------------------------- answers that the endpoints write in more than one form
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the model said, with `tool_calls` and `reasoning_content` where there are some."""
+
+    role: Literal["assistant"]
+    content: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatChoice:
+    """One answer."""
+
+    index: Number
+    message: Answer
+    finish_reason: FinishReason
+    logprobs: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionChoice:
+    """One answer."""
+
+    index: Number
+    text: str
+    finish_reason: FinishReason
+    logprobs: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """How many tokens a call took."""
+
+    prompt_tokens: Number
+    completion_tokens: Number
+    total_tokens: Number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatCompletion:
+    """The answers to a chat."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: Annotated[list[ChatChoice], Field(min_length=1)]
+    usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextCompletion:
+    """The answers to plain prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
+    usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What went wrong."""
+
+    message: Annotated[str, Field(min_length=1)]
+    type: Annotated[str, Field(min_length=1)]
+    param: str | None
+    code: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Error:
+    """OpenAI's error object."""
+
+    error: Fault
+
+
+# ---------------------------------------------------------------------------------------------------- the calls
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation. `body` and `answer` are the classes that read the one and write the other."""
+
+    path: str
+    name: str
+    summary: str
+    body: type[Body] | None  # None: it is a GET
+    answer: Any
+    key: str | None  # the security scheme that it asks for
+    errors: Sequence[int]
+
+
+# fmt: off
+CALLS = (
+    Call("/v1/chat/completions", "createChatCompletion",
+         "One turn. With `stream`, server-sent events of `chat.completion.chunk` objects, then `[DONE]`.",
+         ChatRequest, ChatCompletion, "sessionKey", (404, 409, 429, 502, 503)),
+    Call("/v1/completions", "createCompletion", "One turn without a chat template: the prompt as text or ids.",
+         CompletionsRequest, TextCompletion, "sessionKey", (404, 409, 429, 502, 503)),
+    Call("/v1/models", "listModels", "The one model that this gateway stands before.",
+         None, Models, "anyKey", ()),
+    Call("/health", "health", "Whether it serves, and how busy it is.",
+         None, Health, None, ()),
+    Call("/metrics", "metrics", "Its counters in Prometheus' text format. From another machine: with the admin key.",
+         None, str, None, (401,)),
+    Call("/openapi.json", "describe", "This description.",
+         None, JsonObject, None, ()),
+    Call("/rl/start_session", "startSession", "Start a rollout: its key and its URL.",
+         StartRequest, StartedSession, "adminKey", (409, 429, 503)),
+    Call("/rl/set_reward", "setReward",
+         "What it earned: at its end, for one completion (`interaction_id`), or a part for metrics (`name`).",
+         RewardRequest, RewardedSession, "sessionKey", (404, 409, 429)),
+    Call("/rl/end_session", "endSession",
+         "End it: calls in flight are aborted, and what was sampled is kept. Ended again, it is the end that was.",
+         EndRequest, EndedSession, "sessionKey", (404, 409, 429)),
+    Call("/export_trajectories", "exportTrajectories", "An ended session, token by token, and as the trainer eats it.",
+         ExportRequest, ExportedTrajectory, "adminKey", (404, 409)),
+)
+TRAINER_CALLS = (
+    Call("/rl/publish", "publish", "A weight version serves now.",
+         PublishRequest, StateReply, "adminKey", (404, 409)),
+    Call("/rl/lease", "lease", "Whole groups for a train step, within the staleness bound.",
+         LeaseRequest, LeaseReply, "adminKey", (404, 409)),
+    Call("/rl/acknowledge", "acknowledge", "A checkpoint has these steps: what they leased is trained.",
+         AcknowledgeRequest, StateReply, "adminKey", (404, 409)),
+    Call("/rl/return", "return", "The trainer goes on from an earlier step: later leases wait again.",
+         ReturnRequest, ReturnReply, "adminKey", (404, 409)),
+    Call("/rl/drop", "drop", "These sessions are not to be trained.",
+         DropRequest, StateReply, "adminKey", (404, 409)),
+    Call("/rl/status", "status", "Where the gateway stands.",
+         StatusRequest, GatewayStatus, "adminKey", (404, 409)),
+)
+# fmt: on
+
+
+# ------------------------------------------------------------------------------------------------- the document
+
+
+def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
+    """OpenAPI 3.1, with a trainer's calls where the gateway has them.
+
+    What is under `/v1` is also served without it, for clients that leave it out.
+    """
+    calls = CALLS + (TRAINER_CALLS if is_leased_from else ())
+    bodies = [(call.name, "validation", TypeAdapter(call.body)) for call in calls if call.body is not None]
+    answers = [(call.name, "serialization", TypeAdapter(call.answer)) for call in calls]
+    schemas, definitions = TypeAdapter.json_schemas(
+        [*bodies, *answers, ("error", "serialization", TypeAdapter(Error))],  # type: ignore[list-item]
+        ref_template=SCHEMAS + "{model}",
+        schema_generator=_Schemas,
+    )
+    paths: dict[str, Any] = {}
+    for call in calls:
+        operation = _operation(call, schemas)
+        method = "get" if call.body is None else "post"
+        paths[call.path] = {method: operation}
+        if call.path.startswith("/v1/"):
+            paths[call.path.removeprefix("/v1")] = {method: operation | {"operationId": f"{call.name}Short"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "areal_agent gateway",
+            "version": "1",
+            "description": "OpenAI's API before one model, recording every token; and the calls that start, reward "
+            "and end its sessions. A key may also come in the header `api-key` or `x-api-key`. Every error is "
+            "OpenAI's error object.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": {name: _without_example(schema) for name, schema in definitions["$defs"].items()},
+            "responses": {
+                str(status): _error_response(status, why, schemas["error", "serialization"])
+                for status, why in ERRORS.items()
+            },
+            "securitySchemes": {
+                name: {"type": "http", "scheme": "bearer", "description": text} for name, text in KEYS.items()
+            },
+        },
+    }
+
+
+@cache
+def openapi_json(*, is_leased_from: bool) -> bytes:
+    """The document as it is served."""
+    return orjson.dumps(openapi_document(is_leased_from=is_leased_from))
+
+
+class _Schemas(GenerateJsonSchema):
+    """A body's field that may be left out may be null: `Body` drops it. An answer has all its fields."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        return self.mode == "serialization" or super().field_is_required(field, total)
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        inner, default = self.generate_inner(schema["schema"]), schema.get("default")
+        if self.mode == "serialization" or _takes_null(inner):
+            return inner
+        described: dict[str, Any] = {"anyOf": [inner, {"type": "null"}]}
+        if isinstance(default, str | int | float):
+            described["default"] = str(default) if isinstance(default, StrEnum) else default
+        return described
+
+
+def _takes_null(schema: JsonSchemaValue) -> bool:
+    is_any = not schema.keys() & {"type", "$ref", "oneOf", "anyOf", "const", "enum"}
+    return is_any or None in schema.get("enum", ()) or {"type": "null"} in schema.get("anyOf", ())
+
+
+def _without_example(schema: JsonSchemaValue) -> JsonSchemaValue:
+    """A class is described by its docstring. The examples in it are Python."""
+    text = schema.get("description", "")
+    return schema | {"description": text.partition("\n\n>>>")[0]} if text else schema
+
+
+def _operation(call: Call, schemas: Mapping[Any, JsonSchemaValue]) -> dict[str, Any]:
+    statuses = {*OF_EVERY_CALL, *call.errors}
+    if call.key is not None:
+        statuses.add(401)
+    if call.body is not None:
+        statuses.update(OF_EVERY_BODY)
+    answer = schemas[call.name, "serialization"]
+    content: dict[str, Any] = {"text/plain" if call.answer is str else "application/json": {"schema": answer}}
+    if call.body is not None and issubclass(call.body, Order):
+        content["text/event-stream"] = {"schema": EVENT}
+    described: dict[str, Any] = {
+        "operationId": call.name,
+        "summary": call.summary,
+        "security": [] if call.key is None else [{call.key: []}],
+        "responses": {
+            "200": {"description": "Done.", "content": content},
+            **{str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)},
+        },
+    }
+    if call.body is not None:
+        body = schemas[call.name, "validation"]
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return described
+
+
+def _error_response(status: int, why: str, error: JsonSchemaValue) -> dict[str, Any]:
+    response: dict[str, Any] = {"description": why, "content": {"application/json": {"schema": error}}}
+    if status in (429, 503):
+        response["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
+    return response
