@@ -1,8 +1,8 @@
-"""`python -m areal_agent.engine`: the embedded engine as a process.
+"""`python -m areal_agent.engine` runs the embedded engine as a process.
 
 It prints one line when it serves, and ends on SIGTERM, on Ctrl-C, with its parent, or when its model thread dies.
-After SIGTERM it takes no request any more; those in flight may end for `--drain` seconds, and are then answered with
-what they have, as they are at once after Ctrl-C or a second SIGTERM.
+After SIGTERM it accepts no more requests. Those in flight may finish within `--drain` seconds; after that, and at once
+after Ctrl-C or a second SIGTERM, they are answered with the tokens so far.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from areal_agent.errors import ConfigError, EngineError
 from areal_agent.process import allow_many_connections, exit_with_parent
 from areal_agent.types import WeightVersion
 
-logger = logging.getLogger("areal_agent.engine")  # run as a module, its own name would be __main__
+logger = logging.getLogger("areal_agent.engine")  # because `__name__` is __main__ here
 
 DRAIN_S = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, load, serve; the exit code."""
+    """Parse, load and serve; return the exit code."""
     exit_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = _parser().parse_args(None if argv is None else list(argv))
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     allow_many_connections()
     torch.set_num_threads(config.threads)
     torch.set_num_interop_threads(1)
-    disable_progress_bar()  # the output is a log
+    disable_progress_bar()  # its output is a log
     runner = ModelRunner.load(
         options.model,
         device=config.device,
@@ -121,7 +121,7 @@ def _parser() -> Parser:
 
 
 def _config(options: Namespace) -> EngineConfig:
-    """The options under the bounds that the config section sets."""
+    """Validate the options with the config section."""
     try:
         return EngineConfig(
             port=options.port,
@@ -150,7 +150,7 @@ def _weight_version(text: str) -> WeightVersion:
 async def _serve(
     runner: ModelRunner, host: str, port: int, version: WeightVersion, announce: Path | None, drain_s: float
 ) -> None:
-    stopped, hurried = asyncio.Event(), asyncio.Event()  # by the first SIGTERM, and by the second
+    stopped, hurried = asyncio.Event(), asyncio.Event()  # set by the first SIGTERM, and by the second
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: hurried.set() if stopped.is_set() else stopped.set()
     )
@@ -170,7 +170,7 @@ async def _serve(
 
 
 async def _first_to_end(*waits: Coroutine[Any, Any, object]) -> int:
-    """Which of them it is; the others are cancelled."""
+    """Return the index of the first to end; cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -182,7 +182,7 @@ async def _first_to_end(*waits: Coroutine[Any, Any, object]) -> int:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raises ConfigError for an address that cannot be listened at: known before a large model is loaded."""
+    """Raise ConfigError for an address that cannot be bound, before a large model is loaded."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
@@ -191,7 +191,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """A reader sees all of the text or no file."""
+    """Write a file so that a reader sees all of the text or no file."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.replace(part, path)
