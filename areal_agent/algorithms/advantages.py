@@ -151,19 +151,20 @@ def own_advantages(
     if len(tensors) != len(given):
         raise ValueError(
             f"advantage {config.advantage!r} returned {type(returned).__name__} of "
-            f"{', '.join(sorted({type(one).__name__ for one in given}))}; return a list of one torch tensor a record"
+            f"{', '.join(sorted({type(one).__name__ for one in given}))}; return a list with one torch tensor for each "
+            "record"
         )
     expected = [len(record.token_ids) for record in records]
     if [tuple(one.shape) for one in tensors] != [(length,) for length in expected]:
         raise ValueError(
             f"advantage {config.advantage!r} returned tensors of shapes {[tuple(one.shape) for one in tensors][:4]} "
-            f"for records of {expected[:4]} tokens; return one value a token of each record"
+            f"for records of {expected[:4]} tokens; return one value for each token of each record"
         )
     for record, one in zip(records, tensors, strict=True):
         if not bool(one[torch.from_numpy(record.loss_mask)].isfinite().all()):
             raise ValueError(
                 f"advantage {config.advantage!r} returned NaN or infinity for a loss token of session "
-                f"{record.session_id!r}: nothing could be learned of the whole batch; return finite numbers"
+                f"{record.session_id!r}: that would spoil the whole batch; return finite numbers"
             )
     return tensors
 

@@ -249,7 +249,7 @@ def _load(path: str, key: str, arguments: tuple[str, ...]) -> Callable[..., Any]
     if not callable(found):
         raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; give a function")
     if not _takes(found, len(arguments)):
-        raise ConfigError(f"{key}: {path!r} cannot be called with ({', '.join(arguments)}); let it take these")
+        raise ConfigError(f"{key}: {path!r} cannot be called with ({', '.join(arguments)}); make it accept these")
     return found
 
 

@@ -102,7 +102,9 @@ class LossTokens:
         for field in ("entropy", "proximal", "behavior", "advantages", "weights", "sequences", "reference"):
             value: Tensor | None = getattr(self, field)
             if value is not None and (value.ndim != 1 or value.shape != self.logprobs.shape):
-                raise ValueError(f"{field} is of shape {tuple(value.shape)}, logprobs of {tuple(self.logprobs.shape)}")
+                raise ValueError(
+                    f"{field} has shape {tuple(value.shape)}, but logprobs {tuple(self.logprobs.shape)}; give [M] each"
+                )
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -250,12 +252,11 @@ def _check_own(values: object, tokens: LossTokens, config: AlgorithmConfig) -> N
         )
     if tokens.logprobs.requires_grad and not values.requires_grad:
         raise ValueError(
-            f"loss {config.loss!r} returned what has no gradient; compute it from tokens.logprobs, not detached"
+            f"loss {config.loss!r} returned a tensor without a gradient; compute it from tokens.logprobs, not detached"
         )
     if not bool(values.isfinite().all()) and bool(tokens.logprobs.isfinite().all()):
         raise ValueError(
-            f"loss {config.loss!r} returned NaN or infinity: nothing could be learned of the whole batch; return "
-            "finite numbers"
+            f"loss {config.loss!r} returned NaN or infinity: that would spoil the whole batch; return finite numbers"
         )
 
 

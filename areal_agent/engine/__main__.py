@@ -69,7 +69,7 @@ def _parser() -> Parser:
         prog="python -m areal_agent.engine",
         description="Serve a Hugging Face model on SGLang's wire: continuous batching, interruption, weight updates.",
     )
-    parser.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face folder, or a name of the hub")
+    parser.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face folder, or a name on the hub")
     parser.add_argument("--port", type=int, default=fields.port, help="0 picks a free one (default)")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to bind (default 127.0.0.1); there is no access key"
@@ -83,13 +83,16 @@ def _parser() -> Parser:
         "--max-context",
         type=int,
         default=fields.max_context_tokens,
-        help="tokens a request, prompt and answer (default %(default)s)",
+        help="tokens of one request, prompt and answer (default %(default)s)",
     )
     parser.add_argument(
-        "--kv-tokens", type=int, help="tokens whose keys and values are kept (default: by the memory there is)"
+        "--kv-tokens", type=int, help="tokens whose keys and values are kept (default: depends on the memory)"
     )
     parser.add_argument(
-        "--leave-gib", type=float, metavar="GIB", help="what they leave free of the memory there is, for a trainer, say"
+        "--leave-gib",
+        type=float,
+        metavar="GIB",
+        help="memory that keys and values leave free, for example for a trainer",
     )
     parser.add_argument(
         "--kv-layout",
@@ -98,14 +101,16 @@ def _parser() -> Parser:
         help="slots for CPUs, pages for GPUs (default: by the device)",
     )
     parser.add_argument(
-        "--no-cuda-graphs", action="store_true", help="on a GPU, start each kernel anew instead of replaying recordings"
+        "--no-cuda-graphs",
+        action="store_true",
+        help="on a GPU, start each kernel by itself instead of replaying recordings",
     )
     parser.add_argument(
         "--sharing",
         type=int,
         default=1,
         metavar="N",
-        help="engines that share the memory, this one among them: without --kv-tokens each takes its part (default 1)",
+        help="engines that share the memory, including this one; without --kv-tokens each takes its part (default 1)",
     )
     parser.add_argument("--weight-version", default="0:0", help="label of the weights it starts with (default 0:0)")
     parser.add_argument(
@@ -113,10 +118,10 @@ def _parser() -> Parser:
         type=float,
         default=DRAIN_S,
         metavar="SECONDS",
-        help="on SIGTERM, let requests in flight end for so long, or until a second SIGTERM, before they are answered "
-        "with what they have (default %(default)s)",
+        help="on SIGTERM, let requests in flight finish for this long, or until a second SIGTERM, then answer them "
+        "with the tokens so far (default %(default)s)",
     )
-    parser.add_argument("--announce", type=Path, metavar="FILE", help="write the base URL there once it serves")
+    parser.add_argument("--announce", type=Path, metavar="FILE", help="file to write the base URL to once it serves")
     return parser
 
 
@@ -161,7 +166,9 @@ async def _serve(
         print(f"engine ready at {server.base_url}", flush=True)
         has_failed = await _first_to_end(stopped.wait(), server.failed()) == 1
         if drain_s and not has_failed:
-            logger.info("SIGTERM: what is under way may end for %g s (--drain); a second SIGTERM ends it now", drain_s)
+            logger.info(
+                "SIGTERM: requests in flight may finish within %g s (--drain); a second SIGTERM ends them now", drain_s
+            )
             await _first_to_end(server.drain(drain_s), hurried.wait())
     finally:
         await server.aclose()

@@ -43,7 +43,7 @@ async def find_backend(url: str) -> Backend:
     finally:
         await transport.aclose()
     raise EngineUnreachable(
-        f"what listens at {url} says neither in {wire.SERVER_INFO} nor in {MODELS} that it is an engine; give the URL "
+        f"neither {wire.SERVER_INFO} nor {MODELS} shows that the server at {url} is an engine; give the URL "
         "of a server of areal_agent.engine, SGLang or vLLM, without a path"
     )
 

@@ -89,31 +89,33 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _fits_its_backend(self) -> Self:
         if self.backend == "embedded":
-            self._refuse(_OF_FOREIGN, "is for engine.backend sglang and vllm")
+            self._refuse(_OF_FOREIGN, "only applies to engine.backend sglang and vllm")
             self._require_places()
             if self.kv_tokens is not None and self.leave_gib is not None:
                 raise ValueError(
-                    f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}: each alone says "
-                    "how much keys and values take; leave one out"
+                    f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}, but each alone "
+                    "determines how much keys and values take; leave one out"
                 )
             if self.leave_gib is not None and self.num_servers > 1:
                 raise ValueError(
-                    f"engine.leave_gib is {self.leave_gib:g}, and engine.num_servers {self.num_servers}: the first "
-                    "would leave nothing for the others; say with engine.kv_tokens what each takes"
+                    f"engine.leave_gib is {self.leave_gib:g}, but engine.num_servers is {self.num_servers}: the "
+                    "first would leave nothing for the others; set engine.kv_tokens for each"
                 )
             return self
-        self._refuse(("leave_gib", "kv_layout", "cuda_graphs", "release_kv"), "is for the embedded engine")
+        self._refuse(("leave_gib", "kv_layout", "cuda_graphs", "release_kv"), "only applies to the embedded engine")
         if self.url is not None:
-            self._refuse(("urls",), "are the servers of a run, and engine.url is the engine behind a gateway")
+            self._refuse(("urls",), "names the servers of a run, but engine.url the engine behind a gateway")
         elif self.urls:
-            self._refuse(_OF_STARTED_SERVERS, "is for servers that are started here, and engine.urls run already")
+            self._refuse(
+                _OF_STARTED_SERVERS, "only applies to servers that the run starts, but those of engine.urls run already"
+            )
         elif self.python is None:
             raise ValueError(
                 f"engine.backend is {self.backend!r}: set engine.python to the Python of an environment that has it, "
                 "or engine.urls to servers that run"
             )
         if self.backend == "vllm" and self.device == "cpu":
-            raise ValueError("engine.device is 'cpu': vLLM takes what its build is for; leave it out")
+            raise ValueError("engine.device is 'cpu', but vLLM's build decides that; leave it out")
         if self.first_gpu and any(word.startswith("--base-gpu-id") for word in self.server_args):
             raise ValueError("engine.first_gpu and --base-gpu-id in engine.server_args are the same; leave one out")
         if len(set(self.urls)) < len(self.urls):
@@ -124,10 +126,12 @@ class EngineConfig(Section):
     def _require_places(self) -> None:
         if self.first_gpu and self.device != "cuda":
             raise ValueError(
-                f"engine.first_gpu is {self.first_gpu}, and engine.device {self.device!r}; set that to 'cuda'"
+                f"engine.first_gpu is {self.first_gpu}, but engine.device is {self.device!r}; set that to 'cuda'"
             )
         if self.port and self.num_servers > 1:
-            raise ValueError(f"engine.port is {self.port}, and engine.num_servers {self.num_servers}: leave port out")
+            raise ValueError(
+                f"engine.port is {self.port}, but engine.num_servers is {self.num_servers}; leave port out"
+            )
 
     def _refuse(self, names: tuple[str, ...], why: str) -> None:
         """Refuse options that would have no effect."""
@@ -229,7 +233,7 @@ def visible_gpus(config: EngineConfig, server: int, environ: Mapping[str, str]) 
     known = seen.split(",") if seen else [str(gpu) for gpu in range(own.stop)]
     if own.stop > len(known):
         raise ConfigError(
-            f"engine {server} is to have GPUs {own.start} to {own.stop - 1}, and {VISIBLE_GPUS} is {seen!r}; lower "
+            f"engine {server} is to have GPUs {own.start} to {own.stop - 1}, but {VISIBLE_GPUS} is {seen!r}; lower "
             "engine.first_gpu or engine.num_servers"
         )
     return {VISIBLE_GPUS: ",".join(known[own.start : own.stop])}

@@ -268,7 +268,7 @@ class Faults:
 
     @staticmethod
     def nobody_there() -> EngineUnreachable:
-        return EngineUnreachable("the scripted engine has died, as it was told to; call recover()")
+        return EngineUnreachable("the scripted engine has died as planned; call recover()")
 
 
 def _flip_a_bit(data: bytearray) -> None:
@@ -322,7 +322,7 @@ def prove(weights: Weights, spoil: Spoil | None) -> None:
         raise WeightUpdateError("the scripted engine joins no process group; send shared memory or a folder")
     if not Path(weights.path).exists():
         if spoil is not None:
-            raise WeightUpdateError(f"nothing lies at {weights.path!r}, so the push was damaged as a whole")
+            raise WeightUpdateError(f"there is no {weights.path!r}, so the whole push counts as damaged")
     elif isinstance(weights, DiskWeights):
         take_folder(weights, spoil)
     else:
@@ -539,7 +539,7 @@ class FakeEngine:
         elif len(self.requests) < len(self._script):
             reply = self._script[len(self.requests)]
         else:
-            raise EngineError(f"the script has {len(self._script)} replies and this is one request more; extend it")
+            raise EngineError(f"the script has {len(self._script)} replies, but there is one more request; extend it")
         if isinstance(reply, Exception):
             self.requests.append(request)  # it used up its reply
             raise reply

@@ -79,6 +79,6 @@ def _check_grammar(grammar: tuple[str, str] | None, *, has_grammar: bool) -> Non
     if grammar is not None and not has_grammar:
         name, text = grammar
         raise EngineRejected(
-            f"{name} is {text!r:.80}, and this engine does not constrain answers to a grammar; "
+            f"{name} is {text!r:.80}, but this engine does not constrain answers to a grammar; "
             "leave it out, or use an engine that has one"
         )

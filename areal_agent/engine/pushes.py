@@ -128,7 +128,7 @@ class Pushes(Generic[T]):
         Raises PushConflict while another push holds the engine whose sender may be alive."""
         for push in self._committing:
             if push.is_holding and push.id != push_id:
-                raise PushConflict(f"push {push.id!r} is being committed, and the engine still for it; try again")
+                raise PushConflict(f"push {push.id!r} is being committed and holds the engine paused; try again")
         push = self._open
         if push is not None and push.is_holding:
             if push.id != push_id:
@@ -150,7 +150,7 @@ class Pushes(Generic[T]):
     def _give_up_if_dead(self, push: _Push[T]) -> None:
         left_s = push.heard_s + self._timeout_s - time.monotonic()
         if push.is_sending or push.is_pausing or left_s > 0:
-            held = ", and holds the engine still" if push.is_holding else ""
+            held = " and holds the engine paused" if push.is_holding else ""
             raise PushConflict(
                 f"push {push.id!r} is open{held}; commit or abort it first. It may be replaced once its sender has "
                 f"been silent for {self._timeout_s:g} s, in {max(left_s, 0):.0f} s"
@@ -183,7 +183,7 @@ class Pushes(Generic[T]):
         if version == serving and await self._target.holds(taken):
             return True
         raise WeightUpdateError(
-            f"version {version} was pushed, and {serving} serves{' with other weights' * (version == serving)}; "
+            f"version {version} was pushed, but {serving} serves{' with other weights' * (version == serving)}; "
             "versions only go up: push a later one"
         )
 
@@ -223,15 +223,16 @@ def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None)
 def check_places(entries: Sequence[TensorEntry]) -> None:
     """Raise WeightUpdateError if this layout is impossible."""
     if not entries:
-        raise WeightUpdateError("the new weights have no tensor at all; publish the model that the engine loaded")
+        raise WeightUpdateError("the new weights have no tensors; publish the model that the engine loaded")
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise WeightUpdateError(f"{twice!r} is there twice; every tensor is sent once: the manifest is damaged")
+        raise WeightUpdateError(f"{twice!r} is listed twice: the manifest is damaged; publish the weights again")
     for entry in entries:
         if entry.offset < 0 or entry.num_bytes <= 0:
             raise WeightUpdateError(
-                f"{entry.name!r} lies at byte {entry.offset} and has {entry.num_bytes} bytes; the manifest is damaged"
+                f"{entry.name!r} lies at byte {entry.offset} and has {entry.num_bytes} bytes: the manifest is damaged; "
+                "publish the weights again"
             )
 
 
@@ -256,7 +257,7 @@ def take_folder(weights: DiskWeights, spoil: Spoil | None = None) -> Mapping[str
         digests, _ = read_manifest(folder)
         for name, digest in digests.items():
             if (folder / name).stat().st_size != digest.num_bytes:
-                raise ValueError(f"{name} has not the size of which its manifest speaks")
+                raise ValueError(f"{name} does not have the size in its manifest")
         taken: dict[str, bytes] = {}
         for name in weight_files(folder):
             data = (folder / name).read_bytes()

@@ -103,7 +103,7 @@ def load_demonstrations(path: str) -> Demonstrations:
     """Import `package.module:function`. Raises ConfigError that says which half is wrong."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise ConfigError(f"demonstrations: {path!r} is not of the form 'package.module:function'")
+        raise ConfigError(f"demonstrations: {path!r} is not of the form 'package.module:function'; give such a path")
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ImportError as error:

@@ -171,7 +171,7 @@ def intact_checkpoints(directory: Path) -> Iterator[Checkpoint]:
         try:
             yield read_checkpoint(path)
         except ValueError as error:
-            logger.warning("passing over a damaged checkpoint: %s", error)
+            logger.warning("skipping a damaged checkpoint: %s", error)
 
 
 def _name(directory: Path, step: int) -> Path:

@@ -106,5 +106,5 @@ class TrainerConfig(Section):
     def _has_no_idle_options(self) -> Self:
         for name in ("transfer_host", "transfer_bucket_mib"):
             if self.transfer != "distributed" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"trainer.{name} is for trainer.transfer distributed; leave it out")
+                raise ValueError(f"trainer.{name} only applies to trainer.transfer distributed; leave it out")
         return self

@@ -139,8 +139,8 @@ class Adapter:
         known = {_last(name) for name in found}
         if unknown := [name for name in config.target_modules if name not in known]:
             raise ConfigError(
-                f"trainer.lora.target_modules names {unknown[0]!r}, and the model's layers have no linear layer of "
-                f"that name; they have {', '.join(sorted(known))}"
+                f"trainer.lora.target_modules names {unknown[0]!r}, but no linear layer of the model has that "
+                f"name; the names are {', '.join(sorted(known))}"
             )
         model.requires_grad_(False)
         if is_gpu:

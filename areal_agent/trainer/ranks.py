@@ -76,7 +76,7 @@ class Ranks:
         Raises the error of whichever rank failed; ProcessDied when a rank is gone.
         """
         if self._is_broken:
-            raise ProcessDied("the other ranks of this trainer were ended when a command failed; start it anew")
+            raise ProcessDied("a command failed, which ended the other ranks of this trainer; restart the trainer")
         own: Exception | None = None
         try:
             self._send(command)
@@ -106,7 +106,7 @@ class Ranks:
         """Exit when a rank died and nobody noticed, as when this rank waits for it in a collective for ever."""
         how = rank.wait()
         if not self._is_over.wait(GRACE_S):
-            logger.error("rank %d %s, and this trainer cannot go on without it", rank.number, how)
+            logger.error("rank %d %s; this trainer cannot continue without it and exits", rank.number, how)
             os._exit(1)
 
 

@@ -204,8 +204,8 @@ def _under(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def _require(name: str, parts: list[str], folder: Path) -> None:
     if name not in parts:
         raise ConfigError(
-            f"cannot resume: the checkpoint {str(folder)!r} was saved without a {name}, which the algorithm now asks "
-            "for; resume with the algorithm that the run began with"
+            f"cannot resume: the checkpoint {str(folder)!r} was saved without a {name}, which the algorithm now "
+            "needs; resume with the algorithm that the run began with"
         )
 
 
@@ -217,8 +217,8 @@ def _lora(training: Training) -> dict[str, Any] | None:
 def _require_same_lora(saved: dict[str, Any] | None, training: Training, folder: Path) -> None:
     if saved != _lora(training):
         raise ConfigError(
-            f"cannot resume: the checkpoint {str(folder)!r} was saved with trainer.lora = {saved}, and the config now "
-            f"says {_lora(training)}; resume with what the run began with"
+            f"cannot resume: the checkpoint {str(folder)!r} was saved with trainer.lora = {saved}, but the config now "
+            f"has {_lora(training)}; resume with the setting that the run began with"
         )
 
 
@@ -230,8 +230,8 @@ def _require_same_base(folder: Path, policy: Policy) -> None:
             for name in set(exported.keys()) & set(merged):
                 if not torch.allclose(exported.get_tensor(name), merged[name], rtol=ROUNDING, atol=ROUNDING / 10):
                     raise ConfigError(
-                        f"cannot resume: the adapters of {str(folder)!r} were trained beside other weights than those "
-                        f"that were loaded now ({name!r} differs); give the model that the run began with"
+                        f"cannot resume: the adapters of {str(folder)!r} were trained on weights that differ from "
+                        f"those loaded now (in {name!r}); give the model that the run began with"
                     )
 
 

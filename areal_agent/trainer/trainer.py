@@ -139,7 +139,7 @@ class Trainer:
         """Train one step. Raises ValueError unless `given.step` follows the last step."""
         if given.step != self._step + 1:
             raise ValueError(
-                f"step {given.step} was asked for, but the weights are those of step {self._step}; train step "
+                f"step {given.step} was requested, but the weights are those of step {self._step}; train step "
                 f"{self._step + 1} next"
             )
         started_s = time.perf_counter()
@@ -164,7 +164,7 @@ class Trainer:
         """
         if step != self._step:
             raise ValueError(
-                f"a checkpoint of step {step} was asked for, but the weights are those of step {self._step}"
+                f"a checkpoint of step {step} was requested, but the weights are those of step {self._step}"
             )
         if self._group.rank:
             self._write(hidden_folder(directory, step))
@@ -215,8 +215,8 @@ def _open_channel(
         return _open_distributed(config, entries, policy.device)
     if policy.device.type != "cuda":
         raise ConfigError(
-            f"trainer.transfer is 'cuda_ipc', and the trainer runs on {policy.device}: that way needs trainer and "
-            "engine on one GPU; use 'shared_memory'"
+            f"trainer.transfer is 'cuda_ipc', but the trainer runs on {policy.device}; cuda_ipc needs trainer and "
+            "engine on one GPU: use 'shared_memory'"
         )
     return CudaChannel(entries, policy.device, CudaSharing())
 
@@ -230,7 +230,7 @@ def _open_distributed(
         )
     except OSError as error:
         raise ConfigError(
-            f"trainer.transfer_host is {config.transfer_host!r}, where the trainer cannot listen: {error}; give an "
+            f"trainer.transfer_host is {config.transfer_host!r}, but the trainer cannot listen there: {error}; give an "
             "address of this machine"
         ) from error
 

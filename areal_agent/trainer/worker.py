@@ -44,7 +44,7 @@ class Worker:
                 while not self._is_done:
                     self._answer(file)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            logger.info("the other side is gone; ending")
+            logger.info("the other side is gone; exiting")
         finally:
             if self._trainer is not None:
                 self._trainer.close()
@@ -97,7 +97,7 @@ class Worker:
     def _with_ranks(self, init: Frame) -> Frame:
         """Start the other ranks, and add to the command the file at which all of them meet."""
         if self._trainer is not None:
-            raise ValueError("init came a second time; a trainer process loads one model")
+            raise ValueError("init was sent twice; a trainer process loads only one model, so start another")
         self._ranks = Ranks.start(TrainerConfig.model_validate(init.header["trainer"]).num_ranks - 1)
         rendezvous = Path(init.header["shared_memory"]) / f"ranks-{os.getpid()}"
         return replace(init, header={**init.header, "rendezvous": str(rendezvous)})
@@ -140,7 +140,7 @@ class Worker:
 
     def _ready(self) -> Trainer:
         if self._trainer is None:
-            raise ValueError("no model is loaded; init has to come first, and to succeed")
+            raise ValueError("no model is loaded; send init first, and check that it succeeds")
         return self._trainer
 
 

@@ -117,7 +117,9 @@ def check_parameters(entries: Iterable[TensorEntry], parameters: Mapping[str, Te
     received = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     if received != expected:
         wrong = sorted(dict(received.items() ^ expected.items()))
-        raise ValueError(f"these parameters are not those of the channel's layout: {', '.join(wrong[:5])}")
+        raise ValueError(
+            f"the parameters do not fit the channel's layout, see {', '.join(wrong[:5])}; write those of the same model"
+        )
 
 
 class _Slot:
@@ -314,11 +316,11 @@ class DistributedChannel:
         try:
             store = self._client()
             if held is None or held[0] != request.what:
-                refuse(store, request, "the trainer has newer weights by now, and offers these no more")
+                refuse(store, request, "the trainer has newer weights and no longer offers these")
                 return
             send(store, request, held[1], bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s)
         except Exception as error:  # the boundary of this thread: the other side sees the end of the group
-            logger.warning("weights for %s did not get through: %s", request.group, error)
+            logger.warning("sending weights to %s failed: %s", request.group, error)
 
     def _client(self) -> Store:
         return connect(self._host, self._port, self._timeout_s)

@@ -76,7 +76,7 @@ class Membership:
         if known is not None:
             await member.engine.aclose()
             is_leaving = known.state is MemberState.LEAVING
-            how = "is just leaving; add it again once it is gone" if is_leaving else "is one of the servers already"
+            how = "is being removed; add it again once it is gone" if is_leaving else "is one of the servers already"
             raise ServerRefused(f"{member.url} {how}", code="known_server")
         self._roster.enter(member)
         try:
@@ -99,7 +99,7 @@ class Membership:
         member = self._roster.find(url.rstrip("/"))
         if member is None or member.state is MemberState.LEAVING:
             known = ", ".join(member.url for member in self._roster.members)
-            raise ServerRefused(f"{url!r} is none of the servers: {known}", code="unknown_server")
+            raise ServerRefused(f"{url!r} is not one of the servers: {known}", code="unknown_server")
         self._require_another(member)
         await asyncio.shield(self._leave(member, drain_s))
 
@@ -128,7 +128,7 @@ class Membership:
         if url in self._view.out:
             raise EngineUnreachable(f"{url} is out: {self._view.out[url]}")
         if self._view.versions and str(version) not in self._view.versions:
-            raise EngineUnreachable(f"{url} serves version {version}, which is not what serves here")
+            raise EngineUnreachable(f"{url} serves version {version}, which is not the version served here")
 
     async def aclose(self) -> None:
         """End the tasks and close the connections. Calling it again does nothing."""

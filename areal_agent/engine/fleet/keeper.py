@@ -52,8 +52,8 @@ async def bring_to(engine: MemberEngine, due: Due, *, is_label_believed: bool = 
     match due.source:
         case None:
             raise WeightUpdateError(
-                f"{engine.base_url} serves version {served}, and {due.version} is due, of which this fleet has no "
-                "weights; start it with those, or wait for the next push"
+                f"{engine.base_url} serves version {served}, but {due.version} is due, and this fleet has no weights "
+                "of that; start it with those, or wait for the next push"
             )
         case Path() as model:
             await engine.load(model, due.version)
@@ -70,7 +70,7 @@ async def require_version(engine: MemberEngine, version: WeightVersion) -> None:
     """Read the label back. Raises WeightUpdateError when it is another."""
     served = (await engine.info()).weight_version
     if served != version:
-        raise WeightUpdateError(f"{engine.base_url} says that it serves {served} after a push of {version}")
+        raise WeightUpdateError(f"{engine.base_url} reports that it serves {served} after a push of {version}")
 
 
 async def _push(engine: MemberEngine, push_id: str, weights: Weights, version: WeightVersion) -> None:
@@ -205,7 +205,7 @@ class Keeper:
         self._num_silent += 1
         silent_s = now_s - member.heard_s
         if silent_s >= self._patience.hung_after_s and self._num_silent > 1:
-            why = f"it hangs: for {silent_s:.0f} s it has neither answered nor sampled a token"
+            why = f"it hangs: it has for {silent_s:.0f} s neither answered nor sampled a token"
             self._roster.fall(member, why, is_lost=True)
 
     def _slept_s(self, now_s: float) -> float:
@@ -229,7 +229,7 @@ class Keeper:
     async def _require_health(self) -> None:
         async with asyncio.timeout(self._patience.probe_timeout_s):
             if not await self._member.engine.health():
-                raise EngineUnreachable(f"{self._member.url} says that it is not healthy; see its log")
+                raise EngineUnreachable(f"{self._member.url} reports that it is not healthy; see its log")
 
     # ---------------------------------------------------------------------------------------- quarantined
 

@@ -83,16 +83,16 @@ def check_model(url: str, info: EngineInfo, known: EngineInfo) -> None:
 def _fault(info: EngineInfo, known: EngineInfo) -> str | None:
     if info.vocab_size != known.vocab_size:
         return (
-            f"serves {info.model_path}, with {info.vocab_size} ids, and the others {known.model_path}, with "
+            f"serves {info.model_path}, with {info.vocab_size} ids, but the others {known.model_path}, with "
             f"{known.vocab_size}; start it with their model"
         )
     if info.max_context_tokens < known.max_context_tokens:
         return (
-            f"has a context of {info.max_context_tokens} tokens, and the others {known.max_context_tokens}; start it "
-            "with theirs"
+            f"has a context of {info.max_context_tokens} tokens, but the others {known.max_context_tokens}; start it "
+            "with the same context"
         )
     if known.has_grammar and not info.has_grammar:
-        return "does not constrain answers to a grammar, and the others do; start it as they were"
+        return "does not constrain answers to a grammar, but the others do; start it with their options"
     return None
 
 
@@ -354,7 +354,10 @@ class Roster:
         return self._members[url]
 
     def _why_none(self) -> str:
-        return "; ".join(f"{member.url} is {member.state}: {member.reason}" for member in self.members) or "it has none"
+        return (
+            "; ".join(f"{member.url} is {member.state}: {member.reason}" for member in self.members)
+            or "there are no servers"
+        )
 
 
 class Versions:

@@ -137,7 +137,7 @@ class FleetPushes:
     async def resume(self) -> None:
         """Resume all participants. A server that does not answer is quarantined."""
         for member, error in (await self._ask(self._present(), lambda engine: engine.resume())).items():
-            self._roster.fall(member, f"it did not go on after a pause: {error}", is_lost=True)
+            self._roster.fall(member, f"it did not resume after a pause: {error}", is_lost=True)
         self._paused = None
         if self._push is None or self._push.is_committed:
             self._push = None
@@ -183,7 +183,7 @@ class FleetPushes:
         for member, error in (await self._ask(members, learn)).items():
             self._roster.fall(member, str(error))
         if not versions:
-            raise WeightUpdateError("no server says which version it serves; see their logs")
+            raise WeightUpdateError("no server reports which version it serves; see their logs")
         return max(versions)
 
     def _present(self) -> list[Member]:
@@ -234,4 +234,4 @@ def _failure_of_all(what: str, failures: Mapping[Member, EngineError]) -> Weight
     elif any(isinstance(error, PushConflict) for error in failures.values()):
         kind = PushConflict
     causes = "; ".join(f"{member.url}: {error}" for member, error in failures.items())
-    return kind(f"{what} failed at every server: {causes or 'none is left that takes part'}")
+    return kind(f"{what} failed at every server: {causes or 'no participant is left'}")

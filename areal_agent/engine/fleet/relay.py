@@ -110,7 +110,7 @@ class Partial:
     @property
     def why_not_sure(self) -> str:
         if self.num_told < self.num_tokens:
-            return "nobody said which weights sampled them"
+            return "the weights that sampled them are unknown"
         return "penalties and grammars count from the first token"
 
     @property
@@ -259,7 +259,9 @@ class Relay:
             return "it ended the request by itself, as when it shuts down"
         stranger = await self._versions.stranger((*self._partial.spans_before, *result.versions))
         return (
-            None if stranger is None else f"it sampled with version {stranger.version}, which is not what serves here"
+            None
+            if stranger is None
+            else f"it sampled with version {stranger.version}, which is not the version served here"
         )
 
     async def _move_on(self, member: Member, why: str) -> None:
@@ -272,13 +274,13 @@ class Relay:
             num_kept = self._partial.num_told
         stranger = await self._versions.stranger(self._partial.spans)
         if stranger is not None and stranger.start < num_kept:
-            num_kept, why_not_more = stranger.start, f"version {stranger.version} is not what serves here"
+            num_kept, why_not_more = stranger.start, f"version {stranger.version} is not the version served here"
         if self._on_chunk is not None and num_kept < self._partial.num_tokens:
             raise EngineUnreachable(
-                f"an answer of which {self._partial.num_tokens} tokens are out broke off, and they cannot be continued "
-                f"at another server ({why_not_more}): {why}"
+                f"an answer broke off after {self._partial.num_tokens} tokens were handed out, and it cannot be "
+                f"continued at another server ({why_not_more}): {why}"
             )
         if len(self._failures) >= self._patience.max_failures and not self._is_aborted:
-            raise EngineUnreachable(f"it failed {len(self._failures)} times: {'; then '.join(self._failures)}")
+            raise EngineUnreachable(f"the request failed {len(self._failures)} times: {'; then '.join(self._failures)}")
         self._partial.cut(num_kept)
         self._roster.num_moves += 1

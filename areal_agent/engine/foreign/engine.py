@@ -340,7 +340,9 @@ class ForeignEngine:
     async def commit_push(self, push_id: str, version: WeightVersion) -> None:
         """Make the paused server load what was sent. A pause `in_place` keeps the KV cache."""
         if self._paused is None:
-            raise WeightUpdateError(f"{self.base_url} is not paused: it would load weights under running requests")
+            raise WeightUpdateError(
+                f"{self.base_url} is not paused, so running requests would get new weights; pause it first"
+            )
         flush_cache = self._paused is not PauseMode.IN_PLACE  # SGLang answers a flush in place with 400, after the swap
         await (await self._known_weights()).commit(push_id, version, flush_cache=flush_cache)
 

@@ -65,13 +65,13 @@ class Reception:
         )
         found = weight_bytes.checksum(data)
         if found != told["checksum"]:
-            raise ValueError(f"they came with checksum {found:#010x}, and {told['checksum']:#010x} was sent")
+            raise ValueError(f"the weights arrived with checksum {found:#010x}, but {told['checksum']:#010x} was sent")
         self._data = data
 
 
 def state_of(receptions: Mapping[str, Reception], push_id: str) -> str:
     """Return `receiving`, `proved`, or `failed` with the reason."""
-    return receptions[push_id].state if push_id in receptions else f"failed: nothing came in push {push_id}"
+    return receptions[push_id].state if push_id in receptions else f"failed: nothing was received in push {push_id}"
 
 
 def tensors_of(receptions: Mapping[str, Reception], push_id: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -85,8 +85,8 @@ def prove_fits(
     unknown = sorted(set(found) - set(expected) - ignored)
     if missing or unknown:
         raise WeightUpdateError(
-            f"the weights {where} lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that "
-            f"the engine's model does not know {unknown[:3]}; publish the model that the engine loaded"
+            f"the weights {where} lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} extra ones that "
+            f"the engine's model lacks {unknown[:3]}; publish the model that the engine loaded"
         )
     for name in set(found) & set(expected):
         if found[name] != expected[name]:
@@ -156,7 +156,7 @@ class WeightFolders:
         """Return a verified folder with these weights, which lasts until `release`. Raises WeightUpdateError."""
         if isinstance(weights, CudaWeights):
             raise WeightUpdateError(
-                "the weights lie in the memory of a GPU, which this server does not take them from; set "
+                "the weights are in a GPU's memory, from which this server cannot take them; set "
                 "trainer.transfer to 'shared_memory' or 'disk'"
             )
         folder = Path(weights.path).parent / "folders" / push_id
@@ -240,7 +240,9 @@ def _copy(weights: SharedMemoryWeights, target: Path) -> None:
         file.write(encode_header(_stored(weights.entries)))
         for entry in weights.entries:
             if not 0 <= entry.offset <= len(memory) - entry.num_bytes:
-                raise WeightUpdateError(f"{entry.name!r} lies outside of {weights.path!r}; its record is damaged")
+                raise WeightUpdateError(
+                    f"{entry.name!r} lies outside of {weights.path!r}: its record is damaged; publish the weights again"
+                )
             for piece in _pieces(entry):
                 with memory[piece] as data:
                     crc32 = zlib.crc32(data, crc32)
@@ -331,7 +333,7 @@ def read_form(folder: Path) -> AdapterForm:
             target_modules=tuple(map(str, names)),
         )
     except (OSError, KeyError, TypeError, ValueError, WireError) as error:
-        raise WeightUpdateError(f"cannot read what the adapters in {str(folder)!r} are: {error}") from error
+        raise WeightUpdateError(f"cannot read the config of the adapters in {str(folder)!r}: {error}") from error
 
 
 def prove_adapter(folder: Path, model: Mapping[str, tuple[int, ...]]) -> None:

@@ -3,7 +3,7 @@
 push     begin ──▶ send: a folder is written and verified; or the server's processes receive the weights from the
          trainer, verify them and hold them ──▶ commit: the server loads them, and confirms it
 failed   a server may report a failure although its weights have changed, so the previous ones are loaded again.
-         If that fails, or their source is unknown, nobody knows which weights serve, and the server may not
+         If that fails, or their source is unknown, it is unknown which weights serve, and the server may not
          sample until a commit succeeds
 """
 
@@ -45,8 +45,8 @@ class ServedModel:
             shapes = read_shapes(folder)
         except (OSError, WireError, EngineError) as error:
             raise EngineRejected(
-                f"the server says that it serves {str(folder)!r}, which cannot be read here: {error}; start it "
-                "with the path of a folder that this machine sees, too"
+                f"the server reports that it serves {str(folder)!r}, which cannot be read here: {error}; start it "
+                "with the path of a folder that this machine can read, too"
             ) from error
         is_tied = fields.get("tie_word_embeddings") is True
         return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes)
@@ -56,7 +56,7 @@ class ServedModel:
         if is_adapter(weights):
             if not self.has_adapters:
                 raise WeightUpdateError(
-                    f"{str(weights)!r} has adapters, and the server was started without any; set trainer.lora.push to "
+                    f"{str(weights)!r} has adapters, but the server was started without any; set trainer.lora.push to "
                     "'merged'"
                 )
             prove_adapter(weights, self.shapes)
@@ -73,7 +73,7 @@ class ServedModel:
     def _require_plain(self) -> None:
         if self.has_adapters:
             raise WeightUpdateError(
-                "the server applies adapters to its model, and would to a whole one that has them in it; push adapters"
+                "the server applies adapters, and would apply them a second time to merged weights; push adapters"
             )
 
 
@@ -156,7 +156,7 @@ class ServerWeights:
         """Raise EngineUnreachable if it is unknown which weights serve."""
         if self._broken is not None:
             raise EngineUnreachable(
-                f"nobody knows which weights {self._loader.base_url} serves, so it may not sample: {self._broken}"
+                f"it is unknown which weights {self._loader.base_url} serves, so it may not sample: {self._broken}"
             )
 
     async def found(self, served: Served, epoch: int) -> None:
@@ -192,9 +192,11 @@ class ServerWeights:
         self._push = None
         try:
             if push.source is None:
-                raise WeightUpdateError(f"push {push_id!r} has sent no weights: send them before it is committed")
+                raise WeightUpdateError(f"push {push_id!r} has sent no weights; send them before the commit")
             if self._broken is None and served is not None and version <= served:
-                raise WeightUpdateError(f"{self._loader.base_url} serves version {served}: {version} is not later")
+                raise WeightUpdateError(
+                    f"{self._loader.base_url} serves version {served}, and {version} is not later; push a later one"
+                )
             await self._load(push.source, str(version), flush_cache=flush_cache)
         except BaseException:
             if self.serving.source is not push.source:  # it may serve already if this was cancelled after the load
@@ -236,7 +238,7 @@ class ServerWeights:
             self.serving, self._broken = Served(source=source, label=label), None
         except EngineError as failure:
             await self._undo(failure, before, flush_cache=flush_cache)
-            raise WeightUpdateError(f"{failure}; the weights before were loaded again") from failure
+            raise WeightUpdateError(f"{failure}; the previous weights were loaded again") from failure
         finally:
             self.epoch += 1
         await self._let_go_of(before.source)
@@ -247,12 +249,12 @@ class ServerWeights:
 
     async def _undo(self, failure: EngineError, before: Served, *, flush_cache: bool) -> None:
         if before.source is None:
-            self._broken = f"{failure}; where the weights before came from is not known here"
+            self._broken = f"{failure}; the source of the previous weights is unknown here"
             raise WeightUpdateError(self._broken) from failure
         try:
             await self._tell(before.source, before.label, flush_cache=flush_cache)
         except EngineError as error:
-            self._broken = f"{failure}; to load the weights before again failed, too: {error}"
+            self._broken = f"{failure}; loading the previous weights again failed, too: {error}"
             raise WeightUpdateError(self._broken) from failure
 
     async def _tell(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
@@ -262,7 +264,7 @@ class ServerWeights:
             else:
                 await self._receiver.load_received(source.push_id, label, flush_cache=flush_cache)
         except asyncio.CancelledError:
-            self._broken = f"the load of version {label} was cut short"
+            self._broken = f"the load of version {label} was cancelled"
             raise
 
     def _open_push(self, push_id: str) -> _Push:

@@ -68,7 +68,7 @@ class _AbsentKernels(ModuleType):
             raise AttributeError(name)
 
         def absent(*_: Any, **__: Any) -> NoReturn:
-            raise NotImplementedError(f"sgl_kernel.{name}: there is no build of sgl_kernel for CPUs")
+            raise NotImplementedError(f"sgl_kernel.{name}: sgl_kernel has no build for CPUs")
 
         return absent
 

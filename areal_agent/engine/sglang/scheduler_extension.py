@@ -113,6 +113,6 @@ def _of_all(updater: Any, mine: str) -> list[str]:
     schedulers = updater.tp_cpu_group
     told: list[Any] = [None] * torch.distributed.get_world_size(schedulers)
     if len(told) != torch.distributed.get_world_size():
-        raise ValueError("SGLang tells nothing of the later stages of a pipeline; leave --pp-size out")
+        raise ValueError("SGLang does not reach the later stages of a pipeline; leave out --pp-size")
     torch.distributed.all_gather_object(told, mine, group=schedulers)
     return told

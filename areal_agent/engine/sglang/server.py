@@ -224,7 +224,7 @@ class SglangLoader:
         answer = await self._transport.get(wire.MODEL_INFO)
         served = self._transport.decoded(decode_served, wire.MODEL_INFO, answer)
         if served.label != label:
-            raise WeightUpdateError(f"{self.base_url} says that it serves {served.label} after an update to {label}")
+            raise WeightUpdateError(f"{self.base_url} reports that it serves {served.label} after an update to {label}")
 
 
 ACTION = "areal_agent."
@@ -281,7 +281,7 @@ class SglangServer:
         started = read(decode_start, wire.SERVER_INFO, told)
         if not tells_new_tokens(told):
             raise EngineRejected(
-                f"the SGLang server at {self.transport.base_url} tells all tokens of an answer again and again; start "
+                f"the SGLang server at {self.transport.base_url} repeats all tokens of an answer in every event; start "
                 "it with --incremental-streaming-output"
             )
         return ServerState(

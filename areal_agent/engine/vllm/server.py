@@ -125,9 +125,7 @@ class VllmAnswer:
             raise WireError(f"logprobs has {len(entries)} entries that do not match {len(ids)} token_ids")
         logprobs = as_numbers([entry.get("logprob") for entry in entries], "a log-probability")
         if NEVER in logprobs:
-            raise WireError(
-                f"the log-probability of token {ids[logprobs.index(NEVER)]}, which was sampled, is not known"
-            )
+            raise WireError(f"the log-probability of the sampled token {ids[logprobs.index(NEVER)]} is unknown")
         return TokenChunk(
             token_ids=ids,
             logprobs=logprobs,
@@ -253,12 +251,12 @@ class VllmLoader:
         await self._tell(UPDATE_LABEL, {"new_version": label})
         served = self._transport.decoded(decode_label, WEIGHT_INFO, await self._transport.get(WEIGHT_INFO))
         if served != label:
-            raise WeightUpdateError(f"{self.base_url} says that it serves {served} after an update to {label}")
+            raise WeightUpdateError(f"{self.base_url} reports that it serves {served} after an update to {label}")
 
     async def _flush_cache(self) -> None:
         answer = await self._tell(RESET_CACHE, {})
         if answer != {"success": True}:
-            raise WeightUpdateError(f"{self.base_url} keeps keys and values of the weights before: {answer}")
+            raise WeightUpdateError(f"{self.base_url} kept keys and values of the previous weights: {answer}")
 
     async def _tell(self, path: str, body: dict[str, object], num_bytes: int = 0) -> object:
         return await self._transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)
