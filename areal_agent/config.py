@@ -107,7 +107,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        require_one_gpu(self)
         require_one_stage(self)
         require_adapters_applied(self)
         if self.is_online:
@@ -206,28 +205,6 @@ def require_one_stage(config: Config) -> None:
             f"trainer.transfer is 'distributed', which SGLang takes without {stages[0]} in engine.server_args; leave "
             "that out, or use 'shared_memory' or 'disk'"
         )
-
-
-def require_one_gpu(config: Config) -> None:
-    """Weights within the memory of a GPU: the embedded engine and the trainer are both there."""
-    if config.trainer.transfer != "cuda_ipc":
-        return
-    if config.engine.backend != "embedded":
-        raise ValueError(
-            f"trainer.transfer is 'cuda_ipc', which engine.backend {config.engine.backend} does not take; use "
-            "'shared_memory' or 'disk'"
-        )
-    if config.engine.num_servers > 1:
-        raise ValueError(
-            f"trainer.transfer is 'cuda_ipc', which is for one engine on the trainer's GPU, and engine.num_servers is "
-            f"{config.engine.num_servers}; use 'shared_memory', or one server"
-        )
-    for name, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
-        if device == "cpu":
-            raise ValueError(
-                f"trainer.transfer is 'cuda_ipc', which needs engine and trainer on one GPU, and {name} is 'cpu'; set "
-                "it to 'cuda', or transfer to 'shared_memory'"
-            )
 
 
 def require_adapters_applied(config: Config) -> None:

@@ -453,29 +453,6 @@ class DiskWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CudaMemory:
-    """A piece of a GPU's memory as another process of this host opens it (CUDA IPC); handles are base64."""
-
-    gpu: str  # its UUID
-    handle: str  # of the allocation
-    offset: int  # in it
-    num_bytes: int
-    counter: str  # of the processes that have it open
-    counter_offset: int
-    event: str  # what was written before it may be read
-    waits_for_event: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CudaWeights:
-    """A set of weights in the memory of a GPU that trainer and engine share. Offsets count from its start."""
-
-    memory: CudaMemory
-    entries: tuple[TensorEntry, ...]
-    checksum: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedWeights:
     """A set of weights that the trainer sends to whoever asks at its store (torch.distributed).
 
@@ -492,7 +469,7 @@ class DistributedWeights:
     timeout_s: float  # how long either side waits for the next step of the other
 
 
-Weights = SharedMemoryWeights | DiskWeights | CudaWeights | DistributedWeights
+Weights = SharedMemoryWeights | DiskWeights | DistributedWeights
 """What a push can send."""
 
 

@@ -43,6 +43,10 @@ def write(tmp_path: Path, **values: object) -> Path:
         ("rollout.temperature=off", r"rollout.temperature is False; give a number"),
         ("trainer.learning_rate=-1e-3", r"trainer.learning_rate is .*-1e-3|trainer.learning_rate is -0.001"),
         ("trainer.learning_rate=.nan", r"trainer.learning_rate is nan"),
+        (
+            "trainer.transfer=cuda_ipc",
+            r"trainer.transfer is 'cuda_ipc'; input should be 'shared_memory', 'disk' or 'distributed'",
+        ),
         ("straggler=hope", r"straggler is 'hope'; input should be 'wait', 'drop' or 'mask'"),
         ("algorithm=ppo9", r"algorithm.preset is 'ppo9'"),
         ("algorithm.presett=grpo", r"unknown key 'algorithm.presett'; did you mean 'algorithm.preset'\?"),

@@ -186,7 +186,6 @@ def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Seq
         "--weight-version": str(version),
         "--max-running": str(config.max_running_requests),
         "--max-context": str(config.max_context_tokens),
-        "--kv-layout": config.kv_layout,
         "--sharing": str(EnginePlan.of(config).num_sharing),
         "--drain": "0",  # a run that ends has nobody left who waits
     }
@@ -194,9 +193,8 @@ def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Seq
         options["--kv-tokens"] = str(config.kv_tokens)
     if config.leave_gib is not None:
         options["--leave-gib"] = str(config.leave_gib)
-    flags = [] if config.cuda_graphs else ["--no-cuda-graphs"]
     words = (word for pair in options.items() for word in pair)
-    return [sys.executable, "-m", "areal_agent.engine", *words, *flags]
+    return [sys.executable, "-m", "areal_agent.engine", *words]
 
 
 CONTEXT_MARGIN = 8

@@ -35,8 +35,8 @@ micro-batch, or the longest context where that may go alone. Bytes:
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
 
     new weights on their way            2 e P           in shared memory (two slots), and e P once more in the engine;
-                                          e P           with `cuda_ipc`, `distributed`: in the trainer and the engine
-                                        2 e P           with `distributed`: in each process of SGLang's, vLLM's
+                                          e P           with `distributed`: in the trainer and the engine, and
+                                        2 e P           in each process of SGLang's, vLLM's
 
 Where an engine lends the memory of its keys (`engine.release_kv`), they and a train step are never there at once.
 
@@ -193,7 +193,7 @@ class EngineMemory:
 
     @property
     def _stages_on_gpu(self) -> bool:
-        return self._is_embedded and self.config.trainer.transfer in ("cuda_ipc", "distributed")
+        return self._is_embedded and self._is_distributed
 
     @property
     def _is_embedded(self) -> bool:
@@ -332,7 +332,7 @@ class TrainerMemory:
 
     @property
     def _keeps_what_it_publishes(self) -> bool:
-        return self.config.trainer.transfer in ("cuda_ipc", "distributed")
+        return self.config.trainer.transfer == "distributed"
 
     @property
     def _num_ranks(self) -> int:

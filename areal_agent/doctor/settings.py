@@ -270,8 +270,6 @@ def _checkpoints(memory: TrainerMemory, config: Config) -> Finding:
 
 
 def _weights(memory: TrainerMemory, config: Config) -> Finding:
-    if config.trainer.transfer == "cuda_ipc":
-        return Finding(check="transfer", state=State.OK, found="new weights stay within the GPU")
     if config.trainer.transfer == "distributed":
         found = f"new weights go to the engine from {config.trainer.transfer_host}, over no file"
         return Finding(check="transfer", state=State.OK, found=found)

@@ -56,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         kv_tokens=config.kv_tokens,
         leave_bytes=None if config.leave_gib is None else int(config.leave_gib * 2**30),
         num_sharing=options.sharing,
-        kv_layout=config.kv_layout,
-        cuda_graphs=config.cuda_graphs,
     )
     asyncio.run(_serve(runner, options.host, config.port, version, options.announce, options.drain))
     return 0
@@ -95,17 +93,6 @@ def _parser() -> Parser:
         help="memory that keys and values leave free, for example for a trainer",
     )
     parser.add_argument(
-        "--kv-layout",
-        choices=("auto", "slots", "pages"),
-        default=fields.kv_layout,
-        help="slots for CPUs, pages for GPUs (default: by the device)",
-    )
-    parser.add_argument(
-        "--no-cuda-graphs",
-        action="store_true",
-        help="on a GPU, start each kernel by itself instead of replaying recordings",
-    )
-    parser.add_argument(
         "--sharing",
         type=int,
         default=1,
@@ -136,8 +123,6 @@ def _config(options: Namespace) -> EngineConfig:
             max_context_tokens=options.max_context,
             kv_tokens=options.kv_tokens,
             leave_gib=options.leave_gib,
-            kv_layout=options.kv_layout,
-            cuda_graphs=not options.no_cuda_graphs,
         )
     except ValidationError as error:
         fault = error.errors()[0]

@@ -43,7 +43,8 @@ class EngineConfig(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of each engine process. Engines and trainer together should not exceed the cores of the machine."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Requests that sample at the same time; further ones queue."""
+    """Requests that sample at the same time; further ones queue. On a GPU the embedded engine allocates their whole
+    contexts at the start; if half of `kv_tokens` is less than that, fewer sample at the same time."""
     max_context_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 1024
     """The limit of prompt and completion of one request together."""
     kv_tokens: Annotated[int, Field(ge=16)] | None = None
@@ -56,12 +57,6 @@ class EngineConfig(Section):
     once the engine's model is loaded, at most two contexts for each running request. A trainer takes 16 bytes a
     parameter (weights, gradients, AdamW's two moments), 2 bytes for each that it publishes, and its activations. The
     engine takes its own activations from it, and 2 bytes a parameter to hold new weights beside the current ones."""
-    kv_layout: Literal["auto", "slots", "pages"] = "auto"
-    """How the embedded engine keeps keys and values. `slots`: each running request has addresses for its whole context,
-    whose memory is allocated as it is written; for CPUs. `pages`: 16 tokens at a time, shared by requests with the same
-    beginning; for GPUs, and slower on a CPU. `auto`: by the device."""
-    cuda_graphs: bool = True
-    """On a GPU, the embedded engine records each shape of decode step once and replays it."""
     release_kv: bool = False
     """Free the memory of keys and values while the trainer trains, for a trainer on the same GPU that needs it. Answers
     in progress wait for the end of the train step, and their keys and values are then recomputed."""
@@ -102,7 +97,7 @@ class EngineConfig(Section):
                     "first would leave nothing for the others; set engine.kv_tokens for each"
                 )
             return self
-        self._refuse(("leave_gib", "kv_layout", "cuda_graphs", "release_kv"), "only applies to the embedded engine")
+        self._refuse(("leave_gib", "release_kv"), "only applies to the embedded engine")
         if self.url is not None:
             self._refuse(("urls",), "names the servers of a run, but engine.url the engine behind a gateway")
         elif self.urls:

@@ -45,7 +45,6 @@ from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import Pushes, Spoil, take_folder, take_shared_memory
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import (
-    CudaWeights,
     DiskWeights,
     DistributedWeights,
     EngineInfo,
@@ -316,8 +315,6 @@ def prove(weights: Weights, spoil: Spoil | None) -> None:
 
     A path that does not exist is a name in a test's script, and is accepted unless it is to be damaged.
     """
-    if isinstance(weights, CudaWeights):
-        raise WeightUpdateError("the scripted engine has no GPU; send shared memory or a folder")
     if isinstance(weights, DistributedWeights):
         raise WeightUpdateError("the scripted engine joins no process group; send shared memory or a folder")
     if not Path(weights.path).exists():

@@ -183,7 +183,7 @@ class Gateway:
 
     ::
 
-        gateway = Gateway(sampler=engine, renderer=Renderer.load(model_folder), journal=ledger, model_name="tiny",
+        gateway = Gateway(sampler=engine, renderer=Renderer.load(model_folder), journal=ledger.own, model_name="tiny",
                           admin_key=key, max_context_tokens=1024, vocab_size=360)
         served = await gateway.serve("127.0.0.1", 0)
         ...                                                # agents talk to f"{served.base_url}/v1"

@@ -1,4 +1,4 @@
-"""`python -m areal_agent.ledger`: proves the invariants of a run's ledger, or hands its data out. Thin.
+"""`python -m areal_agent.ledger`: proves the invariants of a run's ledger, or exports its data.
 
     verify RUN_DIR                     see verify.py
     export RUN_DIR --parquet FILE      see export.py, parquet.py
@@ -22,6 +22,7 @@ from areal_agent.observe.progress import Progress
 
 FILE_NAME = "ledger.sqlite"
 MAX_SHOWN = 10  # violations of one invariant
+UNPROVED = "unproved for {:,} sessions of ledger version 2, which kept no digest of rewards"
 
 
 def main() -> int:
@@ -97,12 +98,16 @@ def _lines(path: Path, report: VerifyReport) -> Iterator[str]:
     yield ""
     for invariant in Invariant:
         violations = report.of(invariant)
-        yield f"  {'✗' if violations else '✓'} {invariant}"
+        num_unproved = report.unproved.get(invariant, 0)
+        mark = "✗" if violations else "?" if num_unproved else "✓"
+        yield f"  {mark} {invariant}{f' ({UNPROVED.format(num_unproved)})' if num_unproved else ''}"
         yield from (f"      {violation}" for violation in violations[:MAX_SHOWN])
         if len(violations) > MAX_SHOWN:
             yield f"      ... and {len(violations) - MAX_SHOWN} more"
     yield ""
-    if report.is_ok:
+    if report.is_ok and report.unproved:
+        yield f"OK: none of {len(Invariant)} invariants is violated, and {len(report.unproved)} cannot be proved"
+    elif report.is_ok:
         yield f"OK: all {len(Invariant)} invariants hold"
     else:
         num_broken = sum(bool(report.of(invariant)) for invariant in Invariant)

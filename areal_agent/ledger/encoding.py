@@ -3,9 +3,9 @@
 A row is a NamedTuple whose fields are the columns that `tables.py` names. A row that is no record, because the file
 was damaged, raises LedgerError.
 
-Digests: the proof that the ledger holds what was written, and that what was leased was sampled and earned so.
+Digests prove that an ending is as it was written, and that what was leased was sampled and earned so.
 
-Pure; the order in which completions and rewards are given is of no account.
+A digest does not depend on the order in which completions and rewards are given.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def _in_order(rewards: Mapping[str, float]) -> str:
 
 
 def as_stored(reward: float) -> float:
-    """SQLite knows no integer in a column of floats, and no zero below zero."""
+    """The reward as SQLite gives it back: a float, and never -0.0."""
     return float(reward) + 0.0
 
 

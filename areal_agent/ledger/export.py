@@ -1,4 +1,4 @@
-"""What a researcher gets of a ledger: one row a completion, with all that is known of it. It knows no file format."""
+"""Exports a ledger as one row a completion, with the whole prompt and everything that is recorded about it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

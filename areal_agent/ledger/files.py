@@ -6,20 +6,21 @@
     ledger-w0.sqlite     a worker's shard: the sessions that it rolled out
     ledger-w1.sqlite     ...
 
-It knows nothing of what is asked.
-
-The tables of a ledger's files and their version. It knows nothing of connections and records.
+The tables of a ledger's files, their version, and how a file of an older version is brought to it.
 
 Every file has tables of sessions; the coordinator's has the bookkeeping of all sessions, its shards' too. Within a
 file, sessions are numbered in the order in which they were opened, and its other tables refer to them by that number;
 the bookkeeping knows them by id. Nothing is stored twice: of a turn's prompt only the new tokens, of its messages only
 the new ones.
 
-One live writer a file. It knows nothing of what is written.
+A lock that gives each file of a ledger one live writer.
 
-The lock is the kernel's: it ends with the process that holds it, however that ends, and a left-over file locks nothing.
+The kernel holds the lock and frees it when its process ends in any way, so a left-over lock file locks nothing.
 
-How a file of a ledger is made, opened and checked. It knows its tables by name only (tables.py), and no records.
+Makes, opens, checks and upgrades a file of a ledger.
+
+A file of an older version is upgraded in place when it is opened for writing, by the holder of its lock. Whoever reads
+changes no file: `LedgerFiles` reads an upgraded copy.
 """
 
 import fcntl
@@ -27,15 +28,22 @@ import os
 import re
 import sqlite3
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import IntEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 from areal_agent.errors import LedgerError
 
 VERSION = 3
-"""Goes up with every change of the tables; SQLite keeps it in the file as `user_version`."""
+"""Goes up with every change of the tables, which adds to UPGRADES; SQLite keeps it in the file as `user_version`."""
+
+NO_DIGEST = ""
+"""The digest of an ending that version 2 wrote: whether it is as it was written cannot be proved."""
+
+TOKENS_ONLY = "tokens:"
+"""Stands before the digest of a lease that version 2 wrote: it proves what was sampled, not what was earned."""
 
 
 class FileKind(IntEnum):
@@ -130,6 +138,19 @@ CREATE TABLE notes (
 
 TABLES = {FileKind.COORDINATOR: SESSION_TABLES + BOOKKEEPING_TABLES, FileKind.SHARD: SESSION_TABLES}
 
+_SESSIONS_FROM_2 = f"""
+ALTER TABLE endings ADD COLUMN digest TEXT NOT NULL DEFAULT '{NO_DIGEST}';
+CREATE INDEX IF NOT EXISTS session_of_key ON sessions (key_hash);
+"""
+_LEASES_FROM_2 = f"UPDATE leases SET digest = '{TOKENS_ONLY}' || digest;"
+
+UPGRADES: Mapping[int, Mapping[FileKind, str]] = {
+    2: {FileKind.COORDINATOR: _SESSIONS_FROM_2 + _LEASES_FROM_2, FileKind.SHARD: _SESSIONS_FROM_2},
+}
+"""SQL that brings a file of a version to the next one. It claims nothing that the older version did not keep."""
+
+OLDEST_VERSION = min(UPGRADES)
+
 
 class FileLock:
     """An exclusive lock on a file of a ledger, from `take` until `release`."""
@@ -178,58 +199,66 @@ def open_for_writing(path: Path, kind: FileKind, *, create: bool) -> sqlite3.Con
     """The one connection that writes. With `create` the file is made when there is none, readable by its owner only."""
     if create:
         _make_file(path)
-    connection = _connect(path, "rw")
-    try:
+    with _connected(path, "rw") as connection:
         if create and _is_empty(connection):
-            _make_tables(connection, kind)
-        _check(connection, path, kind)
+            _change(connection, f"{TABLES[kind]} PRAGMA application_id = {kind.value};")
+        _upgrade(connection, _version(connection, path, kind), kind)
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise LedgerError(f"the ledger {path} has no write-ahead log (mode {mode!r}): put it on a local disk")
         connection.execute("PRAGMA synchronous = FULL")  # an acknowledged turn survives a power cut, too
         connection.execute("PRAGMA foreign_keys = ON")
-    except sqlite3.Error as error:
-        connection.close()
-        raise _unreadable(path, error) from error
-    except LedgerError:
-        connection.close()
-        raise
-    return connection
+        return connection
 
 
-def open_for_reading(path: Path) -> sqlite3.Connection:
-    """A connection to the coordinator's file that cannot write. It may be open while a run writes."""
-    connection = _connect(path, "ro")
-    try:
-        _check(connection, path, FileKind.COORDINATOR)
-    except sqlite3.Error as error:
-        connection.close()
-        raise _unreadable(path, error) from error
-    except LedgerError:
-        connection.close()
-        raise
-    return connection
+def open_for_reading(path: Path, kind: FileKind, coordinator: Path | None = None) -> sqlite3.Connection:
+    """A connection to a file of today's version that cannot write. It may be open while a run writes.
 
-
-def open_shard_for_reading(path: Path, coordinator: Path) -> sqlite3.Connection | None:
-    """A connection that cannot write, to a shard and to the bookkeeping of its coordinator: queries find both.
-
-    None while the shard has no tables: its worker is about to make them.
+    With `coordinator`, queries find the tables of both files.
     """
-    connection = _connect(path, "ro")
-    try:
-        if _is_empty(connection):
-            connection.close()
-            return None
-        _check(connection, path, FileKind.SHARD)
-        connection.execute("ATTACH ? AS coordinator", (_uri(coordinator, "ro"),))
-    except sqlite3.Error as error:
-        connection.close()
-        raise _unreadable(path, error) from error
-    except LedgerError:
-        connection.close()
-        raise
-    return connection
+    with _connected(path, "ro") as connection:
+        version = _version(connection, path, kind)
+        assert version == VERSION, f"{path} has version {version}: read a copy that is upgraded"
+        if coordinator is not None:
+            connection.execute("ATTACH ? AS coordinator", (_uri(coordinator, "ro"),))
+        return connection
+
+
+def has_tables(path: Path) -> bool:
+    """False for a shard whose worker is about to make them."""
+    with _connected(path, "ro") as connection, closing(connection):
+        return not _is_empty(connection)
+
+
+def is_older(path: Path, kind: FileKind) -> bool:
+    """Whether a file has to be upgraded before it can be read."""
+    with _connected(path, "ro") as connection, closing(connection):
+        return _version(connection, path, kind) < VERSION
+
+
+def copy_upgraded(path: Path, kind: FileKind, folder: Path) -> Path:
+    """Make a copy of a file of an older version, of today's version and with the same name, in another folder."""
+    copy = folder / path.name
+    _make_file(copy)
+    with (
+        _connected(path, "ro") as connection,
+        closing(connection),
+        _connected(copy, "rw") as target,
+        closing(target),
+    ):
+        connection.backup(target)
+        _upgrade(target, _version(target, path, kind), kind)
+    return copy
+
+
+def _upgrade(connection: sqlite3.Connection, version: int, kind: FileKind) -> None:
+    if version < VERSION:
+        _change(connection, "".join(UPGRADES[older][kind] for older in range(version, VERSION)))
+
+
+def _change(connection: sqlite3.Connection, script: str) -> None:
+    """Make or upgrade the tables, all or nothing: a crash meanwhile leaves the file as it was."""
+    connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {VERSION}; COMMIT;")
 
 
 def _make_file(path: Path) -> None:
@@ -239,33 +268,39 @@ def _make_file(path: Path) -> None:
         raise LedgerError(f"the ledger {path} cannot be made: {error.strerror}") from None
 
 
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
+@contextmanager
+def _connected(path: Path, mode: str) -> Generator[sqlite3.Connection]:
+    """Connect to a file. An error inside the block closes the connection; one of SQLite's becomes a LedgerError."""
     if not path.is_file():
         raise LedgerError(f"there is no ledger {path}; name the folder of a run")
+    connection: sqlite3.Connection | None = None
     try:
-        return sqlite3.connect(
+        connection = sqlite3.connect(
             _uri(path, mode),
             uri=True,
             isolation_level=None,  # transactions are begun and ended by name
             check_same_thread=False,  # opened in one thread, used by exactly one other
         )
-    except sqlite3.Error as error:
-        raise _unreadable(path, error) from error
+        yield connection
+    except BaseException as error:
+        if connection is not None:
+            connection.close()
+        if isinstance(error, sqlite3.Error):
+            raise LedgerError(
+                f"the ledger {path} cannot be opened: {error}; restore it from a copy, or start a new run"
+            ) from error
+        raise
 
 
 def _uri(path: Path, mode: str) -> str:
-    return f"{path.absolute().as_uri()}?mode={mode}"
+    """SQLite keeps the index of a log beside the file. Where it may not, a file without a log is read as it stands."""
+    log = path.with_name(f"{path.name}-wal")
+    is_fixed = mode == "ro" and not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
+    return f"{path.absolute().as_uri()}?mode={mode}{'&immutable=1' if is_fixed else ''}"
 
 
-def _make_tables(connection: sqlite3.Connection, kind: FileKind) -> None:
-    """All or nothing: a crash meanwhile leaves an empty file, which the next `create` fills."""
-    connection.executescript(
-        f"BEGIN IMMEDIATE; {TABLES[kind]} PRAGMA application_id = {kind.value}; "
-        f"PRAGMA user_version = {VERSION}; COMMIT;"
-    )
-
-
-def _check(connection: sqlite3.Connection, path: Path, kind: FileKind) -> None:
+def _version(connection: sqlite3.Connection, path: Path, kind: FileKind) -> int:
+    """The version of a file of this kind. Raises LedgerError for another kind, and for what cannot be upgraded."""
     application_id = _pragma(connection, "application_id")
     if application_id not in tuple(FileKind):
         raise LedgerError(f"{path} is no ledger of areal_agent, or its run ended before it was made; start a new run")
@@ -276,12 +311,17 @@ def _check(connection: sqlite3.Connection, path: Path, kind: FileKind) -> None:
             else f"{path} is a whole ledger, not a worker's shard of one; give the worker a file of its own"
         )
     version = _pragma(connection, "user_version")
-    if version != VERSION:
-        age = "newer" if version > VERSION else "older"
+    if version > VERSION:
         raise LedgerError(
-            f"the ledger {path} has version {version}, {age} than this areal_agent's ({VERSION}): "
-            f"use the {age} release that wrote it"
+            f"the ledger {path} was written with version {version} of the tables by a newer areal_agent, and this one "
+            f"reads versions {OLDEST_VERSION} to {VERSION}; install the newer release"
         )
+    if version < OLDEST_VERSION:
+        raise LedgerError(
+            f"the ledger {path} was written with version {version} of the tables by an older areal_agent, and this one "
+            f"reads versions {OLDEST_VERSION} to {VERSION}; use the release that wrote it"
+        )
+    return version
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:
@@ -290,10 +330,6 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-def _unreadable(path: Path, error: sqlite3.Error) -> LedgerError:
-    return LedgerError(f"the ledger {path} cannot be opened: {error}; restore it from a copy, or start a new run")
 
 
 Snapshot = Sequence[sqlite3.Connection]
@@ -323,13 +359,22 @@ def shard_paths(ledger: Path) -> Mapping[str, Path]:
 
 
 class LedgerFiles:
-    """Connections to all files of a ledger that cannot write. Use it from one thread at a time."""
+    """Connections to all files of a ledger that cannot write. Use it from one thread at a time.
+
+    Of a file of an older version it reads an upgraded copy in a temporary folder, as the file was when it was opened.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises LedgerError when the coordinator's file is missing, damaged, or of another version."""
+        """Raises LedgerError when the coordinator's file is missing, damaged, or of a version that cannot be read."""
         self._path = path
-        self._coordinator = open_for_reading(path)
-        self._shards: dict[Path, sqlite3.Connection] = {}
+        self._copies: TemporaryDirectory[str] | None = None
+        self._connections: dict[Path, sqlite3.Connection] = {}  # by file, the coordinator's first
+        try:
+            self._coordinator = self._current(path, FileKind.COORDINATOR)
+            self._connections[path] = open_for_reading(self._coordinator, FileKind.COORDINATOR)
+        except BaseException:
+            self.close()
+            raise
 
     @contextmanager
     def snapshot(self) -> Generator[Snapshot]:
@@ -338,7 +383,7 @@ class LedgerFiles:
         The bookkeeping is at most as new as any file of sessions, so that all it speaks of is there.
         """
         self._open_new_shards()
-        connections = (self._coordinator, *self._shards.values())
+        connections = tuple(self._connections.values())
         try:
             for connection in connections:
                 connection.execute("BEGIN")
@@ -353,10 +398,21 @@ class LedgerFiles:
 
     def close(self) -> None:
         """Harmless when repeated."""
-        for connection in (self._coordinator, *self._shards.values()):
+        for connection in self._connections.values():
             connection.close()
+        if self._copies is not None:
+            self._copies.cleanup()
 
     def _open_new_shards(self) -> None:
         for path in shard_paths(self._path).values():
-            if path not in self._shards and (connection := open_shard_for_reading(path, self._path)):
-                self._shards[path] = connection
+            if path not in self._connections and has_tables(path):
+                shard = self._current(path, FileKind.SHARD)
+                self._connections[path] = open_for_reading(shard, FileKind.SHARD, self._coordinator)
+
+    def _current(self, path: Path, kind: FileKind) -> Path:
+        """The file itself, or its copy when it is of an older version."""
+        if not is_older(path, kind):
+            return path
+        if self._copies is None:
+            self._copies = TemporaryDirectory(prefix="ledger-")
+        return copy_upgraded(path, kind, Path(self._copies.name))

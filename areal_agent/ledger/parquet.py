@@ -1,4 +1,4 @@
-"""An export as a Parquet file: its columns, and how it is written whole or not at all. Needs the extra `parquet`."""
+"""Writes an export as a Parquet file, whole or not at all. It needs the extra `parquet`."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

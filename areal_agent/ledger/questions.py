@@ -1,6 +1,6 @@
-"""What is asked of a whole ledger, whichever file a session is in.
+"""Answers questions about a whole ledger, whichever file a session is in.
 
-Plain functions over a snapshot of its files; the caller owns the snapshot.
+These are functions over a snapshot of its files, which `Ledger.ask` calls in the reader thread.
 """
 
 import heapq
@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from areal_agent.errors import LedgerError
@@ -27,13 +28,18 @@ def trajectory(snapshot: Snapshot, session_id: str) -> Trajectory:
     raise LedgerError(f"the ledger has no session {session_id!r}")
 
 
-def waiting(snapshot: Snapshot, limit: int | None) -> tuple[Trajectory, ...]:
-    """The first `limit` in the order of closing; a file's own order holds, between files the clock decides."""
-    ids = heapq.merge(*(reads.waiting(connection) for connection in snapshot), key=lambda session: session.ended_s)
-    return tuple(trajectory(snapshot, session.id) for session in islice(ids, limit))
+def waiting(snapshot: Snapshot, limit: int | None = None) -> tuple[Trajectory, ...]:
+    """What could be leased or dropped now, in the order of closing: the oldest `limit`, or all.
+
+    Between the sessions of two files the clock decides.
+    """
+    query = f"SELECT e.ended_s, s.id {reads.WAITING} ORDER BY e.number"
+    closed = heapq.merge(*(connection.execute(query) for connection in snapshot), key=itemgetter(0))
+    return tuple(trajectory(snapshot, session_id) for _, session_id in islice(closed, limit))
 
 
 def num_waiting(snapshot: Snapshot) -> int:
+    """How many could be leased or dropped now. No trajectory is loaded."""
     return sum(reads.number(connection, f"count(*) {reads.WAITING}") for connection in snapshot)
 
 
@@ -47,17 +53,23 @@ def leased(snapshot: Snapshot, step: int) -> tuple[Trajectory, ...]:
 
 
 def siblings(snapshot: Snapshot, group_ids: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """By group: the sessions of it that have ended for training, orphans left out."""
+    """By group: the sessions of it that have ended for training, orphans left out. Reads through all sessions."""
     found: dict[str, list[str]] = {group_id: [] for group_id in group_ids}
     for connection in snapshot:
-        for group_id, session_id in reads.siblings(connection, json.dumps(list(found))):
+        for group_id, session_id in connection.execute(
+            "SELECT s.group_id, s.id FROM endings e JOIN sessions s ON s.number = e.session "
+            f"WHERE s.purpose = '{SessionPurpose.TRAIN}' AND e.status != '{Status.ORPHAN}' "
+            "AND s.group_id IN (SELECT value FROM json_each(?)) ORDER BY e.number",
+            (json.dumps(list(found)),),
+        ):
             found[group_id].append(session_id)
     return {group_id: tuple(session_ids) for group_id, session_ids in found.items()}
 
 
 def leased_groups(snapshot: Snapshot) -> frozenset[str]:
-    """The groups of which something is leased or trained."""
-    return frozenset(group_id for connection in snapshot for group_id in reads.leased_groups(connection))
+    """The groups of which something is leased or trained. Reads through all sessions."""
+    query = "SELECT DISTINCT group_id FROM sessions WHERE id IN (SELECT session FROM leases)"
+    return frozenset(group_id for connection in snapshot for (group_id,) in connection.execute(query))
 
 
 def leases(snapshot: Snapshot, after: int, up_to: int) -> Mapping[str, int]:
@@ -124,25 +136,44 @@ def _objection(standing: reads.Standing) -> str | None:
     return None
 
 
+_GROUPS = (
+    "SELECT group_id, max(is_cut_off), max(NOT is_cut_off AND is_completed) FROM ("
+    "SELECT s.group_id, e.status = ? AS is_completed, e.status IS NULL OR e.status IN (?, ?) "
+    "OR f.dropped IS ? OR (f.session IS NULL AND e.status != ?) AS is_cut_off "
+    "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN fates f ON f.session = s.id "
+    "WHERE s.purpose = ?) GROUP BY group_id"
+)
+"""Of each group for training: whether a session of it was cut off, and whether another one completed.
+
+A session was cut off when it is open, an orphan or cancelled, or was left over when the run ended, or when it failed
+and has no fate, which its group would have given it.
+"""
+
+
 def drawn_groups(snapshot: Snapshot) -> Mapping[str, bool]:
-    """By the id of a group for training: whether it was cut off, with nothing of it that has completed."""
-    cut_off: dict[str, bool] = {}
-    completed: set[str] = set()
+    """By the id of a group for training: whether it was cut off, with nothing of it that has completed.
+
+    Its process died, or the run ended before the group did, or before somebody trained it. Reads all sessions.
+    """
+    given = (Status.COMPLETED, Status.ORPHAN, Status.CANCELLED, Drop.ORPHAN, Status.COMPLETED, SessionPurpose.TRAIN)
+    cut_off: set[str] = set()
+    completed: dict[str, bool] = {}
     for connection in snapshot:
-        for group_id, is_cut_off, is_completed in reads.groups(connection):
-            cut_off[group_id] = cut_off.get(group_id, False) or is_cut_off
-            if is_completed:
-                completed.add(group_id)
-    return {group_id: is_cut_off and group_id not in completed for group_id, is_cut_off in cut_off.items()}
+        for group_id, is_cut_off, is_completed in connection.execute(_GROUPS, given):
+            completed[group_id] = completed.get(group_id, False) or bool(is_completed)
+            if is_cut_off:
+                cut_off.add(group_id)
+    return {group_id: group_id in cut_off and not is_completed for group_id, is_completed in completed.items()}
 
 
 def note(snapshot: Snapshot, key: str) -> Any:
-    """None when it was never set."""
+    """The value that was set, or None."""
     found = snapshot[0].execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
     return None if found is None else decode_note(key, found[0])
 
 
 def count_tokens(snapshot: Snapshot) -> tuple[int, int]:
+    """Tokens sampled in training sessions, and loss tokens of the trajectories that are trained."""
     num_bytes = sum(
         reads.number(
             connection,

@@ -1,8 +1,8 @@
-"""What is read of one file. It knows nothing of other files.
+"""Reads sessions, turns and endings from one file.
 
-Plain functions over a connection that sees a file of sessions and the bookkeeping; the caller owns the snapshot.
+These are functions over a connection that sees a file of sessions and the bookkeeping; the caller owns the snapshot.
 
-What the ledger says of itself: the start of a process of the run, and the counts of its trajectories.
+The records of the bookkeeping: a lease, an incarnation, and the counts of a ledger.
 """
 
 import sqlite3
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger.encoding import (
@@ -23,8 +23,10 @@ from areal_agent.ledger.encoding import (
     decode_status,
     decode_strings,
     decode_turn,
+    lease_digest,
     row_digest,
 )
+from areal_agent.ledger.files import NO_DIGEST
 from areal_agent.types import Drop, Fate, SessionPurpose, Status, Trajectory, Turn
 
 WAITING = (
@@ -113,11 +115,12 @@ class Ending(NamedTuple):
     """How a session ended, as it stands in the file."""
 
     row: EndingRow
-    digest: str
+    digest: str  # NO_DIGEST: version 2 of the tables wrote it
 
     @property
-    def is_as_written(self) -> bool:
-        return self.digest == row_digest(self.row)
+    def is_altered(self) -> bool:
+        """Whether it is proved that it was changed since it was written."""
+        return self.digest not in (NO_DIGEST, row_digest(self.row))
 
 
 def ending(connection: sqlite3.Connection, session_id: str) -> Ending | None:
@@ -147,53 +150,6 @@ def turns(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:
     return tuple(decode_turn(TurnRow(*columns), completions.get(number, ())) for number, *columns in turn_rows)
 
 
-class WaitingSession(NamedTuple):
-    id: str
-    ended_s: float
-
-
-def waiting(connection: sqlite3.Connection) -> Iterator[WaitingSession]:
-    """In the order of closing."""
-    for row in connection.execute(f"SELECT s.id, e.ended_s {WAITING} ORDER BY e.number"):
-        yield WaitingSession(*row)
-
-
-def siblings(connection: sqlite3.Connection, group_ids: str) -> Iterator[tuple[str, str]]:
-    """Group and session of what has ended for training in these groups (JSON: a list of ids), orphans left out."""
-    yield from connection.execute(
-        "SELECT s.group_id, s.id FROM endings e JOIN sessions s ON s.number = e.session "
-        f"WHERE s.purpose = '{SessionPurpose.TRAIN}' AND e.status != '{Status.ORPHAN}' "
-        "AND s.group_id IN (SELECT value FROM json_each(?)) ORDER BY e.number",
-        (group_ids,),
-    )
-
-
-def leased_groups(connection: sqlite3.Connection) -> Iterator[str]:
-    """Ids of groups with a session that is leased or trained."""
-    for (group_id,) in connection.execute(
-        "SELECT DISTINCT group_id FROM sessions WHERE id IN (SELECT session FROM leases)"
-    ):
-        yield group_id
-
-
-def groups(connection: sqlite3.Connection) -> Iterator[tuple[str, bool, bool]]:
-    """Of each group for training: whether a session of it was cut off, and whether another one completed.
-
-    Cut off: it is open, an orphan or cancelled, or was left over when the run ended; or it failed, and has no fate yet,
-    which its group would have given it.
-    """
-    rows = connection.execute(
-        "SELECT group_id, max(is_cut_off), max(NOT is_cut_off AND is_completed) FROM ("
-        "SELECT s.group_id, e.status = ? AS is_completed, e.status IS NULL OR e.status IN (?, ?) "
-        "OR f.dropped IS ? OR (f.session IS NULL AND e.status != ?) AS is_cut_off "
-        "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN fates f ON f.session = s.id "
-        "WHERE s.purpose = ?) GROUP BY group_id",
-        (Status.COMPLETED, Status.ORPHAN, Status.CANCELLED, Drop.ORPHAN, Status.COMPLETED, SessionPurpose.TRAIN),
-    )
-    for group_id, is_cut_off, is_completed in rows:
-        yield group_id, bool(is_cut_off), bool(is_completed)
-
-
 def number(connection: sqlite3.Connection, query: str) -> int:
     """The one number that `SELECT query` gives."""
     return connection.execute(f"SELECT {query}").fetchone()[0]
@@ -210,6 +166,21 @@ def count_by(connection: sqlite3.Connection, column: str, table: str) -> Mapping
 
 STATUS_NOTE = "status"
 """The note that says how far the run is: `running`, `interrupted`, `failed`, `completed`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """What the ledger keeps of a trajectory that goes into a train step."""
+
+    session_id: str
+    digest: str
+    num_loss_tokens: int
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, num_loss_tokens: int) -> Self:
+        """Takes milliseconds for a long trajectory."""
+        digest = lease_digest(trajectory, num_loss_tokens)
+        return cls(session_id=trajectory.session_id, digest=digest, num_loss_tokens=num_loss_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,18 +1,18 @@
-"""One file of sessions and its one writer: all that a gateway needs. It knows nothing of leases and fates.
+"""One file of sessions and its one writer, which is all that a gateway needs.
 
-The writer thread with its queue: all that is queued goes into one transaction; callers hear after the commit.
+The writer thread puts everything that is queued into one transaction and answers the callers after the commit.
 
     callers (event loop) ── work, future ──▶ group ──▶ writer thread: BEGIN, work*, COMMIT ──▶ futures resolve
 
-One commit serves everybody who waited for it (group commit): who comes while one is under way, in the same turn of the
-event loop, or too soon behind the last group, is in the next one. So a quiet ledger answers at once, and a busy one
-spends no more on commits. Work that fails is undone alone; its neighbours stay. It knows nothing of the tables.
+One commit serves everybody who waited for it (group commit). Work that comes while a commit is under way, in the same
+turn of the event loop, or within GROUP_S of the last group goes into the next group. So a quiet ledger answers at once,
+and a busy one spends no more on commits. Work that fails is undone alone; its neighbours stay.
 
 The reader thread: each question sees one consistent state of all files, and never holds up a writer.
 
-The shards of workers that are gone: what they left open ends, and their write-ahead logs go into the files.
+Settles the shards of workers that are gone: upgrades them, ends what they left open, and folds in their logs.
 
-Blocking; call it in a thread. It knows nothing of the coordinator.
+These functions block, so call them in a thread.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import writes
 from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_turn
-from areal_agent.ledger.files import FileKind, FileLock, LedgerFiles, Snapshot, open_for_writing
+from areal_agent.ledger.files import FileKind, FileLock, LedgerFiles, Snapshot, has_tables, is_older, open_for_writing
 from areal_agent.ledger.writes import end_orphans
 from areal_agent.types import SessionRecord, Trajectory, Turn
 
@@ -56,9 +56,6 @@ class _Outcome:
     error: Exception | None = None
 
 
-_Perform = Callable[[sqlite3.Connection, _Request], _Outcome]
-
-
 class GroupCommitWriter:
     """Owns the thread and its connection. Belongs to the event loop that made it; end it with `stop`, then `close`."""
 
@@ -76,8 +73,6 @@ class GroupCommitWriter:
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """Do `work` in the next transaction; what it returns, or raises, arrives when that is decided and durable.
-
-        It may be done twice, the first time undone: it is a function of the connection and of nothing that it changes.
 
         A caller that is cancelled while it waits does not know: the work may be done or not.
         """
@@ -134,30 +129,15 @@ class GroupCommitWriter:
     def _commit(self, group: Sequence[_Request]) -> Sequence[_Outcome]:
         """Perform a group in one transaction. When that fails (a full disk, say), nothing of it has happened."""
         try:
-            return self._transact(group, _perform_trustingly)
-        except Exception:  # one of them fails, nobody knows which: again, each on its own
-            try:
-                return self._transact(group, _perform)
-            except Exception as error:
-                failure = LedgerError(
-                    f"the ledger could not be written: {error}; make room on its disk and resume the run"
-                )
-                return [_Outcome(request=request, error=failure) for request in group]
-
-    def _transact(self, group: Sequence[_Request], perform: _Perform) -> Sequence[_Outcome]:
-        try:
             self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [perform(self._connection, request) for request in group]
+            outcomes = [_perform(self._connection, request) for request in group]
             self._connection.execute("COMMIT")
             return outcomes
-        finally:
+        except Exception as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-
-
-def _perform_trustingly(connection: sqlite3.Connection, request: _Request) -> _Outcome:
-    """Do one request's work; it raises what that raises. Spares a savepoint, which costs as much as a small write."""
-    return _Outcome(request=request, result=request.work(connection))
+            failure = LedgerError(f"the ledger could not be written: {error}; make room on its disk and resume the run")
+            return [_Outcome(request=request, error=failure) for request in group]
 
 
 def _perform(connection: sqlite3.Connection, request: _Request) -> _Outcome:
@@ -198,14 +178,14 @@ class LedgerShard:
 
     def __init__(self, lock: FileLock, writer: GroupCommitWriter) -> None:
         self._lock = lock
-        self._writer = writer
-        self._open_numbers: dict[str, int] = {}  # of sessions that were opened here; spares a look-up a turn
+        self.writer = writer
 
     @classmethod
     async def open(cls, path: str | Path, *, create: bool, kind: FileKind = FileKind.SHARD) -> Self:
         """Open the file; with `create` it is made when there is none, without that is an error.
 
-        Raises LedgerError when another live process writes to it, or when it is of another version.
+        A file of an older version is upgraded. Raises LedgerError when another live process writes to it, or when it is
+        of a version that cannot be upgraded.
         """
         path = Path(path)
         lock = await asyncio.to_thread(FileLock.take, path, is_shard=kind is FileKind.SHARD)
@@ -218,48 +198,28 @@ class LedgerShard:
 
     async def aclose(self) -> None:
         """Commit what is queued, close the file and free the lock. Idempotent, and finished even when cancelled."""
-        self.stop()
+        self.writer.stop()
         await asyncio.shield(asyncio.to_thread(self.close))
 
-    def stop(self) -> None:
-        """Take no more writes. Called in the event loop."""
-        self._writer.stop()
-
     def close(self) -> None:
-        """After `stop`: block until all is committed and closed."""
-        self._writer.close()
+        """After `writer.stop`: block until all is committed and closed."""
+        self.writer.close()
         self._lock.release()
 
     async def open_session(self, session: SessionRecord) -> None:
-        number = await self._writer.run(partial(writes.open_session, session=session))
-        self._open_numbers[session.id] = number
+        await self.writer.run(partial(writes.open_session, session=session))
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
         """Add a turn to an open session. The cost is that of its new tokens and messages, whatever the history."""
-        await self._writer.run(
-            partial(
-                writes.append_turn,
-                session_id=session_id,
-                number=self._open_numbers.get(session_id),
-                turn=encode_turn(turn),
-                completions=[encode_completion(completion) for completion in turn.completions],
-            )
+        completions = [encode_completion(completion) for completion in turn.completions]
+        await self.writer.run(
+            partial(writes.append_turn, session_id=session_id, turn=encode_turn(turn), completions=completions)
         )
 
     async def close_session(self, trajectory: Trajectory) -> None:
         """End a session. A trajectory for training waits from now on, whatever its status."""
         ending = encode_ending(trajectory)
-        self._open_numbers.pop(trajectory.session_id, None)  # who comes later looks it up, and finds its end
-        await self._writer.run(partial(writes.close_session, session_id=trajectory.session_id, ending=ending))
-
-    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Write more into the same file, in the order of the calls. `work` may be done again when a neighbour fails."""
-        return await self._writer.run(work)
-
-    async def settle(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """As `run`, for work that ends sessions."""
-        self._open_numbers.clear()
-        return await self._writer.run(work)
+        await self.writer.run(partial(writes.close_session, session_id=trajectory.session_id, ending=ending))
 
 
 class SnapshotReader:
@@ -295,6 +255,13 @@ class SnapshotReader:
             ) from error
 
 
+def upgrade_shards(shards: Iterable[Path]) -> None:
+    """Bring shards of an older version to today's. Raises LedgerError when a worker still writes to one of them."""
+    for path in shards:
+        if has_tables(path) and is_older(path, FileKind.SHARD):
+            _open_and_close(path, FileLock.take(path, is_shard=True))
+
+
 def end_orphans_of(shards: Iterable[Path]) -> tuple[str, ...]:
     """End what is open in shards whose workers are gone; the ids of those sessions.
 
@@ -322,7 +289,11 @@ def fold(shards: Iterable[Path]) -> None:
             lock = FileLock.take(path, is_shard=True)
         except LedgerError:  # a worker outlives its run; the log beside the file is read as well as the file
             continue
-        try:
-            open_for_writing(path, FileKind.SHARD, create=True).close()
-        finally:
-            lock.release()
+        _open_and_close(path, lock)
+
+
+def _open_and_close(path: Path, lock: FileLock) -> None:
+    try:
+        open_for_writing(path, FileKind.SHARD, create=True).close()
+    finally:
+        lock.release()

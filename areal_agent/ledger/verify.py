@@ -2,17 +2,18 @@
 
 What must be true of every ledger, and what a breach of it looks like.
 
-The invariants that tables can break against each other, within a file and between files.
+Checks the invariants that tables can break against each other, within a file and between files.
 
 Most checks are a query that finds the offenders.
 
-The invariants that one session can break by itself. Pure functions over records; no SQL.
+Checks the invariants that one session can break by itself, over its records.
 """
 
 import heapq
 import math
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,8 +23,8 @@ from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions, reads
-from areal_agent.ledger.encoding import lease_digest
-from areal_agent.ledger.files import LedgerFiles, Snapshot
+from areal_agent.ledger.encoding import lease_digest, token_digest
+from areal_agent.ledger.files import NO_DIGEST, TOKENS_ONLY, LedgerFiles, Snapshot
 from areal_agent.ledger.reads import STATUS_NOTE, LedgerCounts
 from areal_agent.types import Completion, SessionPurpose, Status, Trajectory, Turn
 
@@ -69,6 +70,12 @@ class _Search(NamedTuple):
 
 _HAS_BOOKKEEPING = "(s.id IN (SELECT session FROM leases) OR s.id IN (SELECT session FROM fates))"
 
+_IS_OF_DIGESTS = (
+    "((SELECT dflt_value FROM pragma_table_info('endings') WHERE name = 'digest') IS NULL "
+    f"OR e.number > (SELECT min(number) FROM endings WHERE digest != '{NO_DIGEST}'))"
+)
+"""The ending was written with a digest: its file was never upgraded, or an ending before it has one."""
+
 _OF_SESSIONS = (
     _Search(
         Invariant.ONE_FATE,
@@ -85,6 +92,11 @@ _OF_SESSIONS = (
         "SELECT s.id, 'it is an orphan, yet leased or of another fate' "
         "FROM sessions s JOIN endings e ON e.session = s.number "
         f"WHERE e.status = '{Status.ORPHAN}' AND {_HAS_BOOKKEEPING}",
+    ),
+    _Search(
+        Invariant.ENDED,
+        "SELECT s.id, 'its ending has lost its digest' FROM sessions s JOIN endings e ON e.session = s.number "
+        f"WHERE e.digest = '{NO_DIGEST}' AND {_IS_OF_DIGESTS}",
     ),
 )
 """What a file of sessions can break against the bookkeeping."""
@@ -280,6 +292,7 @@ class VerifyReport:
     num_sampled_tokens: int
     num_trained_tokens: int  # of trained trajectories, in the loss
     violations: tuple[Violation, ...]
+    unproved: Mapping[Invariant, int]  # sessions of which version 2 of the tables kept too little to prove it
 
     @property
     def is_ok(self) -> bool:
@@ -324,6 +337,7 @@ class _Examination:
         self._num_turns = 0
         self._num_sampled_tokens = 0
         self._num_trained_tokens = 0
+        self._unproved: Counter[Invariant] = Counter()
 
     def add(self, violation: Violation) -> None:
         self._violations.append(violation)
@@ -342,6 +356,7 @@ class _Examination:
             num_sampled_tokens=self._num_sampled_tokens,
             num_trained_tokens=self._num_trained_tokens,
             violations=tuple(self._violations),
+            unproved=dict(self._unproved),
         )
 
     def _check_sessions(self, snapshot: Snapshot, on_session: Callable[[int, int], None]) -> None:
@@ -368,9 +383,40 @@ class _Examination:
         self._violations += check_turns(turns)
         self._violations += _check_span_of(session, turns)
         if trajectory is not None:
-            self._violations += _check_ending(connection, session)
+            self._check_ending(connection, session)
             self._violations += check_delivery(trajectory)
-            self._violations += _check_lease(session, trajectory)
+            self._check_lease(session, trajectory)
+
+    def _check_ending(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
+        ending = reads.ending(connection, session.id)
+        assert ending is not None
+        if ending.digest == NO_DIGEST:
+            self._unproved[Invariant.ENDED] += 1
+        if ending.is_altered:
+            detail = (
+                f"its status, rewards or what else ended it was changed since: its digest was {ending.digest!r:.14}..."
+            )
+            self.add(Violation(invariant=Invariant.ENDED, subject=f"session {session.id!r}", detail=detail))
+
+    def _check_lease(self, session: _SessionRow, trajectory: Trajectory) -> None:
+        if session.digest is None:
+            return
+        num_loss_tokens = session.num_loss_tokens or 0
+        if session.digest.startswith(TOKENS_ONLY):
+            self._unproved[Invariant.SAMPLED] += 1
+            digest = TOKENS_ONLY + token_digest(trajectory)
+        else:
+            digest = lease_digest(trajectory, num_loss_tokens)
+        subject = f"session {session.id!r}"
+        if session.digest != digest:
+            detail = (
+                f"its lease has the digest {session.digest!r:.14}..., its tokens, rewards and {num_loss_tokens} tokens "
+                f"in the loss have {digest!r:.14}..."
+            )
+            self.add(Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail))
+        if not 0 < num_loss_tokens <= trajectory.num_sampled_tokens:
+            detail = f"{session.num_loss_tokens} tokens in the loss of {trajectory.num_sampled_tokens} sampled"
+            self.add(Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail))
 
 
 def _sessions_of(connection: sqlite3.Connection) -> Iterator[_SessionRow]:
@@ -391,27 +437,3 @@ def _check_span_of(session: _SessionRow, turns: Sequence[Turn]) -> Iterator[Viol
         yield Violation(invariant=Invariant.TIMES, subject=subject, detail="a turn started before it did")
     if session.ended_s is not None and session.ended_s < last_s - CLOCK_SLACK_S:
         yield Violation(invariant=Invariant.TIMES, subject=subject, detail="it ended before one of its turns, or began")
-
-
-def _check_ending(connection: sqlite3.Connection, session: _SessionRow) -> Iterator[Violation]:
-    ending = reads.ending(connection, session.id)
-    if ending is not None and not ending.is_as_written:
-        detail = f"its status, rewards or what else ended it was changed since: its digest was {ending.digest!r:.14}..."
-        yield Violation(invariant=Invariant.ENDED, subject=f"session {session.id!r}", detail=detail)
-
-
-def _check_lease(session: _SessionRow, trajectory: Trajectory) -> Iterator[Violation]:
-    if session.digest is None:
-        return
-    subject = f"session {session.id!r}"
-    num_loss_tokens = session.num_loss_tokens or 0
-    digest = lease_digest(trajectory, num_loss_tokens)
-    if session.digest != digest:
-        detail = (
-            f"its lease has the digest {session.digest!r:.14}..., its tokens, rewards and {num_loss_tokens} tokens in "
-            f"the loss have {digest!r:.14}..."
-        )
-        yield Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail)
-    if not 0 < num_loss_tokens <= trajectory.num_sampled_tokens:
-        detail = f"{session.num_loss_tokens} tokens in the loss of {trajectory.num_sampled_tokens} sampled"
-        yield Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail)

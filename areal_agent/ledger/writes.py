@@ -1,21 +1,19 @@
-"""What is written of a session, in the file that it lives in. It knows nothing of what becomes of trajectories.
+"""Writes a session, its turns and its ending into the file that it lives in.
 
-Plain functions over a connection; the caller owns the transaction. Each checks the rules before it writes, and raises
-LedgerError when one would be broken.
+These are functions over a connection; the caller owns the transaction. Each checks the rules before it writes, and
+raises LedgerError when one would be broken.
 
-What is written of what becomes of trajectories, all in the coordinator's file. It knows no session's file.
+Writes leases, fates, checkpoints, incarnations and notes into the coordinator's file.
 
-Leases, fates, checkpoints, incarnations, notes: plain functions over a connection; the caller owns the transaction.
-Each checks the rules before it writes, and raises LedgerError when one would be broken. That a session has ended, and
-is for training, is checked before (questions.py): that never changes again.
+These are functions over a connection; the caller owns the transaction. Each checks the rules before it writes, and
+raises LedgerError when one would be broken. `Ledger` has checked before that a session has ended and is for training
+(questions.py), which never changes again.
 
-Which fate a rollout gets that ended with nothing to train. It knows statuses alone.
+The fate of a rollout that ended with nothing to train, by its status.
 """
 
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import reads
@@ -28,7 +26,8 @@ from areal_agent.ledger.encoding import (
     encode_note,
     row_digest,
 )
-from areal_agent.ledger.reads import STATUS_NOTE, Incarnation
+from areal_agent.ledger.files import NO_DIGEST
+from areal_agent.ledger.reads import STATUS_NOTE, Incarnation, Lease
 from areal_agent.types import Drop, Fate, SessionRecord, Status
 
 
@@ -37,6 +36,8 @@ def _insert(table: str, columns: Iterable[str]) -> str:
     return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
 
 
+_SESSION_COLUMNS = ("id", "group_id", "task_id", "purpose", "seed", "key_hash", "started_s")
+_INSERT_SESSION = _insert("sessions", _SESSION_COLUMNS)
 _INSERT_TURN = _insert("turns", ("session", *TurnRow._fields))
 _INSERT_COMPLETION = _insert("completions", ("turn", *CompletionRow._fields))
 _INSERT_ENDING = _insert("endings", ("session", *EndingRow._fields, "digest"))
@@ -46,33 +47,14 @@ _REPLACE_ENDING = (
 )
 
 
-def open_session(connection: sqlite3.Connection, session: SessionRecord) -> int:
-    """The number of the session in its file."""
-    cursor = connection.execute(
-        "INSERT INTO sessions (id, group_id, task_id, purpose, seed, key_hash, started_s) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            session.id,
-            session.group_id,
-            session.task_id,
-            session.purpose,
-            session.seed,
-            session.key_hash,
-            session.started_s,
-        ),
-    )
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid
+def open_session(connection: sqlite3.Connection, session: SessionRecord) -> None:
+    connection.execute(_INSERT_SESSION, [getattr(session, column) for column in _SESSION_COLUMNS])
 
 
 def append_turn(
-    connection: sqlite3.Connection,
-    session_id: str,
-    number: int | None,
-    turn: TurnRow,
-    completions: Iterable[CompletionRow],
+    connection: sqlite3.Connection, session_id: str, turn: TurnRow, completions: Iterable[CompletionRow]
 ) -> None:
-    """`number` is that of the session, when it is known to be open."""
-    session = number or _open_session_number(connection, session_id)
+    session = _open_session_number(connection, session_id)
     turn_number = connection.execute(_INSERT_TURN, (session, *turn)).lastrowid
     for completion in completions:
         connection.execute(_INSERT_COMPLETION, (turn_number, *completion))
@@ -101,7 +83,7 @@ def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: Reward
     ending = reads.ending(connection, session_id)
     if ending is None:
         raise LedgerError(f"session {session_id!r} has not ended in this file: its rewards cannot be set")
-    if not ending.is_as_written:
+    if ending.is_altered:
         raise LedgerError(
             f"the ending of session {session_id!r} is not as it was written: its rewards cannot be set; "
             "run `python -m areal_agent.ledger verify`"
@@ -109,24 +91,18 @@ def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: Reward
     row = ending.row._replace(**rewards._asdict())
     if row.status == Status.MISSING_REWARD and not is_missing:
         row = row._replace(status=Status.COMPLETED, error=None)
-    connection.execute(_REPLACE_ENDING, (*row, row_digest(row), session_id))
-
-
-class _Orphan(NamedTuple):
-    number: int
-    id: str
-    ended_s: float
+    digest = NO_DIGEST if ending.digest == NO_DIGEST else row_digest(row)  # most of it stays as unproved as it was
+    connection.execute(_REPLACE_ENDING, (*row, digest, session_id))
 
 
 def end_orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
     """Close what is open, ended when its last answer did; the ids of those sessions."""
-    found = connection.execute(
+    orphans = connection.execute(
         "SELECT s.number, s.id, max(s.started_s, coalesce(max(t.ended_s), s.started_s)) "
         "FROM sessions s LEFT JOIN turns t ON t.session = s.number "
         "WHERE s.number NOT IN (SELECT session FROM endings) GROUP BY s.number"
     ).fetchall()
-    orphans = [_Orphan(*row) for row in found]
-    for orphan in orphans:
+    for number, _, ended_s in orphans:
         ending = EndingRow(
             status=Status.ORPHAN,
             error="its process died before it ended",
@@ -135,19 +111,10 @@ def end_orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
             parts="{}",
             logged="{}",
             undelivered="[]",
-            ended_s=orphan.ended_s,
+            ended_s=ended_s,
         )
-        connection.execute(_INSERT_ENDING, (orphan.number, *ending, row_digest(ending)))
-    return tuple(orphan.id for orphan in orphans)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lease:
-    """A trajectory that goes into a train step: what is trained of it."""
-
-    session_id: str
-    digest: str
-    num_loss_tokens: int
+        connection.execute(_INSERT_ENDING, (number, *ending, row_digest(ending)))
+    return tuple(session_id for _, session_id, _ in orphans)
 
 
 def lease(connection: sqlite3.Connection, step: int, leases: Sequence[Lease]) -> None:
@@ -172,7 +139,7 @@ def drop(connection: sqlite3.Connection, drops: Mapping[str, Drop]) -> None:
 
 
 def set_late_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow, *, is_missing: bool) -> None:
-    """Of a session in this file, while nothing has become of it."""
+    """Set what a session in this file has earned, while it has neither a lease nor a fate."""
     _require_waiting(connection, session_id, "rewarded")
     set_rewards(connection, session_id, rewards, is_missing=is_missing)
 
@@ -192,7 +159,7 @@ def _fate(connection: sqlite3.Connection, session_id: str) -> Fate | None:
 
 
 def commit_checkpoint(connection: sqlite3.Connection, step: int, path: str | None) -> None:
-    """What is leased for steps up to `step` is trained now. A second time changes nothing but a path once unknown."""
+    """Turn leases for steps up to `step` into fates. Repeating it only fills in a path that was unknown."""
     connection.execute(
         "INSERT INTO checkpoints (step, path) VALUES (?, ?) "
         "ON CONFLICT (step) DO UPDATE SET path = coalesce(excluded.path, path)",

@@ -28,8 +28,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from areal_agent.errors import RolloutsFailing
-from areal_agent.ledger.encoding import lease_digest
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.reads import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.rollout.runner import RolloutSpec
@@ -279,7 +280,7 @@ class Producer:
         """At the end of a run: what was cut off gets its fate, and with `is_completed` what is left over too."""
         drops = {
             one.session_id: Drop.ORPHAN if _is_cut_off(siblings) else FATE_OF_STATUS.get(one.status, Drop.ORPHAN)
-            for siblings in _by_group(await self._ledger.waiting()).values()
+            for siblings in _by_group(await self._ledger.ask(questions.waiting)).values()
             for one in siblings
             if is_completed or one.status is not Status.COMPLETED
         }
@@ -291,8 +292,7 @@ class Producer:
         for ready in taken:
             self._learn(ready)
         records: list[TokenRecord] = []
-        digests: dict[str, str] = {}
-        num_loss_tokens: dict[str, int] = {}
+        leases: list[Lease] = []
         drops: dict[str, Drop] = {}
         for trajectory in (one for ready in taken for one in ready.trainable):
             if self._straggler != "mask" and self.buffer.is_stale(oldest_step(trajectory), step):
@@ -306,10 +306,9 @@ class Producer:
                 drops[trajectory.session_id] = Drop.STALE if is_stale else Drop.FILTERED
                 continue
             records += own
-            digests[trajectory.session_id] = lease_digest(trajectory, num_tokens)
-            num_loss_tokens[trajectory.session_id] = num_tokens
+            leases.append(Lease.of(trajectory, num_tokens))
         await self._drop(drops)
-        await self._ledger.lease(step, digests, num_loss_tokens)
+        await self._ledger.lease(step, leases)
         return RolloutBatch(step=step, groups=tuple(ready.group for ready in taken), records=tuple(records))
 
     async def _finished(self, group: TrajectoryGroup) -> ReadyGroup | None:

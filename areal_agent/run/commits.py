@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.trainer.checkpoint import Checkpoint, CommitPoint, Passing, intact_checkpoints, pass_by, recover
 from areal_agent.types import JsonObject, WeightVersion
@@ -53,8 +54,8 @@ async def begin(ledger: Ledger, directory: Path, passing: Passing = pass_by) -> 
 
 async def leases_of(ledger: Ledger, step: int) -> dict[str, Any]:
     """What the checkpoint of `step` keeps of the ledger: which sessions were leased since the checkpoint before."""
-    after = await ledger.last_checkpoint(before=step)
-    return {LEASED_AFTER: after, LEASES: await ledger.leases(after, step)}
+    after = await ledger.ask(questions.last_checkpoint, before=step)
+    return {LEASED_AFTER: after, LEASES: await ledger.ask(questions.leases, after, step)}
 
 
 async def commit(ledger: Ledger, step: int, checkpoint: Path, passing: Passing = pass_by) -> None:
@@ -70,7 +71,7 @@ async def _living(ledger: Ledger, directory: Path) -> Checkpoint | None:
         state = checkpoint.run_state()
         if LEASES not in state:  # whoever leases is elsewhere
             return checkpoint
-        known = await ledger.leases(state[LEASED_AFTER], checkpoint.step)
+        known = await ledger.ask(questions.leases, state[LEASED_AFTER], checkpoint.step)
         if known == state[LEASES]:
             return checkpoint
         logger.warning(

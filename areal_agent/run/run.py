@@ -30,6 +30,7 @@ from areal_agent.cluster.models import obtain_model, require_same_tokenizer
 from areal_agent.config import Config
 from areal_agent.engine.config import may_be_on
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.progress import Progress
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
@@ -231,7 +232,7 @@ class Run:
 
     async def recall(self, name: str) -> Any:
         """A fact that was remembered, or None."""
-        return await self._ledger.get_note(name)
+        return await self._ledger.ask(questions.note, name)
 
     # ------------------------------------------------------------------ building
 

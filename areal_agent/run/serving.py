@@ -163,7 +163,7 @@ async def _open_here(
 ) -> AsyncGenerator[RolloutExecutor]:
     (settings,) = _settings_of_gateways(config, tokenizer)
     client, info = engine.client, await engine.client.info()
-    async with open_local(settings, workflow, engine=client, info=info, journal=ledger) as rollouts:
+    async with open_local(settings, workflow, engine=client, info=info, journal=ledger.own) as rollouts:
         yield rollouts
 
 

@@ -36,6 +36,7 @@ from areal_agent.errors import ArealAgentError, ConfigError, EngineError, Gatewa
 from areal_agent.gateway.metrics import add_up
 from areal_agent.gateway.online.wire import GatewayStatus, State
 from areal_agent.gateway.standalone import find_admin_key
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.rollout.local import RolloutStats
@@ -189,7 +190,7 @@ class OwnRollouts:
         return await self.serving.rollouts.stats()
 
     async def count_tokens(self) -> tuple[int, int] | None:
-        return await self.ledger.count_tokens()
+        return await self.ledger.ask(questions.count_tokens)
 
     def counts(self) -> SourceCounts:
         admission, counts = self.producer.admission, self.producer.counts
@@ -256,7 +257,7 @@ async def make_producer(
         trains_altered=config.rollout.train_altered,
         dynamic_sampling=make_dynamic_sampling(config),
     )
-    await producer.restore(await ledger.waiting())
+    await producer.restore(await ledger.ask(questions.waiting))
     return producer
 
 
@@ -444,7 +445,7 @@ async def connect_engine(config: EngineConfig) -> ServedEngine:
 
 async def trainer_name(ledger: Ledger) -> str:
     """What the run is called at a gateway; the same whenever it is resumed."""
-    name = await ledger.get_note(TRAINER_NOTE)
+    name = await ledger.ask(questions.note, TRAINER_NOTE)
     if name is None:
         name = f"run-{secrets.token_hex(8)}"
         await ledger.set_note(TRAINER_NOTE, name)

@@ -18,8 +18,6 @@ from areal_agent.errors import ArealAgentError, ConfigError, ProcessDied, Traine
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.wire import Frame, StepReport, TrainerInfo, encode_records, receive_frame
 from areal_agent.types import (
-    CudaMemory,
-    CudaWeights,
     DiskWeights,
     DistributedWeights,
     JsonObject,
@@ -104,9 +102,6 @@ class TrainerClient:
         if "host" in answer:
             answer["entries"] = tuple(_tensor_entry(one) for one in answer["entries"])
             return DistributedWeights(**answer)
-        if "memory" in answer:
-            memory, entries = CudaMemory(**answer["memory"]), tuple(_tensor_entry(one) for one in answer["entries"])
-            return CudaWeights(memory=memory, entries=entries, checksum=answer["checksum"])
         if "entries" not in answer:
             return DiskWeights(path=answer["path"])
         entries = tuple(_tensor_entry(one) for one in answer["entries"])

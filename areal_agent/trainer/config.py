@@ -79,12 +79,11 @@ class TrainerConfig(Section):
     """CPU threads of each trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda if there is a GPU. Weights are float32; on cuda, matrices are multiplied in bfloat16."""
-    transfer: Literal["shared_memory", "disk", "cuda_ipc", "distributed"] = "shared_memory"
+    transfer: Literal["shared_memory", "disk", "distributed"] = "shared_memory"
     """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
-    temporary directory, for machines whose /dev/shm is too small, as in many containers. `cuda_ipc`: within the memory
-    of the one GPU that the trainer and the embedded engine share. `distributed`: by torch.distributed, in a process
-    group of the trainer and a server: NCCL if each has its own GPU, else gloo. Servers in `engine.urls` support it if
-    areal_agent's launcher started them."""
+    temporary directory, for machines whose /dev/shm is too small, as in many containers. `distributed`: by
+    torch.distributed, in a process group of the trainer and a server: NCCL if each has its own GPU, else gloo.
+    Servers in `engine.urls` support it if areal_agent's launcher started them."""
     transfer_host: str = "127.0.0.1"
     """With `transfer: distributed`: the address of this machine at which servers find the trainer. Anyone who can
     connect to it can read the weights."""

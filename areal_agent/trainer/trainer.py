@@ -10,7 +10,6 @@ from typing import Self
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.cuda_memory import CudaSharing
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig
@@ -21,7 +20,7 @@ from areal_agent.trainer.state import Training, export_adapter, form_of, read_tr
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
 from areal_agent.types import JsonObject, TensorEntry, Weights
-from areal_agent.weights.channels import CudaChannel, DiskChannel, DistributedChannel, SharedMemoryChannel, layout
+from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel, layout
 
 NOTHING: JsonObject = {}
 
@@ -203,7 +202,7 @@ class Trainer:
 
 def _open_channel(
     config: TrainerConfig, policy: Policy, folder: Path, base: Path
-) -> SharedMemoryChannel | DiskChannel | CudaChannel | DistributedChannel:
+) -> SharedMemoryChannel | DiskChannel | DistributedChannel:
     if config.lora is not None and config.lora.push == "adapter":
         return DiskChannel(folder / "adapters", torch.float32, form_of(config.lora, base))
     if config.transfer == "disk":
@@ -211,14 +210,7 @@ def _open_channel(
     entries = layout(policy.named_parameters().items(), policy.publish_dtype)
     if config.transfer == "shared_memory":
         return SharedMemoryChannel(folder, entries)
-    if config.transfer == "distributed":
-        return _open_distributed(config, entries, policy.device)
-    if policy.device.type != "cuda":
-        raise ConfigError(
-            f"trainer.transfer is 'cuda_ipc', but the trainer runs on {policy.device}; cuda_ipc needs trainer and "
-            "engine on one GPU: use 'shared_memory'"
-        )
-    return CudaChannel(entries, policy.device, CudaSharing())
+    return _open_distributed(config, entries, policy.device)
 
 
 def _open_distributed(

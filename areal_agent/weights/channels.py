@@ -6,7 +6,6 @@ engines how. What was written last stays readable until the next write at least.
     SharedMemoryChannel   two memory-mapped files, written in turn, for engines on the same host
     DiskChannel           folders on disk, for hosts with too little shared memory, and for adapters
     DistributedChannel    torch.distributed: sent to each engine that asks, in a process group of the two
-    CudaChannel           the memory of the GPU that trainer and engine share
 """
 
 import itertools
@@ -27,7 +26,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.transfer import (
     Request,
     Store,
@@ -42,7 +40,7 @@ from areal_agent.engine.embedded.transfer import (
 )
 from areal_agent.engine.foreign.weight_folders import ADAPTER_WEIGHTS, CONFIG, PREFIX, AdapterForm
 from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest
-from areal_agent.types import CudaWeights, DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
 
 logger = logging.getLogger(__name__)
 
@@ -324,29 +322,3 @@ class DistributedChannel:
 
     def _client(self) -> Store:
         return connect(self._host, self._port, self._timeout_s)
-
-
-class CudaChannel:
-    """Copies weights within the memory of the trainer's own GPU, and holds one set of them between two writes.
-
-    write ─▶ new memory ─ CudaWeights ─▶ the engine copies it, then releases it
-    write ─▶ new memory again; the previous one is freed once the engine has released it
-    """
-
-    def __init__(self, entries: tuple[TensorEntry, ...], device: torch.device, sharing: DeviceSharing) -> None:
-        """Write the weights that `entries` (from `layout`) describe into the memory of `device`."""
-        self._entries = entries
-        self._device = device
-        self._sharing = sharing
-        self._data: Tensor | None = None
-
-    def write(self, parameters: Mapping[str, Tensor]) -> CudaWeights:
-        """Copy the parameters, converted to the layout's dtype. Raises ValueError if they do not fit the layout."""
-        check_parameters(self._entries, parameters)
-        self._data = None  # freed before the same amount is allocated again
-        data = self._data = flat_copy(self._entries, parameters, self._device)
-        return CudaWeights(memory=self._sharing.share(data), entries=self._entries, checksum=checksum(data))
-
-    def close(self) -> None:
-        """Release what was written last."""
-        self._data = None

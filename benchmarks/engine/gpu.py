@@ -1,12 +1,13 @@
 """The embedded engine on a GPU, in one command: generated tokens per second beside transformers' and a floor; pushes.
 
     python benchmarks/engine/gpu.py [--shapes 0.6B 1.7B] [--device cuda] [--requests 1 64 256] [--rounds 2]
-    python benchmarks/engine/gpu.py --shapes tiny --device cpu --kv-layout pages         # the same code on a CPU
+    python benchmarks/engine/gpu.py --shapes tiny --device cpu                           # the same code on a CPU
 
-Random weights of Qwen3's shapes, bfloat16 on a GPU. 128 prompt and 128 sampled tokens a request, then a batch of long
-prompts. Ours is asked over HTTP, with CUDA graphs and without; each figure is the median of its rounds by the clock,
-prompts included, after as many rounds in which graphs are recorded. Then pushes, over shared memory and, on a GPU, CUDA
-IPC, where this process is the trainer. Whatever fails is told, and the rest goes on.
+The models have random weights of Qwen3's shapes, in bfloat16 on a GPU. Each request has 128 prompt and 128 sampled
+tokens; a last batch has long prompts. Each batch is sent over HTTP to a server of its own, which has slots for just
+these requests. Each figure is the median of some rounds by the clock, prompts included, after as many rounds that warm
+up. Then pushes are timed over shared memory, with this process as the trainer. Failures are printed, and the rest goes
+on.
 """
 
 import argparse
@@ -16,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,19 +27,20 @@ import aiohttp
 import torch
 from gpu_floor import Batch, DeviceRates, named
 from model import GPU_SHAPES, SHAPES, Shape, build_weights
-from push import Channel, Costs, push_costs
+from push import NUM_REQUESTS, Costs, push_costs
 from servers import OURS, NotServing, Server, random_ids, start_ours, wait_ready
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal_agent.cluster.local import weights_folder
-from areal_agent.engine.embedded.cuda_memory import CudaSharing
 from areal_agent.errors import EngineError
-from areal_agent.weights.channels import CudaChannel, SharedMemoryChannel, layout
+from areal_agent.weights.channels import SharedMemoryChannel, layout
 
 ALL_SHAPES = {"tiny": SHAPES["tiny"]} | GPU_SHAPES
 GENERATE_S = 300.0
-SIDES = {"graphs": [], "no graphs": ["--no-cuda-graphs"]}
+SIDES = ("ours", "generate", "floor")
+PUSH_CONTEXT = 4096
+"""Long enough for requests that outlast all pushes."""
 PUSH_STEPS = ("write", "send", "stall", "pause", "transfer", "resume")
 
 
@@ -50,7 +52,6 @@ class Plan:
     shape: Shape
     folder: Path
     device: torch.device
-    kv_layout: str
     batches: Sequence[Batch]
     rounds: int
     num_pushes: int
@@ -59,21 +60,15 @@ class Plan:
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    @property
-    def max_context(self) -> int:
-        """Long enough for requests that outlast all pushes, too."""
-        return max(4096, *(batch.prompt_tokens + batch.new_tokens for batch in self.batches))
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks/engine/gpu.py", description="The engine on a GPU.")
     parser.add_argument("--shapes", nargs="+", choices=tuple(ALL_SHAPES), default=list(GPU_SHAPES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kv-layout", choices=("auto", "slots", "pages"), default="auto")
     parser.add_argument("--requests", nargs="+", type=int, help="at once (default: 1 64 256; tiny: 1 4)")
     parser.add_argument("--long", type=int, help="prompt tokens of the last batch (default: 4096; tiny: 256)")
     parser.add_argument("--rounds", type=int, default=2, help="of which the median is told (default %(default)s)")
-    parser.add_argument("--pushes", type=int, default=5, help="of each way (default %(default)s)")
+    parser.add_argument("--pushes", type=int, default=5, help="how many (default %(default)s)")
     args = parser.parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     print(named(device), flush=True)
@@ -91,7 +86,6 @@ def main() -> int:
                 shape=ALL_SHAPES[name],
                 folder=Path(folder) / name,
                 device=device,
-                kv_layout=args.kv_layout,
                 batches=batches,
                 rounds=args.rounds,
                 num_pushes=args.pushes,
@@ -111,56 +105,51 @@ async def measure(plan: Plan) -> None:
     found = {batch: {"floor": _rate(batch, rates.floor_s(plan.shape, batch, plan.dtype))} for batch in plan.batches}
     for batch in plan.batches:
         found[batch]["generate"] = generate_rate(plan, batch)
-    pushes: dict[str, Costs] = {}
-    for side, options in SIDES.items():
         try:
-            async with serving(plan, options) as server:
-                for batch in plan.batches:
-                    found[batch][side] = await served_rate(plan, server, batch)
-                if side == "graphs":
-                    pushes = await push_all_ways(plan, server)
-        except (NotServing, EngineError) as error:
-            print(f"{side} failed: {error}", flush=True)
+            async with serving(plan, batch.requests, batch.prompt_tokens + batch.new_tokens) as server:
+                found[batch]["ours"] = await served_rate(plan, server, batch)
+        except NotServing as error:
+            print(f"ours failed with {batch.requests} requests: {error}", flush=True)
     print_rates(plan.name, found)
-    print_pushes(plan, pushes)
+    try:
+        async with serving(plan, NUM_REQUESTS, PUSH_CONTEXT) as server:
+            print_pushes(plan.name, await push_all(plan, server))
+    except (NotServing, EngineError) as error:
+        print(f"pushes failed: {error}", flush=True)
 
 
 def print_rates(name: str, found: dict[Batch, dict[str, float]]) -> None:
-    columns = [f"{name}, requests", "tokens each", *SIDES, "generate", "floor", "graphs / generate", "graphs / floor"]
+    columns = [f"{name}, requests", "tokens each", *SIDES, "ours / generate", "ours / floor"]
     print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for batch, rates in found.items():
-        cells = [f"{rates[side]:.0f}" if rates.get(side) else "failed" for side in (*SIDES, "generate", "floor")]
+        cells = [f"{rates[side]:.0f}" if rates.get(side) else "failed" for side in SIDES]
         ratios = [
-            f"{rates.get('graphs', 0.0) / rates[other]:.2f}" if rates.get(other) else "-"
+            f"{rates.get('ours', 0.0) / rates[other]:.2f}" if rates.get(other) else "-"
             for other in ("generate", "floor")
         ]
         tokens = f"{batch.prompt_tokens} + {batch.new_tokens}"
         print(f"| {' | '.join([str(batch.requests), tokens, *cells, *ratios])} |", flush=True)
 
 
-def print_pushes(plan: Plan, pushes: dict[str, Costs]) -> None:
-    columns = [f"{plan.name}, push, 16 requests under way, ms", *PUSH_STEPS, "stall at most"]
+def print_pushes(name: str, costs: Costs) -> None:
+    columns = [f"{name}, push, {NUM_REQUESTS} requests under way, ms", *PUSH_STEPS, "stall at most"]
+    cells = [f"{costs.median_ms(step):.1f}" for step in PUSH_STEPS]
     print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for way, costs in pushes.items():
-        cells = [f"{costs.median_ms(step):.1f}" for step in PUSH_STEPS]
-        print(f"| {' | '.join([way, *cells, f'{costs.worst_stall_ms:.1f}'])} |", flush=True)
+    print(f"| {' | '.join(['shared memory', *cells, f'{costs.worst_stall_ms:.1f}'])} |", flush=True)
 
 
 @asynccontextmanager
-async def serving(plan: Plan, options: Sequence[str]) -> AsyncGenerator[Server]:
-    """The engine; what its log tells of attention and graphs is printed."""
-    most = max(batch.requests for batch in plan.batches)
-    options = ["--device", plan.device.type, "--kv-layout", plan.kv_layout, "--max-running", str(most), *options]
+async def serving(plan: Plan, num_requests: int, max_context: int) -> AsyncGenerator[Server]:
+    """The engine, with room for so many requests at once."""
     log = plan.folder / "engine.log"
-    server = start_ours(plan.folder, OURS, log, max_context=plan.max_context, options=options)
+    options = ["--device", plan.device.type, "--max-running", str(num_requests)]
+    server = start_ours(plan.folder, OURS, log, max_context=max_context, options=options)
     try:
         async with aiohttp.ClientSession() as client:
             await wait_ready(client, server, log)
         yield server
     finally:
         server.stop()
-        told = [line for line in log.read_text().splitlines() if "attention" in line or "CUDA graphs" in line]
-        print("\n".join([f"the engine with {' '.join(options)}:", *told]), flush=True)
 
 
 async def served_rate(plan: Plan, server: Server, batch: Batch) -> float:
@@ -213,38 +202,23 @@ def generate_rate(plan: Plan, batch: Batch) -> float:
     return statistics.median(map(float, done.stdout.split()))
 
 
-async def push_all_ways(plan: Plan, server: Server) -> dict[str, Costs]:
-    """Over shared memory, and on a GPU by CUDA IPC."""
+async def push_all(plan: Plan, server: Server) -> Costs:
+    """What pushes over shared memory cost."""
     model: Any = AutoModelForCausalLM.from_pretrained(plan.folder, dtype=torch.float32)
     parameters: dict[str, Tensor] = dict(model.to(plan.device).named_parameters())
-    pushes: dict[str, Costs] = {}
-    with channels(plan, parameters) as ways:
-        for number, (way, channel) in enumerate(ways.items()):
-            pushes[way] = await push_costs(
+    with weights_folder(in_memory=True) as place:
+        channel = SharedMemoryChannel(place, layout(parameters.items(), plan.dtype))
+        try:
+            return await push_costs(
                 server,
                 channel,
                 parameters,
                 plan.shape.vocabulary,
                 num_pushes=plan.num_pushes,
-                first_step=1 + number * plan.num_pushes,
-                num_new_tokens=plan.max_context - 256,
+                num_new_tokens=PUSH_CONTEXT - 256,
             )
-    return pushes
-
-
-@contextmanager
-def channels(plan: Plan, parameters: dict[str, Tensor]) -> Generator[dict[str, Channel]]:
-    """The ways that weights can take here."""
-    entries = layout(parameters.items(), plan.dtype)
-    with weights_folder(in_memory=True) as place:
-        shared = SharedMemoryChannel(place, entries)
-        try:
-            if plan.device.type == "cuda":
-                yield {"shared memory": shared, "CUDA IPC": CudaChannel(entries, plan.device, CudaSharing())}
-            else:
-                yield {"shared memory": shared}
         finally:
-            shared.close()
+            channel.close()
 
 
 def _give_back(device: torch.device) -> None:

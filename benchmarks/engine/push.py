@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import torch
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_agent.cluster.local import weights_folder
 from areal_agent.engine.client import HttpEngine
-from areal_agent.types import GenerateRequest, SamplingParams, Weights, WeightVersion
+from areal_agent.types import GenerateRequest, SamplingParams, WeightVersion
 from areal_agent.weights.channels import SharedMemoryChannel, layout
 from areal_agent.weights.push import PushReport, push
 
@@ -30,12 +30,6 @@ NUM_REQUESTS = 16
 NUM_PUSHES = 9
 NUM_NEW_TOKENS = 1900
 """What a request may take at most: it is under way still when the last push is done."""
-
-
-class Channel(Protocol):
-    """The trainer's side of a way for weights."""
-
-    def write(self, parameters: Mapping[str, Tensor]) -> Weights: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,15 +81,14 @@ async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
 
 async def push_costs(
     server: Server,
-    channel: Channel,
+    channel: SharedMemoryChannel,
     parameters: Mapping[str, Tensor],
     vocabulary: int,
     *,
     num_pushes: int,
-    first_step: int = 1,
     num_new_tokens: int = NUM_NEW_TOKENS,
 ) -> Costs:
-    """Push versions `first_step`, ... into a server that serves, while requests are under way."""
+    """Push versions 1, 2, ... into a server that serves, while requests are under way."""
     engine = HttpEngine(server.url.removesuffix("/generate"))
     requests = [
         GenerateRequest(
@@ -109,7 +102,7 @@ async def push_costs(
     writes: list[float] = []
     reports: list[PushReport] = []
     try:
-        for step in range(first_step, first_step + num_pushes):
+        for step in range(1, num_pushes + 1):
             await asyncio.sleep(0.3)
             started_s = time.perf_counter()
             weights = channel.write(parameters)

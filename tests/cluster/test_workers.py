@@ -25,6 +25,7 @@ from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import ProcessDied
+from areal_agent.ledger import questions
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.types import Drop, Fate, PauseMode, SessionPurpose, WeightVersion
 
@@ -66,7 +67,7 @@ async def test_rollouts_spread_over_workers_into_one_ledger(make_crew) -> None:
         (f"s-{number}", Status.COMPLETED, ()) for number in range(4)
     ]
     assert [num_sessions(crew, 0), num_sessions(crew, 1)] == [2, 2]
-    assert {one.session_id for one in await crew.ledger.waiting()} == {"s-0", "s-1", "s-2", "s-3"}
+    assert {one.session_id for one in await crew.ledger.ask(questions.waiting)} == {"s-0", "s-1", "s-2", "s-3"}
 
 
 async def test_a_killed_worker_and_its_rollouts_start_again(make_crew) -> None:
@@ -85,7 +86,7 @@ async def test_a_killed_worker_and_its_rollouts_start_again(make_crew) -> None:
     assert (second.session_id, second.status, second.lost) == ("s-1", Status.COMPLETED, ())
     orphan = await crew.ledger.trajectory("s-0")
     assert (orphan.status, orphan.fate) == (Status.ORPHAN, Fate(dropped=Drop.ORPHAN))
-    assert {one.session_id for one in await crew.ledger.waiting()} == {"s-0.2", "s-1"}
+    assert {one.session_id for one in await crew.ledger.ask(questions.waiting)} == {"s-0.2", "s-1"}
     assert bystander.pid == bystander_pid
 
 

@@ -134,7 +134,7 @@ async def test_case_13_an_engine_killed_in_mid_turn_leaves_consistent_records(op
     await ledger.begin_incarnation(0)
     answers = iter(["hello world<|im_end|>", "python name<|im_end|>", "python name<|im_end|>"])
     engine = FakeEngine(lambda _: world.ids(next(answers)), version=OLD, is_stepped=True)
-    world = await open_world(engine=engine, journal=ledger, archive=ledger)
+    world = await open_world(engine=engine, journal=ledger.own, archive=ledger)
     agent = await world.start()
 
     async def answered(number: int, **body: object) -> tuple[int, dict]:

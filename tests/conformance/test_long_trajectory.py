@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.trainer.wire import StepInput
@@ -54,7 +55,7 @@ async def rolled(open_world: OpenWorld, tmp_path: Path) -> Rolled:
     def script(request: GenerateRequest) -> list[int]:
         return world.ids(f"{WORDS[len(request.input_ids) % len(WORDS)]}<|im_end|>")
 
-    world = await open_world(script=script, journal=ledger, max_context_tokens=10_000)
+    world = await open_world(script=script, journal=ledger.own, max_context_tokens=10_000)
     last_requests: dict[str, GenerateRequest] = {}
     for reward in (0.0, 1.0):
         agent = await world.start(group_id=GROUP)
@@ -63,7 +64,7 @@ async def rolled(open_world: OpenWorld, tmp_path: Path) -> Rolled:
         await agent.end()
         last_requests[agent.id] = world.engine.requests[-1]
     producer = make_producer(ledger, Script(ledger, lambda _: []), None)
-    await producer.restore(await ledger.waiting())
+    await producer.restore(await ledger.ask(questions.waiting))
     batch = await producer.take(1, 1)
     await ledger.commit_checkpoint(1, "a checkpoint of step 1")
     trajectories = tuple([await ledger.trajectory(session_id) for session_id in last_requests])

@@ -186,7 +186,7 @@ def test_several_embedded_engines_divide_what_one_would_take_by_memory() -> None
 
 def test_keys_that_are_lent_are_not_there_while_the_trainer_trains() -> None:
     kept, lent = (
-        {"engine": {"kv_tokens": 300_000, "release_kv": is_lent}, "trainer": {"transfer": "cuda_ipc"}}
+        {"engine": {"kv_tokens": 300_000, "release_kv": is_lent}, "trainer": {"transfer": "distributed"}}
         for is_lent in (False, True)
     )
     both, training = (parts_of(config(**values), ONE_GPU, 0) for values in (kept, lent))

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from areal_agent.engine.client import HttpEngine
-from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.grammar import Grammars
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
@@ -175,12 +174,11 @@ def serve() -> Serve:
         num_slots: int = 8,
         max_context: int = MAX_CONTEXT,
         push_timeout_s: float = DEADLINE_S,
-        sharing: DeviceSharing | None = None,
         grammars: Grammars | None = None,
     ):
         gate = Gate(ModelRunner.load(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
         server = await EngineServer.start(
-            gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s, sharing=sharing, grammars=grammars
+            gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s, grammars=grammars
         )
         engine = HttpEngine(server.base_url)
         try:

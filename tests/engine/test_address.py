@@ -8,14 +8,15 @@
 from contextlib import aclosing
 
 import pytest
-from sglang import scripted as sglang
-from vllm import scripted as vllm
 
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.pushes import size_of_folder
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, SLOWEST_BYTES_PER_S
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import GenerateRequest, GenerateResult, SamplingParams, TokenChunk, VersionSpan, WeightVersion
+
+from .sglang import scripted as sglang
+from .vllm import scripted as vllm
 
 
 @pytest.mark.parametrize("scripted", [sglang, vllm])

@@ -1,14 +1,18 @@
-"""Attention in two parts, over what is cached and over a piece's own tokens, is causal attention over all of them:
+"""Attention over the slots:
 
-- for any lengths, groups of heads and scales of the scores, over views of a larger cache
+- in two parts, over what is cached and over a piece's own tokens, and under a mask over both, it is causal attention
+  over all of them: for any lengths, groups of heads and scales of the scores, over views of a larger cache
+- a prefill of several pieces under masks, as on a GPU, is that in parts, as on a CPU
 """
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from areal_agent.engine.embedded.decoder import attend_in_parts
+from areal_agent.engine.embedded.decoder import Piece, attend_in_parts, attend_under_mask, causal_mask, prefill_step
+from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
 
 
 @settings(deadline=None)
@@ -19,7 +23,7 @@ from areal_agent.engine.embedded.decoder import attend_in_parts
     group=st.integers(1, 4),
     scale=st.sampled_from([0.01, 1.0, 30.0]),
 )
-def test_two_parts_are_the_whole(num_tokens, num_past, num_kv_heads, group, scale):
+def test_two_parts_and_a_mask_are_the_whole(num_tokens, num_past, num_kv_heads, group, scale):
     torch.manual_seed(num_tokens * 1000 + num_past)
     end = num_past + num_tokens
     keys, values = torch.randn(2, 1, num_kv_heads, end + 5, 8)[..., :end, :]
@@ -29,3 +33,24 @@ def test_two_parts_are_the_whole(num_tokens, num_past, num_kv_heads, group, scal
     own, past = (slice(num_past, None), slice(None, num_past))
     attended = attend_in_parts(queries, *(one[:, :, part] for part in (own, past) for one in (keys, values)))
     torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-4)
+    masked = attend_under_mask(queries, keys, values, causal_mask(num_tokens, num_past, queries.device))
+    torch.testing.assert_close(masked, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_prefill_under_masks_is_that_in_parts():
+    """Of pieces without a past, with one, and of one token."""
+    shape, generator = KVShape(num_layers=1, num_kv_heads=2, head_dim=8), torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(33, heads, 8, generator=generator) for heads in (6, 2, 2))
+    past = torch.randn(2, 3, 2, 64, 8, generator=generator)
+    pieces = [
+        Piece(slot=slot, begin=begin, ids=np.zeros(num_tokens, dtype=np.int32))
+        for slot, begin, num_tokens in ((0, 0, 12), (1, 37, 20), (2, 5, 1))
+    ]
+    found: list[torch.Tensor] = []
+    for in_parts in (True, False):
+        cache = KVCache(shape, num_slots=3, num_positions=64, device=torch.device("cpu"), dtype=torch.float32)
+        for piece in pieces:
+            cache.write(0, piece.slot, 0, *past[:, piece.slot, :, : piece.begin])
+        found.append(prefill_step(cache, pieces, in_parts=in_parts).attend(0, queries, keys, values))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+    assert found[0].shape == (33, 6 * 8)

@@ -9,10 +9,11 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from slept import SleptLoop, run_in_slept_loop
 
 from areal_agent.engine import wire
 from areal_agent.engine.transport import CONNECT_TIMEOUT_S, LATE_S, Connections, Transport, awake_timeout
+
+from .slept import SleptLoop, run_in_slept_loop
 
 LONG_S = 2 * CONNECT_TIMEOUT_S
 

@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from sglang import scripted as sglang
-from vllm import scripted as vllm
 
 from areal_agent.engine.address import find_backend
 from areal_agent.errors import EngineUnreachable
+
+from .sglang import scripted as sglang
+from .vllm import scripted as vllm
 
 
 async def test_the_embedded_engine(tiny, serve):

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sampled import Weights, assert_sampled_by, assert_swapped
-from transfers import damaged, open_channel, parameters_of
 
 from areal_agent.config import Config
 from areal_agent.engine.client import HttpEngine
@@ -29,6 +27,9 @@ from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.types import DistributedWeights, TensorEntry, VersionSpan, WeightVersion
 from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
+
+from .sampled import Weights, assert_sampled_by, assert_swapped
+from .transfers import damaged, open_channel, parameters_of
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 

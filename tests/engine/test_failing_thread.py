@@ -59,7 +59,7 @@ def test_who_waits_for_a_command_is_told(command, runner, ask):
 
 
 class Full:
-    """A ModelRunner, and its own KVStore, which has no memory to keep anything once it is full."""
+    """A ModelRunner, and its own SlotStore, which has no memory to keep anything once it is full."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""The benchmark of the engine on a GPU runs to its end on a CPU: the same code, over pages, and a small model."""
+"""The benchmark of the engine on a GPU runs to its end on a CPU: the same code and a small model."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.slow
 def test_the_benchmark_for_gpus_fills_its_tables_on_a_cpu():
     command = [sys.executable, "benchmarks/engine/gpu.py", "--shapes", "tiny", "--device", "cpu"]
-    command += ["--kv-layout", "pages", "--rounds", "1", "--pushes", "2", "--requests", "2", "--long", "160"]
+    command += ["--rounds", "1", "--pushes", "2", "--requests", "2", "--long", "160"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stdout

@@ -147,6 +147,18 @@ def test_where_the_memory_is_not_there_it_may_be_tried_again(tiny, ask):
         scheduler.close()
 
 
+def test_memory_that_is_not_there_is_refused_in_words(tiny, monkeypatch):
+    runner = ModelRunner.load(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT)
+    runner.release_memory()
+
+    def short() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(runner.kv.cache, "allocate", short)
+    with pytest.raises(EngineRejected, match=r"keys and values of 2048 tokens in the slots of 2 requests: .* 20 GiB"):
+        runner.resume_memory()
+
+
 @pytest.mark.parametrize("tags", [["weights"], ["kv_cache", "weights"], [], "kv_cache"])
 def test_weights_are_not_released(tags):
     with pytest.raises(WireError, match="tags"):

@@ -110,12 +110,9 @@ async def test_under_the_next_weights_nothing_is_left(tiny, overflowing, serve, 
         assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("kv_layout", ["slots", "pages"])
-def test_a_long_prompt_leaves_nothing_in_the_middle(kv_layout, make_model, overflowing, ask, truth):
+def test_a_long_prompt_leaves_nothing_in_the_middle(make_model, overflowing, ask, truth):
     folder = make_model(seed=0, max_position_embeddings=4 * MAX_CONTEXT)
-    runner = ModelRunner.load(
-        str(folder), device="cpu", num_slots=2, max_context_tokens=4 * MAX_CONTEXT, kv_layout=kv_layout
-    )
+    runner = ModelRunner.load(str(folder), device="cpu", num_slots=2, max_context_tokens=4 * MAX_CONTEXT)
     work = Workload(runner, WeightVersion(step=8))
     right = {
         name: tensor.clone() for name, tensor in read_weights(DiskWeights(path=str(folder)), runner.layout).items()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agent.engine.embedded.kv_store import PrefixCache
+from areal_agent.engine.embedded.kv_cache import PrefixCache
 
 
 def ids_of(*values: int) -> np.ndarray:

@@ -4,14 +4,15 @@
 - a prompt that is prefilled again is counted once
 - rows that outgrow the room are retracted and computed again: same log-probabilities, nothing lost
 - what is kept never exceeds the room; slots give their memory back
-- the room is what was asked for or what fits beside what is left free, and at least one context
+- the room is what was asked for or what fits beside what is left free, and at least one context; on a GPU, whose slots
+  take their whole contexts, the prefix cache has the rest of it
 - 2,000 requests at once are all answered
 """
 
 import pytest
 import torch
 
-from areal_agent.engine.embedded.kv_cache import KVCache, KVShape, plan_room
+from areal_agent.engine.embedded.kv_cache import KVCache, KVRoom, KVShape, SlotStore, plan_room
 from areal_agent.engine.embedded.model import ModelRunner, Piece
 from areal_agent.engine.embedded.workload import CHUNK_TOKENS, GPU_CHUNK_TOKENS, TURN_TOKENS, Row, Workload
 from areal_agent.errors import ConfigError
@@ -155,14 +156,14 @@ def test_a_released_slot_reads_as_zeros_and_its_neighbours_stay():
 
 def test_the_room_is_what_was_asked_for():
     room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=250, leave_bytes=None, token_bytes=1000, device=CPU)
-    assert room == 250
+    assert (room.num_slots, room.kv_tokens, room.reserved_tokens) == (4, 250, 0)
 
 
 def test_the_room_is_two_contexts_a_slot_where_memory_allows():
     room = plan_room(
         num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=None, token_bytes=1000, device=CPU
     )
-    assert room == 800
+    assert room.kv_tokens == 800
 
 
 def test_engines_that_share_the_memory_divide_it():
@@ -176,7 +177,7 @@ def test_engines_that_share_the_memory_divide_it():
             token_bytes=1000,
             device=CPU,
             num_sharing=number,
-        )
+        ).kv_tokens
         for number in (1, 3)
     )
     assert alone > 3 and of_three == alone // 3
@@ -211,4 +212,34 @@ def test_the_room_is_what_is_left_free_by_order():
     with pytest.raises(ConfigError, match="leave_gib"):
         plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=2**60, token_bytes=1000, device=CPU)
     room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=0, token_bytes=1000, device=CPU)
-    assert room == 800
+    assert room.kv_tokens == 800
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "num_slots", "reserved"), [(99_999, 4, 400), (800, 4, 400), (799, 3, 300), (100, 1, 100)]
+)
+def test_slots_of_a_gpu_take_at_most_half_of_the_room(kv_tokens, num_slots, reserved, caplog):
+    room = plan_room(
+        num_slots=4,
+        max_context_tokens=100,
+        kv_tokens=kv_tokens,
+        leave_bytes=None,
+        token_bytes=1000,
+        device=torch.device("cuda"),
+    )
+    assert (room.num_slots, room.kv_tokens, room.reserved_tokens) == (num_slots, kv_tokens, reserved)
+    assert (f"{num_slots} requests run at once and not 4" in caplog.text) == (num_slots < 4)
+
+
+def test_the_prefix_cache_has_what_slots_leave(tiny, ask):
+    runner = load(tiny, num_slots=2, max_context=128)
+    as_on_a_gpu = KVRoom(num_slots=2, kv_tokens=300, reserved_tokens=2 * 128)
+    runner.kv = SlotStore(runner.kv.cache, as_on_a_gpu, max_context_tokens=128)
+    work = Workload(runner, WeightVersion())
+    for number in range(4):
+        work.add(Row.of(ask(number, prompt_length=10 + number, max_tokens=20)))
+    held: list[int] = []
+    while work.has_work():
+        work.step()
+        held.append(work.num_cached_tokens)
+    assert 0 < max(held) <= 300 - 2 * 128

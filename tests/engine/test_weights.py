@@ -2,6 +2,7 @@
 
 - a damaged, incomplete or foreign set of weights raises WeightUpdateError, and the old version goes on unchanged
 - what fits is loaded: sharded folders, weights stored in another float type, tied heads stored twice
+- weights for which there is no memory are refused, and the next are taken
 - an engine that has nothing to do does not hold what was copied: a GPU's memory twice over
 """
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from areal_agent.engine.embedded.scheduler import ModelWeights
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DiskWeights, GenerateResult, SharedMemoryWeights, WeightVersion
 from tests.engine.conftest import DEADLINE_S
@@ -142,6 +144,30 @@ async def check_serves(served_folder, weights, expected_folder, serve, ask, trut
     expected = truth(expected_folder).logprobs(request.input_ids, result.token_ids)
     assert result.logprobs == pytest.approx(expected, abs=1e-4)
     assert {span.version for span in result.versions} == {NEW}
+
+
+class Full:
+    """A WeightLayout on a device whose memory is short once."""
+
+    def __init__(self, layout) -> None:
+        self._layout = layout
+        self.is_full = True
+
+    def prove(self, weights):
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 15.26 GiB")
+        return self._layout.prove(weights)
+
+
+async def test_weights_for_which_there_is_no_memory_are_refused(tiny, other, schedule, share):
+    with schedule(tiny) as (scheduler, runner):
+        layout = Full(runner.layout)
+        target = ModelWeights(scheduler, layout, runner.device)
+        with pytest.raises(WeightUpdateError, match=r"no memory to take .* 15\.26 GiB; leave more of it free"):
+            await target.take(share(other))
+        layout.is_full = False
+        await target.swap(await target.take(share(other)), NEW, flush_cache=True)
+        assert target.version == NEW
 
 
 def test_what_was_copied_is_let_go(tiny, other, schedule):

@@ -9,7 +9,8 @@ from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.bodies import Limits
 from areal_agent.tokens.renderer import Renderer
-from conftest import ADMIN_KEY, VOCAB_SIZE, MemoryJournal
+
+from .conftest import ADMIN_KEY, VOCAB_SIZE, MemoryJournal
 
 ANSWERS = (
     "hello world<|im_end|>",

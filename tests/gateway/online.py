@@ -9,7 +9,8 @@ from areal_agent.gateway.online.groups import Bound
 from areal_agent.gateway.online.wire import LeaseReply, decode_lease
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import Fate
-from conftest import Agent, OpenWorld, World
+
+from .conftest import Agent, OpenWorld, World
 
 GROUP_WAIT_S = 60.0
 

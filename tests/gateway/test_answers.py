@@ -23,7 +23,8 @@ from pydantic import BaseModel
 from areal_agent.engine.fake import fake_logprob
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Distribution, FinishReason, GenerateRequest, GenerateResult, TokenChunk
-from conftest import OpenWorld
+
+from .conftest import OpenWorld
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
 SHELL = {"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}

@@ -20,7 +20,8 @@ import pytest
 
 from areal_agent.engine.fake import fake_logprob
 from areal_agent.types import DiskWeights, Distribution, FinishReason, ForkReason, PauseMode, WeightVersion
-from conftest import OpenWorld
+
+from .conftest import OpenWorld
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "print(2**70)", "n": 1180591620717411303424}}</tool_call>'

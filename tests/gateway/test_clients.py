@@ -26,7 +26,8 @@ from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Distribution, GenerateRequest, Trajectory, WeightVersion
-from conftest import Agent, OpenWorld, World
+
+from .conftest import Agent, OpenWorld, World
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
 ANSWERS = (
@@ -53,7 +54,7 @@ async def embedded(small_model: Path, open_world: OpenWorld, ledger: Ledger) -> 
     async with serving(small_model) as engine:
         info = await engine.info()
         yield await open_world(
-            journal=ledger,
+            journal=ledger.own,
             engine=engine,
             model=Renderer.load(small_model),
             vocab_size=info.vocab_size,
@@ -151,7 +152,7 @@ async def test_a_scripted_engine(open_world: OpenWorld, ledger: Ledger, tmp_path
     def script(request: GenerateRequest) -> list[int]:
         return world.ids(ANSWERS[len(request.input_ids) % len(ANSWERS)])
 
-    world = await open_world(script=script, journal=ledger)
+    world = await open_world(script=script, journal=ledger.own)
     agent = await world.start()
     await check(agent, ledger, tmp_path, await play(agent))
 

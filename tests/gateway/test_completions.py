@@ -14,7 +14,8 @@ import pytest
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.completions import CompletionsRequest
-from conftest import Agent, OpenWorld
+
+from .conftest import Agent, OpenWorld
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 

@@ -15,10 +15,11 @@ import json
 import logging
 
 import pytest
-from raw import is_error_object, parse, say
 
 from areal_agent.gateway.bodies import Limits
-from conftest import ADMIN_KEY, OpenWorld
+
+from .conftest import ADMIN_KEY, OpenWorld
+from .raw import is_error_object, parse, say
 
 SECRET = "sk-this-key-is-a-secret-of-its-owner"
 HEAD = (

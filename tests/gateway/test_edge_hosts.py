@@ -7,9 +7,9 @@
 """
 
 import pytest
-from raw import is_error_object, parse, say
 
-from conftest import ADMIN_KEY, OpenWorld, World
+from .conftest import ADMIN_KEY, OpenWorld, World
+from .raw import is_error_object, parse, say
 
 
 async def call_as(world: World, **headers: str) -> tuple[int, dict[str, str], object]:

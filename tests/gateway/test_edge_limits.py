@@ -17,7 +17,8 @@ from areal_agent.errors import LedgerError, RequestError
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.sessions import Traffic
 from areal_agent.types import Status, Trajectory
-from conftest import ADMIN_KEY, MemoryJournal, OpenWorld, World
+
+from .conftest import ADMIN_KEY, MemoryJournal, OpenWorld, World
 
 
 class BrokenJournal(MemoryJournal):

@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 
 from areal_agent.process import allow_many_connections
-from conftest import ADMIN_KEY, OpenWorld
+
+from .conftest import ADMIN_KEY, OpenWorld
 
 pytestmark = pytest.mark.filterwarnings("error")
 

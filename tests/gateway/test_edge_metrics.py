@@ -13,7 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_agent.gateway.auth import is_loopback
-from conftest import ADMIN_KEY, OpenWorld, World
+
+from .conftest import ADMIN_KEY, OpenWorld, World
 
 PREFIX = "areal_agent_gateway_"
 

@@ -12,10 +12,11 @@ import select
 import socket
 
 import pytest
-from raw import address, is_error_object, parse, say
 
 from areal_agent.gateway.bodies import Limits
-from conftest import ADMIN_KEY, OpenWorld
+
+from .conftest import ADMIN_KEY, OpenWorld
+from .raw import address, is_error_object, parse, say
 
 SHORT_S = 0.05
 HEAD = f"POST /rl/start_session HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ADMIN_KEY}\r\n"

@@ -8,7 +8,7 @@
 
 import pytest
 
-from conftest import ADMIN_KEY, OpenWorld
+from .conftest import ADMIN_KEY, OpenWorld
 
 SESSION_PATHS = ["/v1/chat/completions", "/chat/completions", "/rl/set_reward", "/rl/end_session"]
 ADMIN_PATHS = ["/rl/start_session", "/export_trajectories"]

@@ -18,12 +18,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from zygote import ADMIN_KEY, MODEL
 
+from areal_agent.ledger import questions
 from areal_agent.ledger.files import shard_path
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.types import Status
+
+from .zygote import ADMIN_KEY, MODEL
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
 NUM_AGENTS = 8
@@ -136,7 +138,7 @@ async def check(ledger: Ledger, storm: Storm) -> None:
     ends = {(trajectories[id].status, trajectories[id].rewards.final) for id in storm.ended}
     assert ends == {(Status.COMPLETED, REWARD)}
     assert {one.status for one in trajectories.values()} == {Status.COMPLETED, Status.ORPHAN}
-    counts = await ledger.counts()
+    counts = await ledger.ask(questions.counts)
     assert counts.num_open == 0
     assert counts.num_closed >= len(storm.sessions)
 
@@ -163,6 +165,6 @@ async def test_no_answered_turn_of_a_workers_shard_is_lost(zygote: Zygote, tmp_p
         await storm.life(zygote, "shard", shard_path(path, "w0"))
         num_orphans += len(await ledger.end_orphans("w0"))
     await check(ledger, storm)
-    assert (await ledger.counts()).drops == {"orphan": num_orphans}
+    assert (await ledger.ask(questions.counts)).drops == {"orphan": num_orphans}
     await ledger.aclose()
     assert verify(path).violations == ()

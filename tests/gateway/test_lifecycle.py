@@ -26,7 +26,8 @@ from areal_agent.gateway.turn import Services
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import FinishReason, PauseMode, SessionPurpose, SessionRecord
-from conftest import MemoryJournal, OpenWorld
+
+from .conftest import MemoryJournal, OpenWorld
 
 
 async def hang_up(call: "asyncio.Task[Any]") -> None:

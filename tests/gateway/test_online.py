@@ -20,14 +20,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from online import GROUP_WAIT_S, Online, fate, ids, ids_of, open_online
 
 from areal_agent.gateway.online.groups import Bound
 from areal_agent.gateway.online.wire import decode_lease
 from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, Fate, Status, Trajectory, WeightVersion
-from conftest import OpenWorld
+
+from .conftest import OpenWorld
+from .online import GROUP_WAIT_S, Online, fate, ids, ids_of, open_online
 
 
 @pytest.fixture

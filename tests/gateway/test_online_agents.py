@@ -21,8 +21,9 @@ from areal_agent.errors import EngineError
 from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.gateway.online.wire import decode_lease
 from areal_agent.ledger.ledger import Ledger
-from conftest import ADMIN_KEY, OpenWorld, World
 from examples.online_rl.agent import Agents, Refused
+
+from .conftest import ADMIN_KEY, OpenWorld, World
 
 GROUP_SIZE = 3
 TASKS: list[dict[str, Any]] = [{"id": "task", "messages": [{"role": "user", "content": "hello"}], "answer": "1"}]

@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from online import Online, fate, ids_of, open_online
 
 from areal_agent.gateway.online.groups import Bound
 from areal_agent.ledger.verify import verify
 from areal_agent.types import Fate, WeightVersion
-from conftest import Agent, OpenWorld
+
+from .conftest import Agent, OpenWorld
+from .online import Online, fate, ids_of, open_online
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from aiohttp import web
 from openai.types import chat, completion_create_params
 
 from areal_agent.gateway.openapi.document import openapi_document
-from conftest import ADMIN_KEY, Agent, OpenWorld, World
+
+from .conftest import ADMIN_KEY, Agent, OpenWorld, World
 
 DOCUMENT = openapi_document(is_leased_from=False)
 METHODS = ("get", "post")

@@ -21,7 +21,8 @@ from areal_agent.gateway.conversation import read_message
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Distribution
-from conftest import OpenWorld
+
+from .conftest import OpenWorld
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import pytest
 
 from areal_agent.gateway.sessions import NUM_ENDED_KEPT
 from areal_agent.types import Rewards, SessionPurpose, Status
-from conftest import OpenWorld
+
+from .conftest import OpenWorld
 
 
 async def test_a_started_session_is_in_the_journal(open_world: OpenWorld) -> None:

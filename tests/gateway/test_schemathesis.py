@@ -16,8 +16,6 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from live import live_gateway
-from raw import is_error_object
 from schemathesis import Case
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -29,7 +27,10 @@ from schemathesis.specs.openapi.checks import (
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.openapi.document import openapi_document
 from areal_agent.tokens.renderer import Renderer
-from conftest import ADMIN_KEY, MemoryJournal
+
+from .conftest import ADMIN_KEY, MemoryJournal
+from .live import live_gateway
+from .raw import is_error_object
 
 
 def narrowed_document() -> dict[str, Any]:

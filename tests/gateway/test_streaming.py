@@ -19,7 +19,8 @@ import pytest
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
-from conftest import OpenWorld, World
+
+from .conftest import OpenWorld, World
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.conversation import strict_tools
-from conftest import OpenWorld
+
+from .conftest import OpenWorld
 
 
 class Weather(BaseModel):

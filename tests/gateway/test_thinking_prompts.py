@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from areal_agent.tokens.renderer import Renderer
-from conftest import TEMPLATE, OpenWorld, new_renderer
+
+from .conftest import TEMPLATE, OpenWorld, new_renderer
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
 

@@ -10,7 +10,8 @@ import contextlib
 from typing import Any
 
 from areal_agent.tokens.records import token_records
-from conftest import OpenWorld
+
+from .conftest import OpenWorld
 
 
 async def hang_up(call: "asyncio.Task[Any]") -> None:

@@ -15,7 +15,8 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, ForkReason, GenerateRequest, Status, Trajectory
-from conftest import Agent, OpenWorld
+
+from .conftest import Agent, OpenWorld
 
 CALL = '<tool_call>{"name": "f", "arguments": {"n": 1180591620717411303424}}</tool_call><|im_end|>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -35,7 +36,9 @@ async def trajectory_of(ledger: Ledger, agent: Agent) -> Trajectory:
 
 
 async def test_a_session_reads_back_as_it_was(open_world: OpenWorld, ledger: Ledger, tmp_path: Path) -> None:
-    world = await open_world(CALL, "a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "defg", journal=ledger, is_stepped=True)
+    world = await open_world(
+        CALL, "a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "defg", journal=ledger.own, is_stepped=True
+    )
 
     async def answered(call: Coroutine[Any, Any, Any], num_requests: int) -> Any:
         task = asyncio.create_task(call)
@@ -81,7 +84,7 @@ async def test_sessions_at_once_are_all_there(open_world: OpenWorld, ledger: Led
     def script(request: GenerateRequest) -> list[int]:
         return world.ids(answers[len(request.input_ids) % 2] + "<|im_end|>")
 
-    world = await open_world(script=script, journal=ledger)
+    world = await open_world(script=script, journal=ledger.own)
 
     async def play(number: int) -> Agent:
         agent = await world.start(group_id="g", seed=number)

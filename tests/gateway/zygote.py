@@ -42,7 +42,7 @@ async def open_journal(kind: str, path: Path) -> Journal:
         return await LedgerShard.open(path, create=True)
     ledger = await Ledger.open(path, create=True)
     await ledger.begin_incarnation(0)
-    return ledger
+    return ledger.own
 
 
 async def serve(kind: str, path: Path, renderer: Renderer) -> None:

@@ -1,14 +1,14 @@
 """Sessions, turns and trajectories to put into a ledger, and a ledger in a folder of its own."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from areal_agent.ledger.encoding import lease_digest
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.reads import Lease
 from areal_agent.protocols import Journal
 from areal_agent.types import (
     Completion,
@@ -26,7 +26,30 @@ from areal_agent.types import (
     WeightVersion,
 )
 
-collect_ignore = ["worker.py"]  # the process that is killed; no test, and no doctest
+collect_ignore = ["worker.py", "record.py"]  # run as programs; no tests, and no doctests
+
+SAMPLING = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=20,
+    min_p=0.1,
+    frequency_penalty=0.5,
+    presence_penalty=0.25,
+    repetition_penalty=1.5,
+    logit_bias=((5, -1.0),),
+    regex="[0-9]+",
+    max_tokens=8,
+    stop_token_ids=(0, 2),
+    stop=("END",),
+    seed=3,
+)
+"""Nothing at its default."""
+
+SPANS = (
+    VersionSpan(version=WeightVersion(step=1), start=0, end=3),
+    VersionSpan(version=WeightVersion(incarnation=1, step=2), start=3, end=4),
+)
+"""Of a completion of 4 tokens that two weight versions sampled."""
 
 
 class Make:
@@ -96,8 +119,7 @@ class Make:
 
     async def leased(self, ledger: Ledger, step: int, *ids: str) -> None:
         """Lease closed sessions as the producer does."""
-        digests: Mapping[str, str] = {id: lease_digest(await ledger.trajectory(id), 8) for id in ids}
-        await ledger.lease(step, digests, dict.fromkeys(ids, 8))
+        await ledger.lease(step, [Lease.of(await ledger.trajectory(id), 8) for id in ids])
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 
@@ -55,7 +56,7 @@ async def test_what_was_acknowledged_survives_a_kill(path: Path) -> None:
     assert len(acknowledged) > NUM_KILLS
     ledger = await Ledger.open(path, create=False)
     await ledger.begin_incarnation(0)
-    counts = await ledger.counts()
+    counts = await ledger.ask(questions.counts)
     await ledger.aclose()
     assert counts.num_open == 0
     assert counts.drops["orphan"] > 0

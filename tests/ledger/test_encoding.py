@@ -117,9 +117,9 @@ def test_any_trajectory_comes_back_equal(path: Path, make) -> None:
     async def round_trip(ledger: Ledger, recorded: list[Turn], ending: dict) -> None:
         session_id = f"s{next(numbers)}"
         recorded = [with_own_ids(turn, next(numbers)) for turn in recorded]
-        await ledger.open_session(make.session(session_id))
-        await asyncio.gather(*(ledger.append_turn(session_id, turn) for turn in recorded))
-        await ledger.close_session(make.ending(session_id, **ending))
+        await ledger.own.open_session(make.session(session_id))
+        await asyncio.gather(*(ledger.own.append_turn(session_id, turn) for turn in recorded))
+        await ledger.own.close_session(make.ending(session_id, **ending))
         expected = make.ending(session_id, turns=tuple(recorded), **ending)
         kept = await ledger.trajectory(session_id)
         assert kept == expected
@@ -141,23 +141,23 @@ def test_any_trajectory_comes_back_equal(path: Path, make) -> None:
 async def test_a_logprob_comes_back_as_the_float32_it_was(ledger: Ledger, make) -> None:
     logprob = -0.1  # not a float32 itself
     completion = replace(make.completion("c", num_tokens=1), logprobs=(logprob,))
-    await ledger.open_session(make.session("s"))
-    await ledger.append_turn("s", make.turn("s", completions=(completion,)))
-    await ledger.close_session(make.ending("s"))
+    await ledger.own.open_session(make.session("s"))
+    await ledger.own.append_turn("s", make.turn("s", completions=(completion,)))
+    await ledger.own.close_session(make.ending("s"))
     [turn] = (await ledger.trajectory("s")).turns
     assert turn.completions[0].logprobs == struct.unpack("<f", struct.pack("<f", logprob))
 
 
 async def test_what_is_no_json_is_refused_by_name(ledger: Ledger, make) -> None:
-    await ledger.open_session(make.session("s"))
+    await ledger.own.open_session(make.session("s"))
     with pytest.raises(LedgerError, match="the messages cannot be written as JSON"):
-        await ledger.append_turn("s", make.turn("s", request_delta=({"content": object()},)))
+        await ledger.own.append_turn("s", make.turn("s", request_delta=({"content": object()},)))
 
 
 async def test_a_token_id_that_is_no_int32_is_refused(ledger: Ledger, make) -> None:
-    await ledger.open_session(make.session("s"))
+    await ledger.own.open_session(make.session("s"))
     with pytest.raises(LedgerError, match="token ids are int32; 2147483648 is none"):
-        await ledger.append_turn("s", make.turn("s", new_prompt_ids=(2**31,)))
+        await ledger.own.append_turn("s", make.turn("s", new_prompt_ids=(2**31,)))
 
 
 def size_of(path: Path) -> int:
@@ -165,8 +165,8 @@ def size_of(path: Path) -> int:
 
 
 async def test_a_turn_costs_its_new_tokens_not_its_history(ledger: Ledger, path: Path, make) -> None:
-    await ledger.open_session(make.session("s"))
+    await ledger.own.open_session(make.session("s"))
     for number in range(400):
-        await ledger.append_turn("s", make.turn("s", number))  # number 400 has a history of 2,800 tokens
+        await ledger.own.append_turn("s", make.turn("s", number))  # number 400 has a history of 2,800 tokens
     await ledger.aclose()
     assert size_of(path) < 400 * 1000

@@ -30,16 +30,16 @@ async def recorded(ledger: Ledger, path: Path, make) -> None:
         VersionSpan(version=WeightVersion(incarnation=1, step=2), start=3, end=4),
     )
     fork = replace(make.completion("a-fork"), token_ids=(7, 8, 9, 2), versions=spans)
-    await ledger.open_session(make.session("a"))
-    await ledger.append_turn("a", make.turn("a", 0))
-    await ledger.append_turn("a", make.turn("a", 1, parent="a-c0", fork_at=5, completions=(fork,)))
+    await ledger.own.open_session(make.session("a"))
+    await ledger.own.append_turn("a", make.turn("a", 0))
+    await ledger.own.append_turn("a", make.turn("a", 1, parent="a-c0", fork_at=5, completions=(fork,)))
     rewards = Rewards(final=1.0, by_completion={"a-c0": 0.5}, parts={"format": 0.25})
-    await ledger.close_session(make.ending("a", rewards=rewards, undelivered=("a-fork",)))
+    await ledger.own.close_session(make.ending("a", rewards=rewards, undelivered=("a-fork",)))
     shard = await LedgerShard.open(shard_path(path, "w0"), create=True)
     await make.closed(shard, "b", num_turns=1)
     await shard.aclose()
-    await ledger.open_session(make.session("c"))
-    await ledger.append_turn("c", make.turn("c", 0))
+    await ledger.own.open_session(make.session("c"))
+    await ledger.own.append_turn("c", make.turn("c", 0))
     await make.leased(ledger, 1, "a")
     await ledger.commit_checkpoint(1, "checkpoints/1")
     await ledger.drop({"b": Drop.STALE})
@@ -101,9 +101,9 @@ async def test_an_open_session_has_no_figures_of_an_end(ledger: Ledger, path: Pa
 
 async def test_row_groups_are_all_written(ledger: Ledger, path: Path, tmp_path: Path, make) -> None:
     big = replace(make.completion("big-c0", num_tokens=parquet.MAX_BATCH_TOKENS))
-    await ledger.open_session(make.session("big"))
-    await ledger.append_turn("big", make.turn("big", completions=(big,)))
-    await make.closed(ledger, *(f"s{number}" for number in range(5)))
+    await ledger.own.open_session(make.session("big"))
+    await ledger.own.append_turn("big", make.turn("big", completions=(big,)))
+    await make.closed(ledger.own, *(f"s{number}" for number in range(5)))
     files = LedgerFiles(path)
     with files.snapshot() as snapshot:
         assert parquet.write_parquet(tmp_path / "out.parquet", completions(snapshot)) == 11

@@ -2,8 +2,8 @@
 
 1. it is readable by its owner only, and so are the files beside it; 2. a second live writer is refused, with the
 folder's name, in another process too; 3. after the first has closed, it is not; 4. a missing file, 5. an empty one,
-6. a newer or older version, 7. another program's database, which is not written to, 8. no database at all: each refused
-with what to do; 9. opening with `create` keeps what is there; 10. a closed ledger is one file.
+6. another program's database, which is not written to, 7. no database at all: each refused with what to do; 8. opening
+with `create` keeps what is there; 9. a closed ledger is one file.
 """
 
 import asyncio
@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 
 
 async def test_it_is_private_to_its_owner(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger, "s")
+    await make.closed(ledger.own, "s")
     modes = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in os.scandir(path.parent)}
     assert modes.keys() == {path.name + end for end in ("", "-wal", "-shm", ".lock")}
     assert set(modes.values()) == {0o600}
@@ -84,16 +85,6 @@ async def test_an_empty_file_is_refused_unless_it_is_to_be_made(empty: Path) -> 
     await ledger.aclose()
 
 
-@pytest.mark.parametrize(("version", "age"), [(0, "older"), (99, "newer")])
-async def test_another_version_is_refused(ledger: Ledger, path: Path, version: int, age: str) -> None:
-    await ledger.aclose()
-    connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {version}")
-    connection.close()
-    with pytest.raises(LedgerError, match=f"has version {version}, {age} than"):
-        await Ledger.open(path, create=False)
-
-
 async def test_another_programs_database_is_refused_and_left_alone(foreign: Path) -> None:
     with pytest.raises(LedgerError, match="is no ledger of areal_agent"):
         await Ledger.open(foreign, create=True)
@@ -109,7 +100,7 @@ async def test_what_is_no_database_is_refused(scribble: Path) -> None:
 
 
 async def test_create_keeps_what_is_there(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger, "s")
+    await make.closed(ledger.own, "s")
     await ledger.aclose()
     again = await Ledger.open(path, create=True)
     assert (await again.trajectory("s")).session_id == "s"
@@ -117,7 +108,7 @@ async def test_create_keeps_what_is_there(ledger: Ledger, path: Path, make) -> N
 
 
 async def test_a_closed_ledger_is_one_file(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger, "s")
-    await ledger.waiting()
+    await make.closed(ledger.own, "s")
+    await ledger.ask(questions.waiting)
     await ledger.aclose()
     assert {entry.name for entry in os.scandir(path.parent)} == {path.name, path.name + ".lock"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.reads import Incarnation
 from areal_agent.types import Drop, Fate, SessionPurpose, Status
@@ -35,8 +36,8 @@ async def test_incarnations_count_from_0(path: Path) -> None:
 
 
 async def test_what_was_open_ends_as_an_orphan_with_its_turns(ledger: Ledger, make, restart) -> None:
-    await ledger.open_session(make.session("s"))
-    await ledger.append_turn("s", make.turn("s"))
+    await ledger.own.open_session(make.session("s"))
+    await ledger.own.append_turn("s", make.turn("s"))
     again, incarnation = await restart(0)
     trajectory = await again.trajectory("s")
     await again.aclose()
@@ -47,7 +48,7 @@ async def test_what_was_open_ends_as_an_orphan_with_its_turns(ledger: Ledger, ma
 
 
 async def test_an_orphan_of_an_evaluation_has_no_fate(ledger: Ledger, make, restart) -> None:
-    await ledger.open_session(make.session("e", purpose=SessionPurpose.EVAL))
+    await ledger.own.open_session(make.session("e", purpose=SessionPurpose.EVAL))
     again, _ = await restart(0)
     trajectory = await again.trajectory("e")
     await again.aclose()
@@ -55,13 +56,13 @@ async def test_an_orphan_of_an_evaluation_has_no_fate(ledger: Ledger, make, rest
 
 
 async def test_leases_are_settled_by_the_checkpoint(ledger: Ledger, make, restart) -> None:
-    await make.closed(ledger, "a", "b", "c", "d")
+    await make.closed(ledger.own, "a", "b", "c", "d")
     await make.leased(ledger, 1, "a", "b")
     await make.leased(ledger, 2, "c")
     await make.leased(ledger, 3, "d")
     again, incarnation = await restart(2)  # published, but its commit was lost
     fates = [(await again.trajectory(id)).fate for id in "abcd"]
-    waiting = [one.session_id for one in await again.waiting()]
+    waiting = [one.session_id for one in await again.ask(questions.waiting)]
     await make.leased(again, 3, "d")
     await again.aclose()
     assert incarnation.num_returned == 1
@@ -70,19 +71,19 @@ async def test_leases_are_settled_by_the_checkpoint(ledger: Ledger, make, restar
 
 
 async def test_what_has_its_fate_keeps_it(ledger: Ledger, make, restart) -> None:
-    await make.closed(ledger, "a", "b")
+    await make.closed(ledger.own, "a", "b")
     await make.leased(ledger, 1, "a")
     await ledger.commit_checkpoint(1, "checkpoints/1")
     await ledger.drop({"b": Drop.FILTERED})
-    before = await ledger.counts()
+    before = await ledger.ask(questions.counts)
     again, _ = await restart(1)
-    after = await again.counts()
+    after = await again.ask(questions.counts)
     await again.aclose()
     assert after == before
 
 
 async def test_steps_of_a_lost_checkpoint_are_trained_again(ledger: Ledger, make, restart) -> None:
-    await make.closed(ledger, "a", "b")
+    await make.closed(ledger.own, "a", "b")
     await make.leased(ledger, 1, "a")
     await make.leased(ledger, 2, "b")
     await ledger.commit_checkpoint(1, "checkpoints/1")
@@ -99,6 +100,6 @@ async def test_steps_of_a_lost_checkpoint_are_trained_again(ledger: Ledger, make
 async def test_a_completed_run_that_goes_on_is_running_again(ledger: Ledger, restart) -> None:
     await ledger.set_note("status", "completed")
     again, _ = await restart(0)
-    status = await again.get_note("status")
+    status = await again.ask(questions.note, "status")
     await again.aclose()
     assert status == "running"

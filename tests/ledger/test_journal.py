@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import GroupCommitWriter
 
 
 async def test_turns_come_back_in_order_of_many_sessions_at_once(ledger: Ledger, make) -> None:
     ids = [f"s{number}" for number in range(30)]
-    await asyncio.gather(*(make.closed(ledger, id, num_turns=5) for id in ids))
+    await asyncio.gather(*(make.closed(ledger.own, id, num_turns=5) for id in ids))
     for id in ids:
         turns = (await ledger.trajectory(id)).turns
         assert turns == tuple(make.turn(id, number) for number in range(5))
@@ -28,59 +29,59 @@ async def test_turns_come_back_in_order_of_many_sessions_at_once(ledger: Ledger,
 
 async def test_a_turn_of_an_unknown_session_is_refused(ledger: Ledger, make) -> None:
     with pytest.raises(LedgerError, match="has no session 'ghost'"):
-        await ledger.append_turn("ghost", make.turn("ghost"))
+        await ledger.own.append_turn("ghost", make.turn("ghost"))
 
 
 async def test_a_turn_of_a_closed_session_is_refused(ledger: Ledger, make) -> None:
-    await make.closed(ledger, "s")
+    await make.closed(ledger.own, "s")
     with pytest.raises(LedgerError, match="'s' has ended"):
-        await ledger.append_turn("s", make.turn("s", 2))
+        await ledger.own.append_turn("s", make.turn("s", 2))
 
 
 async def test_a_session_closes_once(ledger: Ledger, make) -> None:
-    await make.closed(ledger, "s")
+    await make.closed(ledger.own, "s")
     with pytest.raises(LedgerError, match="'s' has ended"):
-        await ledger.close_session(make.ending("s"))
+        await ledger.own.close_session(make.ending("s"))
 
 
 async def test_a_second_session_of_one_id_is_refused(ledger: Ledger, make) -> None:
-    await ledger.open_session(make.session("s"))
+    await ledger.own.open_session(make.session("s"))
     with pytest.raises(LedgerError, match=r"sessions\.id"):
-        await ledger.open_session(make.session("s"))
+        await ledger.own.open_session(make.session("s"))
 
 
 async def test_a_second_turn_of_one_id_is_refused(ledger: Ledger, make) -> None:
-    await ledger.open_session(make.session("s"))
-    await ledger.append_turn("s", make.turn("s"))
+    await ledger.own.open_session(make.session("s"))
+    await ledger.own.append_turn("s", make.turn("s"))
     with pytest.raises(LedgerError, match=r"turns\.id"):
-        await ledger.append_turn("s", make.turn("s", completions=()))
+        await ledger.own.append_turn("s", make.turn("s", completions=()))
 
 
 async def test_a_second_completion_of_one_id_is_refused_with_its_whole_turn(ledger: Ledger, make) -> None:
-    await ledger.open_session(make.session("s"))
+    await ledger.own.open_session(make.session("s"))
     twins = (make.completion("twin"), make.completion("twin"))
     with pytest.raises(LedgerError, match=r"completions\.id"):
-        await ledger.append_turn("s", make.turn("s", completions=twins))
-    await ledger.close_session(make.ending("s"))
+        await ledger.own.append_turn("s", make.turn("s", completions=twins))
+    await ledger.own.close_session(make.ending("s"))
     assert (await ledger.trajectory("s")).turns == ()
 
 
 async def test_a_refused_write_leaves_its_neighbours(ledger: Ledger, make) -> None:
-    await ledger.open_session(make.session("s"))
+    await ledger.own.open_session(make.session("s"))
     first, refused, last = await asyncio.gather(
-        ledger.append_turn("s", make.turn("s", 0)),
-        ledger.append_turn("s", make.turn("s", 0)),
-        ledger.append_turn("s", make.turn("s", 1)),
+        ledger.own.append_turn("s", make.turn("s", 0)),
+        ledger.own.append_turn("s", make.turn("s", 0)),
+        ledger.own.append_turn("s", make.turn("s", 1)),
         return_exceptions=True,
     )
     assert first is None and last is None
     assert isinstance(refused, LedgerError)
-    await ledger.close_session(make.ending("s"))
+    await ledger.own.close_session(make.ending("s"))
     assert (await ledger.trajectory("s")).turns == (make.turn("s", 0), make.turn("s", 1))
 
 
 async def test_an_open_session_is_no_trajectory_yet(ledger: Ledger, make) -> None:
-    await ledger.open_session(make.session("s"))
+    await ledger.own.open_session(make.session("s"))
     with pytest.raises(LedgerError, match="still open"):
         await ledger.trajectory("s")
 
@@ -107,11 +108,11 @@ async def test_a_full_disk_fails_the_group_and_passes(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_caller_harms_nobody(ledger: Ledger, make) -> None:
-    await ledger.open_session(make.session("s"))
-    impatient = asyncio.create_task(ledger.append_turn("s", make.turn("s", 0)))
+    await ledger.own.open_session(make.session("s"))
+    impatient = asyncio.create_task(ledger.own.append_turn("s", make.turn("s", 0)))
     await asyncio.sleep(0)  # it is queued
     impatient.cancel()
-    await ledger.append_turn("s", make.turn("s", 1))
+    await ledger.own.append_turn("s", make.turn("s", 1))
     with pytest.raises(asyncio.CancelledError):
         await impatient
 
@@ -119,18 +120,18 @@ async def test_a_cancelled_caller_harms_nobody(ledger: Ledger, make) -> None:
 async def test_a_closed_ledger_refuses_and_closes_again(ledger: Ledger, make) -> None:
     await ledger.aclose()
     with pytest.raises(LedgerError, match="the ledger is closed"):
-        await ledger.open_session(make.session("s"))
+        await ledger.own.open_session(make.session("s"))
     with pytest.raises(LedgerError, match="the ledger is closed"):
-        await ledger.waiting()
+        await ledger.ask(questions.waiting)
     await ledger.aclose()
 
 
 async def test_closing_commits_what_is_queued(path: Path, make) -> None:
     ledger = await Ledger.open(path, create=True)
-    queued = [asyncio.create_task(ledger.open_session(make.session(f"s{number}"))) for number in range(50)]
+    queued = [asyncio.create_task(ledger.own.open_session(make.session(f"s{number}"))) for number in range(50)]
     await asyncio.sleep(0)
     await ledger.aclose()
     await asyncio.gather(*queued)
     ledger = await Ledger.open(path, create=False)
-    assert (await ledger.counts()).num_open == 50
+    assert (await ledger.ask(questions.counts)).num_open == 50
     await ledger.aclose()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.types import Drop, Fate, Rewards, Status, Trajectory
@@ -23,10 +24,10 @@ def ids(trajectories: tuple[Trajectory, ...]) -> list[str]:
 
 
 async def test_a_late_reward_is_durable_and_completes_what_lacked_one(ledger: Ledger, make, path: Path) -> None:
-    await ledger.open_session(make.session("a"))
-    await ledger.append_turn("a", make.turn("a"))
+    await ledger.own.open_session(make.session("a"))
+    await ledger.own.append_turn("a", make.turn("a"))
     ending = make.ending("a", status=Status.MISSING_REWARD, error="no reward", rewards=Rewards())
-    await ledger.close_session(ending)
+    await ledger.own.close_session(ending)
     await ledger.set_rewards("a", Rewards(parts={"style": 0.5}))
     assert (await ledger.trajectory("a")).status is Status.MISSING_REWARD
     earned = Rewards(final=0.25, by_completion={"a-c0": 1.0}, parts={"style": 0.5})
@@ -40,7 +41,7 @@ async def test_a_late_reward_is_durable_and_completes_what_lacked_one(ledger: Le
 
 
 async def test_an_ending_that_was_changed_takes_no_late_reward(ledger: Ledger, make, path: Path) -> None:
-    await make.closed(ledger, "a")
+    await make.closed(ledger.own, "a")
     await ledger.aclose()
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("UPDATE endings SET final_reward = 0.5")
@@ -53,9 +54,9 @@ async def test_an_ending_that_was_changed_takes_no_late_reward(ledger: Ledger, m
 @pytest.mark.parametrize("end", ["leased", "dropped", "open"])
 async def test_what_is_leased_or_dropped_or_open_takes_no_late_reward(ledger: Ledger, make, end: str) -> None:
     if end == "open":
-        await ledger.open_session(make.session("a"))
+        await ledger.own.open_session(make.session("a"))
     else:
-        await make.closed(ledger, "a")
+        await make.closed(ledger.own, "a")
     if end == "leased":
         await make.leased(ledger, 1, "a")
     elif end == "dropped":
@@ -65,44 +66,44 @@ async def test_what_is_leased_or_dropped_or_open_takes_no_late_reward(ledger: Le
 
 
 async def test_what_is_leased_can_be_asked_for_until_it_is_trained(ledger: Ledger, make) -> None:
-    await make.closed(ledger, "a", "b", "c")
+    await make.closed(ledger.own, "a", "b", "c")
     await make.leased(ledger, 1, "a", "b")
     await make.leased(ledger, 2, "c")
-    assert ids(await ledger.leased(1)) == ["a", "b"]
+    assert ids(await ledger.ask(questions.leased, 1)) == ["a", "b"]
     await ledger.commit_checkpoint(1, "checkpoints/1")
-    assert ids(await ledger.leased(1)) == []
-    assert ids(await ledger.leased(2)) == ["c"]
+    assert ids(await ledger.ask(questions.leased, 1)) == []
+    assert ids(await ledger.ask(questions.leased, 2)) == ["c"]
 
 
 async def test_leases_after_the_checkpoint_return(ledger: Ledger, make, path: Path) -> None:
-    await make.closed(ledger, "a", "b", "c")
+    await make.closed(ledger.own, "a", "b", "c")
     for step, id in enumerate("abc", start=1):
         await make.leased(ledger, step, id)
     assert await ledger.return_leases(1) == 2
     assert await ledger.return_leases(1) == 0
     assert (await ledger.trajectory("a")).fate == Fate(trained_step=1)  # the checkpoint was never acknowledged
-    assert ids(await ledger.waiting()) == ["b", "c"]
+    assert ids(await ledger.ask(questions.waiting)) == ["b", "c"]
     await make.leased(ledger, 2, "c")
     assert verify(path).violations == ()
 
 
 async def test_a_restart_without_a_checkpoint_leaves_leases_alone(ledger: Ledger, make, path: Path) -> None:
-    await make.closed(ledger, "a", "b")
+    await make.closed(ledger.own, "a", "b")
     await make.leased(ledger, 1, "a")
     await ledger.commit_checkpoint(1, "checkpoints/1")
     await make.leased(ledger, 2, "b")
-    await ledger.open_session(make.session("cut off"))
+    await ledger.own.open_session(make.session("cut off"))
     await ledger.aclose()
     again = await Ledger.open(path, create=False)
     incarnation = await again.begin_incarnation(None)
     assert (incarnation.number, incarnation.num_orphans, incarnation.num_returned) == (1, 1, 0)
-    assert ids(await again.leased(2)) == ["b"]
+    assert ids(await again.ask(questions.leased, 2)) == ["b"]
     assert (await again.trajectory("cut off")).fate == Fate(dropped=Drop.ORPHAN)
     await again.aclose()
     assert verify(path).violations == ()
 
 
 async def test_a_session_is_found_by_its_key(ledger: Ledger, make) -> None:
-    await ledger.open_session(make.session("a", key_hash="aa" * 32))
+    await ledger.own.open_session(make.session("a", key_hash="aa" * 32))
     assert await ledger.session_with_key("aa" * 32) == "a"
     assert await ledger.session_with_key("bb" * 32) is None

@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger import questions
 from areal_agent.ledger.files import shard_path, shard_paths
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
@@ -53,26 +54,26 @@ async def test_a_later_shard_is_read(ledger: Ledger, open_shard: OpenShard, make
 async def test_fates_are_the_coordinators(ledger: Ledger, open_shard: OpenShard, path: Path, make) -> None:
     await make.closed(await open_shard("w0"), "a", "b")
     await make.closed(await open_shard("w1"), "c")
-    await make.closed(ledger, "d")
+    await make.closed(ledger.own, "d")
     await make.leased(ledger, 1, "a", "c", "d")
     await ledger.drop({"b": Drop.FILTERED})
     await ledger.commit_checkpoint(1, "checkpoints/1")
     trained = Fate(trained_step=1)
     fates = [(await ledger.trajectory(id)).fate for id in "abcd"]
     assert fates == [trained, Fate(dropped=Drop.FILTERED), trained, trained]
-    assert await ledger.num_waiting() == 0
+    assert await ledger.ask(questions.num_waiting) == 0
     assert verify(path).violations == ()
 
 
 async def test_what_waits_is_in_the_order_of_closing(ledger: Ledger, open_shard: OpenShard, make) -> None:
-    files = [ledger, await open_shard("w0"), await open_shard("w1")]
+    files = [ledger.own, await open_shard("w0"), await open_shard("w1")]
     for number in range(9):
         file, id = files[number % 3], f"s{number}"
         await file.open_session(make.session(id))
         await file.close_session(make.ending(id, ended_s=make.START_S + number))
-    assert [one.session_id for one in await ledger.waiting()] == [f"s{number}" for number in range(9)]
-    assert [one.session_id for one in await ledger.waiting(limit=4)] == ["s0", "s1", "s2", "s3"]
-    assert await ledger.num_waiting() == 9
+    assert [one.session_id for one in await ledger.ask(questions.waiting)] == [f"s{number}" for number in range(9)]
+    assert [one.session_id for one in await ledger.ask(questions.waiting, limit=4)] == ["s0", "s1", "s2", "s3"]
+    assert await ledger.ask(questions.num_waiting) == 9
 
 
 async def test_figures_are_of_all_files(ledger: Ledger, open_shard: OpenShard, path: Path, make) -> None:
@@ -80,13 +81,18 @@ async def test_figures_are_of_all_files(ledger: Ledger, open_shard: OpenShard, p
     await make.closed(first, "a", group_id="g000003")
     await make.closed(second, "b", group_id="g000041")
     await make.closed(second, "e", group_id="eval", purpose=SessionPurpose.EVAL)
-    await make.closed(ledger, "c", group_id="g000007")
+    await make.closed(ledger.own, "c", group_id="g000007")
     await second.open_session(make.session("open"))
     await make.leased(ledger, 1, "a", "c")
     await ledger.commit_checkpoint(1, "checkpoints/1")
-    assert await ledger.drawn_groups() == {"g000000": True, "g000003": False, "g000041": False, "g000007": False}
-    assert await ledger.count_tokens() == (3 * 2 * 4, 2 * 8)
-    counts = await ledger.counts()
+    assert await ledger.ask(questions.drawn_groups) == {
+        "g000000": True,
+        "g000003": False,
+        "g000041": False,
+        "g000007": False,
+    }
+    assert await ledger.ask(questions.count_tokens) == (3 * 2 * 4, 2 * 8)
+    counts = await ledger.ask(questions.counts)
     assert (counts.num_open, counts.num_closed, counts.num_eval) == (1, 4, 1)
     assert (counts.num_trained, counts.num_waiting) == (2, 1)
     report = verify(path)
@@ -110,7 +116,7 @@ async def test_a_dead_workers_sessions_end_when_the_coordinator_is_told(
     await alive.close_session(make.ending("c"))
     again = await open_shard("w0")
     await make.closed(again, "d")
-    assert {one.session_id for one in await ledger.waiting()} == {"closed", "c", "d"}
+    assert {one.session_id for one in await ledger.ask(questions.waiting)} == {"closed", "c", "d"}
 
 
 async def test_they_end_at_the_next_incarnation(ledger: Ledger, open_shard: OpenShard, path: Path, make) -> None:
@@ -118,9 +124,9 @@ async def test_they_end_at_the_next_incarnation(ledger: Ledger, open_shard: Open
         shard = await open_shard(name)
         await shard.open_session(make.session(name))
         await shard.aclose()
-    await ledger.open_session(make.session("own"))
+    await ledger.own.open_session(make.session("own"))
     assert (await ledger.begin_incarnation(0)).num_orphans == 3
-    assert (await ledger.counts()).drops == {Drop.ORPHAN: 3}
+    assert (await ledger.ask(questions.counts)).drops == {Drop.ORPHAN: 3}
     assert verify(path).violations == ()
 
 
@@ -133,7 +139,7 @@ async def test_a_live_worker_forbids_an_incarnation(ledger: Ledger, open_shard: 
         await ledger.begin_incarnation(0)
     with pytest.raises(LedgerError, match=r"a worker is still writing to ledger-w1\.sqlite"):
         await ledger.end_orphans("w1")
-    assert (await ledger.counts()).num_open == 2
+    assert (await ledger.ask(questions.counts)).num_open == 2
 
 
 async def test_orphans_are_dropped(ledger: Ledger, open_shard: OpenShard, make) -> None:
@@ -142,13 +148,13 @@ async def test_orphans_are_dropped(ledger: Ledger, open_shard: OpenShard, make) 
     await shard.append_turn("a", make.turn("a"))
     await shard.aclose()
     await ledger.end_orphans("w0")
-    assert await ledger.waiting() == ()
+    assert await ledger.ask(questions.waiting) == ()
     await ledger.drop({"a": Drop.ORPHAN})  # it is already
     with pytest.raises(LedgerError, match=r"its fate is dropped\(orphan\) already"):
         await ledger.drop({"a": Drop.STALE})
     with pytest.raises(LedgerError, match=r"its fate is dropped\(orphan\) already"):
         await make.leased(ledger, 1, "a")
-    assert (await ledger.counts()).drops == {Drop.ORPHAN: 1}
+    assert (await ledger.ask(questions.counts)).drops == {Drop.ORPHAN: 1}
 
 
 async def test_a_file_has_one_writer(open_shard: OpenShard) -> None:
@@ -181,7 +187,7 @@ async def test_a_run_that_is_over_leaves_one_file_a_shard(path: Path, make) -> N
 
 
 async def test_a_shard_without_tables_holds_up_nobody(ledger: Ledger, open_shard: OpenShard, path: Path, make) -> None:
-    await make.closed(ledger, "a")
+    await make.closed(ledger.own, "a")
     shard_path(path, "w0").touch()  # as a worker leaves it for a moment, or dies
     assert (await ledger.trajectory("a")).session_id == "a"
     await make.closed(await open_shard("w0"), "b")
@@ -197,15 +203,15 @@ async def test_a_late_reward_of_a_shards_session_is_refused(ledger: Ledger, open
 
 async def test_a_shards_sessions_are_found(ledger: Ledger, open_shard: OpenShard, make) -> None:
     await make.closed(await open_shard("w0"), "a", key_hash="cd" * 32)
-    await make.closed(ledger, "b")
+    await make.closed(ledger.own, "b")
     await make.leased(ledger, 1, "a", "b")
     assert await ledger.session_with_key("cd" * 32) == "a"
-    assert [one.session_id for one in await ledger.leased(1)] == ["a", "b"]
+    assert [one.session_id for one in await ledger.ask(questions.leased, 1)] == ["a", "b"]
 
 
 async def test_a_copy_beside_the_ledger_is_no_shard(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger, "a")
+    await make.closed(ledger.own, "a")
     shutil.copy(path, path.with_name("ledger-backup.sqlite"))
-    assert await ledger.num_waiting() == 1
+    assert await ledger.ask(questions.num_waiting) == 1
     with pytest.raises(LedgerError, match="'backup' is no name of a shard"):
         ledger.shard_path("backup")

@@ -18,28 +18,30 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.ledger.encoding import lease_digest
+from areal_agent.ledger import questions
 from areal_agent.ledger.files import shard_path
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.reads import Lease
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import Invariant, verify
 from areal_agent.types import Drop, SessionPurpose, VersionSpan, WeightVersion
-from conftest import Make
+
+from .conftest import Make
 
 
 async def live(ledger: Ledger, make) -> None:
     """A session in every state, one with a fork and a completion that two weight versions sampled."""
-    await make.closed(ledger, "trained", "leased", "dropped", "waiting")
-    await make.closed(ledger, "eval", purpose=SessionPurpose.EVAL)
+    await make.closed(ledger.own, "trained", "leased", "dropped", "waiting")
+    await make.closed(ledger.own, "eval", purpose=SessionPurpose.EVAL)
     spans = (
         VersionSpan(version=WeightVersion(step=1), start=0, end=3),
         VersionSpan(version=WeightVersion(step=2), start=3, end=4),
     )
-    await ledger.open_session(make.session("open"))
-    await ledger.append_turn("open", make.turn("open", 0))
-    await ledger.append_turn("open", make.turn("open", 1))
+    await ledger.own.open_session(make.session("open"))
+    await ledger.own.append_turn("open", make.turn("open", 0))
+    await ledger.own.append_turn("open", make.turn("open", 1))
     fork = replace(make.completion("open-fork"), versions=spans)
-    await ledger.append_turn("open", make.turn("open", 2, parent="open-c0", fork_at=5, completions=(fork,)))
+    await ledger.own.append_turn("open", make.turn("open", 2, parent="open-c0", fork_at=5, completions=(fork,)))
     await make.leased(ledger, 1, "trained")
     await ledger.commit_checkpoint(1, "checkpoints/1")
     await make.leased(ledger, 2, "leased")
@@ -53,11 +55,11 @@ async def test_a_live_run_is_in_order(ledger: Ledger, path: Path, make) -> None:
     assert report.num_turns == 13
     assert report.num_sampled_tokens == 13 * 4
     assert report.num_trained_tokens == 8
-    assert report.counts == await ledger.counts()
+    assert report.counts == await ledger.ask(questions.counts)
 
 
 async def test_a_completed_run_is_in_order(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger, "a", "b")
+    await make.closed(ledger.own, "a", "b")
     await make.leased(ledger, 1, "a")
     await ledger.drop({"b": Drop.FILTERED})
     await ledger.commit_checkpoint(1, "checkpoints/1")
@@ -166,6 +168,11 @@ CORRUPTIONS = {
         f"UPDATE endings SET digest = 'none' WHERE session = {WAITING}",
         (),
     ),
+    "an ending that lost its digest": (
+        Invariant.ENDED,
+        f"UPDATE endings SET digest = '' WHERE session = {WAITING}",
+        (),
+    ),
     "too few probabilities": (Invariant.LENGTHS, f"UPDATE completions SET logprobs = ? {ANSWER}", (floats(-0.5),)),
     "a probability that is none": (
         Invariant.LOGPROBS,
@@ -263,9 +270,8 @@ def test_a_planted_corruption_is_found(copied: Path, name: str) -> None:
 
 
 async def test_a_lease_of_more_tokens_than_were_sampled_is_found(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger, "a")
-    digest = lease_digest(await ledger.trajectory("a"), 9)
-    await ledger.lease(1, {"a": digest}, {"a": 9})
+    await make.closed(ledger.own, "a")
+    await ledger.lease(1, [Lease.of(await ledger.trajectory("a"), 9)])
     [violation] = verify(path).violations
     assert (violation.invariant, violation.detail) == (Invariant.SAMPLED, "9 tokens in the loss of 8 sampled")
 
@@ -276,7 +282,7 @@ def deface(path: Path) -> None:
 
 
 async def test_a_file_too_damaged_to_read_is_a_violation(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger, *(f"s{number}" for number in range(30)))
+    await make.closed(ledger.own, *(f"s{number}" for number in range(30)))
     await ledger.aclose()
     deface(path)
     assert verify(path).of(Invariant.INTACT)
@@ -306,7 +312,7 @@ async def test_values_of_no_type_of_theirs_are_a_violation(ledger: Ledger, path:
 async def test_it_sees_one_state_beside_the_live_writer(ledger: Ledger, path: Path, make) -> None:
     async def write() -> None:
         for number in range(20):
-            await make.closed(ledger, f"s{number}")
+            await make.closed(ledger.own, f"s{number}")
             await make.leased(ledger, number + 1, f"s{number}")
             await ledger.commit_checkpoint(number + 1, "checkpoints")
 

@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import Drop
 from conftest import Make
@@ -29,11 +30,11 @@ async def append(path: Path, name: str) -> None:
     async def agent(place: int) -> None:
         for number in itertools.count():
             session_id = f"{name}-{place}-{number}"
-            await ledger.open_session(make.session(session_id))
+            await ledger.own.open_session(make.session(session_id))
             for turn in range(3):
-                await ledger.append_turn(session_id, make.turn(session_id, turn))
+                await ledger.own.append_turn(session_id, make.turn(session_id, turn))
                 tell(f"turn {session_id}-t{turn}")
-            await ledger.close_session(make.ending(session_id))
+            await ledger.own.close_session(make.ending(session_id))
             tell(f"closed {session_id}")
 
     await asyncio.gather(*(agent(place) for place in range(8)))
@@ -60,9 +61,9 @@ async def train(path: Path, point: int, num_steps: int) -> None:
     mortal.point()
     while step < num_steps:
         for place in range(3):
-            await make.closed(ledger, f"i{incarnation.number}-step{step}-{place}")
+            await make.closed(ledger.own, f"i{incarnation.number}-step{step}-{place}")
             mortal.point()
-        *batch, last = [one.session_id for one in await ledger.waiting()]
+        *batch, last = [one.session_id for one in await ledger.ask(questions.waiting)]
         await ledger.drop({last: Drop.STALE})
         mortal.point()
         step += 1

@@ -136,7 +136,9 @@ async def live(folder: Path, model: Path, num_steps: int, passing: Passing = pas
         model_name="scripted", tokenizer=model, port=0, max_concurrent=8, rollout=config.rollout, sandbox=config.sandbox
     )
     assert preflight.workflow is not None
-    async with open_local(settings, preflight.workflow, engine=engine, info=engine.info(), journal=ledger) as rollouts:
+    async with open_local(
+        settings, preflight.workflow, engine=engine, info=engine.info(), journal=ledger.own
+    ) as rollouts:
         producer = await make_producer(
             config, preflight.tasks, ledger, run_group_by(rollouts, ledger, config), beginning
         )

@@ -21,6 +21,7 @@ import pytest
 
 from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
 from areal_agent.errors import RolloutsFailing
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.rollout.producer import Producer
@@ -79,9 +80,9 @@ async def roll_out(
         started_s=1.0,
         ended_s=2.0,
     )
-    await ledger.open_session(record)
-    await ledger.append_turn(session_id, turn)
-    await ledger.close_session(
+    await ledger.own.open_session(record)
+    await ledger.own.append_turn(session_id, turn)
+    await ledger.own.close_session(
         Trajectory(
             session_id=session_id,
             group_id=group_id,
@@ -170,7 +171,7 @@ async def producing(
         straggler=straggler,
         groups_a_batch=groups_a_batch,
     )
-    await producer.restore(await ledger.waiting())
+    await producer.restore(await ledger.ask(questions.waiting))
     admitting = asyncio.create_task(producer.admit_forever())
     try:
         yield producer, scripted
@@ -338,7 +339,7 @@ async def test_tasks_that_are_given_are_rolled_out_and_leased(tmp_path: Path) ->
         ("7", GROUP_SIZE),
         ("9", GROUP_SIZE),
     ]
-    leased = {one.session_id for one in await ledger.leased(1)}
+    leased = {one.session_id for one in await ledger.ask(questions.leased, 1)}
     assert leased == {one.session_id for one in batch.trained} and len(leased) == 2 * GROUP_SIZE
     assert (producer.admission.running, producer.admission.consumed) == (0, 2 * GROUP_SIZE)
     await ledger.aclose()

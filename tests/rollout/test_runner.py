@@ -36,7 +36,7 @@ async def make_runner(tmp_path: Path, small_model: Path) -> AsyncGenerator:
     gateway = Gateway(
         sampler=FakeEngine(lambda request: (70, renderer.end_token_id)),
         renderer=renderer,
-        journal=ledger,
+        journal=ledger.own,
         model_name="m",
         admin_key="admin",
         max_context_tokens=256,

@@ -13,6 +13,7 @@ import pytest
 
 from areal_agent import ConfigError
 from areal_agent.config import Config
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.reads import LedgerCounts
 from areal_agent.ledger.verify import verify
@@ -23,7 +24,7 @@ from tests.run.online_processes import KEY, LIMIT_S, ROOT, config, free_port, ru
 
 async def counts_of(ledger: Path) -> LedgerCounts:
     opened = await Ledger.open(ledger, create=False)
-    counts = await opened.counts()
+    counts = await opened.ask(questions.counts)
     await opened.aclose()
     return counts
 

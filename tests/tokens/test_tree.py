@@ -29,7 +29,8 @@ from transformers import PreTrainedTokenizerFast
 from areal_agent.tokens.forest import Forest, Opening, Prompt, Reply
 from areal_agent.tokens.renderer import HistoryThinking, Renderer
 from areal_agent.types import ForkReason, JsonObject
-from conftest import CHATML
+
+from .conftest import CHATML
 
 HELLO = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "more"}

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.types import Trajectory
@@ -79,7 +80,7 @@ def trained(folder: Path) -> dict[int, list[Trajectory]]:
     async def read() -> dict[int, list[Trajectory]]:
         ledger = await Ledger.open(folder / "ledger.sqlite", create=False)
         by_step: dict[int, list[Trajectory]] = {}
-        for session, step in sorted((await ledger.leases(0, NUM_STEPS)).items()):
+        for session, step in sorted((await ledger.ask(questions.leases, 0, NUM_STEPS)).items()):
             by_step.setdefault(step, []).append(await ledger.trajectory(session))
         await ledger.aclose()
         return by_step

@@ -2,7 +2,8 @@
 
 - The engine takes what was written, in float32 and bfloat16, in one bucket or in many; tied weights are sent once.
 - Who asks late, or with others at once, is sent the same; who asks for what was written before is refused.
-- What is damaged on its way is refused; so is a record of weights that do not lie where it says.
+- What is damaged on its way is refused; so is a record of weights that do not lie where it says. The checksum tells a
+  changed byte, and blocks that changed places.
 - A server that fails costs nobody else: others are sent the weights meanwhile.
 - Requests that come at once are all heard, and what a stranger writes into the store ends nothing.
 - Nobody listens but at the address that was asked for.
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, ask, connect, next_request, open_store
+from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, ask, checksum, connect, next_request, open_store
 from areal_agent.engine.embedded.weights import WeightLayout, take_distributed_weights
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DistributedWeights
@@ -103,6 +104,15 @@ def test_what_is_damaged_is_refused_and_the_next_is_taken(channel, spoil, messag
     with pytest.raises(WeightUpdateError, match=message):
         as_taken(spoil(channel.write(parameters(1))))
     assert is_of(as_taken(channel.write(parameters(2))), 2)
+
+
+def test_the_checksum_tells_a_changed_byte_and_blocks_that_changed_places():
+    data = torch.arange(4 * BLOCK_BYTES, dtype=torch.int64).to(torch.uint8)
+    data[:BLOCK_BYTES] = 7
+    changed, moved = data.clone(), data.roll(BLOCK_BYTES)
+    changed[BLOCK_BYTES + 3] += 1
+    assert len({checksum(data), checksum(changed), checksum(moved)}) == 3
+    assert checksum(data) == checksum(data.clone())
 
 
 def never_comes(weights: DistributedWeights) -> None:

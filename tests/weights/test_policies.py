@@ -103,7 +103,9 @@ async def a_run(folder: Path, model: Path) -> AsyncGenerator[Stage]:
         sandbox=config.sandbox,
     )
     assert preflight.workflow is not None
-    async with open_local(settings, preflight.workflow, engine=engine, info=engine.info(), journal=ledger) as rollouts:
+    async with open_local(
+        settings, preflight.workflow, engine=engine, info=engine.info(), journal=ledger.own
+    ) as rollouts:
         producer = await make_producer(
             config, preflight.tasks, ledger, run_group_by(rollouts, ledger, config), beginning
         )

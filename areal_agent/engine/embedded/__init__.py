@@ -10,11 +10,11 @@
        │               counts.py, latency.py: what it has done, for metrics.py
        ├─▶ model_runner.py   token ids to logits      decoder.py: the forward pass     attention.py, kv_cache.py: where
        │                     keys and values lie      kv_room.py: how many of them    model_files.py: what can be loaded
+       ├─▶ slot_store.py     which of them running rows have, and which are kept for others
        ├─▶ batch.py          how its rows sample
        │      adjustments.py  penalties and biases of logits     grammar.py  which tokens may come next
        │      sampler.py  logits to tokens and log-probabilities
        └─▶ weights.py        reads and proves a new set of weights, then copies it in place; model_weights.py: in pushes
-             cuda_memory.py  weights in the memory of a GPU that the trainer shares
 
 One thread owns the model, the KV cache and all rows; everything else talks to it through its queue.
 """

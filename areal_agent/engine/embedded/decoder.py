@@ -7,17 +7,16 @@
 
 The weights stay parameters of transformers' model, under transformers' names. Those that multiply the same input lie
 side by side in one tensor, and the parameters become views of it: whoever copies into a parameter changes the product.
-It knows attention by the `Step` alone, and nothing of requests, slots or sampling. A pass whose result nobody needs any
-more is given up between two layers.
+A pass whose result nobody needs any more is given up between two layers.
 
 Shapes: N tokens, E hidden size, Q query heads, H key-value heads, D head dimension.
 
-Attention over the slots, on a CPU. Knows nothing of requests, nor of the model around it.
+Attention over the slots, by torch's `scaled_dot_product_attention`.
 
 Grouped-query attention puts the group on the query axis: repeating keys and values is 3 to 13 times slower on a CPU.
 
 Shapes: n rows, N packed tokens, T tokens of one piece, Q query heads, H key-value heads, G = Q / H, D head dimension,
-W width.
+W width, P past tokens.
 """
 
 import threading
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
-from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
+from areal_agent.engine.embedded.kv_cache import Ids, KVCache, KVShape
 
 
 class StepGivenUp(Exception):
@@ -198,13 +197,26 @@ _BUCKETING_GAIN = 0.75  # bucket when it reads less than this part of one read o
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Tokens of one sequence whose keys and values are to be computed: positions `[begin, begin + T)` in `slot`."""
+
+    slot: int
+    begin: int
+    ids: Ids  # [T]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Packed tokens `[start, stop)` are positions `[begin, begin + T)` of the sequence in `slot`."""
+    """Packed tokens `[start, stop)` are positions `[begin, begin + T)` of the sequence in `slot`.
+
+    `mask` says which positions each token sees, `[T, begin + T]`; None where attention needs none.
+    """
 
     slot: int
     begin: int
     start: int
     stop: int
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,8 +239,11 @@ class PrefillStep:
     def _attend_segment(self, layer: int, segment: Segment, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if not segment.begin:
             return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        past = self.cache.read(layer, segment.slot, segment.slot + 1, segment.begin)
-        return attend_in_parts(queries, keys, values, *past)
+        if segment.mask is None:
+            past = self.cache.read(layer, segment.slot, segment.slot + 1, segment.begin)
+            return attend_in_parts(queries, keys, values, *past)
+        every = self.cache.read(layer, segment.slot, segment.slot + 1, segment.mask.shape[1])
+        return attend_under_mask(queries, *every, segment.mask)
 
 
 def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, past_keys: Tensor, past_values: Tensor) -> Tensor:
@@ -255,14 +270,39 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, is_causal: bool = 
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, is_causal)
 
 
-def prefill_step(cache: KVCache, pieces: Sequence[tuple[int, int, int]]) -> PrefillStep:
-    """The prefill of pieces `(slot, begin, T)`, packed in this order."""
+def attend_under_mask(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The same over all P + T keys `[1, H, P + T, D]`, of which each token sees those in `mask` `[T, P + T]`.
+
+    For GPUs, where torch has no kernel that gives the log-sum-exp in every float type. The heads of a group read the
+    same keys and values, which are not repeated in memory: torch's quick kernels take groups of heads, or a mask, and
+    not both.
+    """
+    num_heads, num_kv_heads = queries.shape[1], keys.shape[1]
+    grouped = queries.reshape(num_kv_heads, num_heads // num_kv_heads, *queries.shape[2:])  # [H, G, T, D]
+    keys, values = (one.transpose(0, 1).expand(-1, grouped.shape[1], -1, -1) for one in (keys, values))
+    return scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(queries.shape)
+
+
+def prefill_step(cache: KVCache, pieces: Sequence[Piece], *, in_parts: bool) -> PrefillStep:
+    """The prefill of pieces, packed in this order. Those that go on from a past attend `in_parts`, which works on CPUs
+    alone, or under a mask."""
     segments: list[Segment] = []
     start = 0
-    for slot, begin, num_tokens in pieces:
-        segments.append(Segment(slot=slot, begin=begin, start=start, stop=start + num_tokens))
-        start += num_tokens
+    for piece in pieces:
+        stop, is_masked = start + len(piece.ids), piece.begin > 0 and not in_parts
+        mask = causal_mask(len(piece.ids), piece.begin, cache.device) if is_masked else None
+        segments.append(Segment(slot=piece.slot, begin=piece.begin, start=start, stop=stop, mask=mask))
+        start = stop
     return PrefillStep(cache=cache, segments=segments)
+
+
+def causal_mask(num_tokens: int, num_past: int, device: torch.device) -> Tensor:
+    """Each of T tokens sees the P before them, those among them up to its own, and no later one, `[T, P + T]`.
+
+    >>> causal_mask(2, 1, torch.device("cpu")).tolist()
+    [[True, True, False], [True, True, True]]
+    """
+    return torch.ones(num_tokens, num_past + num_tokens, dtype=torch.bool, device=device).tril_(num_past)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,20 +340,20 @@ class DecodeStep:
         return scaled_dot_product_attention(grouped[bucket.start : bucket.stop], keys, values, attn_mask=bucket.mask)
 
 
-def decode_step(cache: KVCache, lengths: Sequence[int], *, like: Tensor) -> DecodeStep:
-    """The decode of rows that have `lengths` tokens, the new one included; `like` has the model's device and dtype."""
-    length = torch.tensor(lengths, device=like.device)
+def decode_step(cache: KVCache, lengths: Sequence[int]) -> DecodeStep:
+    """The decode of the first n rows, which have `lengths` tokens, the new one included."""
+    length = torch.tensor(lengths, device=cache.device)
     buckets: list[Bucket] = []
     for start, stop in bucket_rows(lengths):
         width = max(lengths[start:stop])
-        mask = None if min(lengths[start:stop]) == width else _mask(length[start:stop], width, like)
+        mask = None if min(lengths[start:stop]) == width else _mask(length[start:stop], width, cache.dtype)
         buckets.append(Bucket(start=start, stop=stop, width=width, mask=mask))
     return DecodeStep(cache=cache, positions=length - 1, buckets=buckets)
 
 
-def _mask(length: Tensor, width: int, like: Tensor) -> Tensor:
-    is_beyond = torch.arange(width, device=like.device) >= length[:, None]
-    mask = torch.zeros(is_beyond.shape, device=like.device, dtype=like.dtype).masked_fill_(is_beyond, float("-inf"))
+def _mask(length: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    is_beyond = torch.arange(width, device=length.device) >= length[:, None]
+    mask = torch.zeros(is_beyond.shape, device=length.device, dtype=dtype).masked_fill_(is_beyond, float("-inf"))
     return mask[:, None, None]
 
 

@@ -1,26 +1,55 @@
-"""Keys and values of every slot and layer. Knows nothing of models, requests or attention.
+"""Keys and values of every slot and layer.
 
 Slots 0..n-1 are the n running rows, without gaps, so that a decode step reads plain views and gathers nothing. A slot
 reserves addresses for all its positions; on a CPU the memory behind them comes with the first write, and `release`
-gives it back.
+gives it back. On a GPU every slot has all of its memory from the start.
 
 Shapes: L layers, S slots, H key-value heads, P positions, D head dimension, T tokens.
 
-How many tokens' keys and values an engine keeps. Pure arithmetic.
+How many tokens' keys and values an engine keeps, and how many requests run at once for that.
+
+On a CPU a slot takes the memory that was written in it, so there are as many slots as were asked for. On a GPU each
+slot takes its whole context at once, and the prefix cache lies beside the slots: where memory is short there are fewer
+slots, which take half of it.
+
+Keys and values of sequences that have been computed, to begin others with: a radix tree over token ids.
+
+    root ── [system prompt] ─┬─ [question 1] ── [answer, tool output, answer]
+                             └─ [question 2] ── [answer]
+
+A node holds what its parent does not, copied out of a slot; the least recently used leaf goes first. All of it belongs
+to one set of weights: whoever changes those clears it. It knows neither models nor slots nor requests.
+
+Shapes: L layers, H key-value heads, D head dimension, T tokens.
+
+The room for keys and values: what running rows have of it, and what is kept for rows that begin alike.
+
+Row i holds slot i, and slots are 0..n-1 without gaps. Room is counted in tokens: that of the rows comes first, and the
+prefix cache has the rest. `lengths` are the tokens of the rows that hold slots 0..n-1: prompt and sampled, computed or
+not.
 """
 
+import logging
 import math
 import mmap
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Optional
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_agent.engine.config import default_kv_tokens
+from areal_agent.engine.config import CONTEXTS_A_SLOT, default_kv_tokens
 from areal_agent.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
 
 _NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap names from 3.13 on
 
@@ -46,7 +75,8 @@ class KVCache:
     ) -> None:
         self._size = (2 * shape.num_layers, num_slots, shape.num_kv_heads, num_positions, shape.head_dim)
         self._slots = torch.arange(num_slots, device=device)
-        self._dtype = dtype
+        self.device = device
+        self.dtype = dtype
         self.allocate()
 
     def allocate(self) -> None:
@@ -59,13 +89,13 @@ class KVCache:
         self._hold((num_parts, 0, *rest))
 
     def _hold(self, size: Sequence[int]) -> None:
-        device, num_bytes = self._slots.device, math.prod(size) * self._dtype.itemsize
-        self._memory = _Memory(num_bytes) if num_bytes and _can_release(device) else None
+        num_bytes = math.prod(size) * self.dtype.itemsize
+        self._memory = _Memory(num_bytes) if num_bytes and _can_release(self.device) else None
         # Zeros, not empty: a masked position weighs 0, and 0 times a stray NaN would be NaN.
         self._tensor = (
-            torch.zeros(size, device=device, dtype=self._dtype)
+            torch.zeros(size, device=self.device, dtype=self.dtype)
             if self._memory is None
-            else self._memory.tensor(size, self._dtype)
+            else self._memory.tensor(size, self.dtype)
         )
         parts = self._tensor.unbind(0)
         self._keys, self._values = parts[0::2], parts[1::2]
@@ -140,6 +170,15 @@ def _can_release(device: torch.device) -> bool:
     return device.type == "cpu" and sys.platform == "linux"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVRoom:
+    """Slots and prefix cache together keep at most `kv_tokens`."""
+
+    num_slots: int
+    kv_tokens: int
+    reserved_tokens: int  # of `kv_tokens`: taken by the slots even while they are empty
+
+
 def plan_room(
     *,
     num_slots: int,
@@ -149,10 +188,9 @@ def plan_room(
     token_bytes: int,
     device: torch.device,
     num_sharing: int = 1,
-) -> int:
-    """As many as was asked for, or what fits when `leave_bytes` stay free: the part of one of `num_sharing` engines on
-    the device. Raises ConfigError where not even one
-    context does."""
+) -> KVRoom:
+    """As much as was asked for, or what fits when `leave_bytes` stay free: the part of one of `num_sharing` engines on
+    the device. Raises ConfigError where not even one context fits."""
     if kv_tokens is None:
         kv_tokens = default_kv_tokens(
             is_gpu=device.type == "cuda",
@@ -173,7 +211,20 @@ def plan_room(
             f"there is room for the keys and values of {kv_tokens} tokens ({token_bytes} bytes each), and one request "
             f"may take max_context_tokens = {max_context_tokens}; {remedy}"
         )
-    return kv_tokens
+    if device.type != "cuda":
+        return KVRoom(num_slots=num_slots, kv_tokens=kv_tokens, reserved_tokens=0)
+    fitting = max(1, kv_tokens // (CONTEXTS_A_SLOT * max_context_tokens))
+    if fitting < num_slots:
+        logger.warning(
+            "%d requests run at once and not %d: on a GPU each takes the memory of %d tokens, there is room for %d; "
+            "lower max_context_tokens, or free memory",
+            fitting,
+            num_slots,
+            max_context_tokens,
+            kv_tokens,
+        )
+        num_slots = fitting
+    return KVRoom(num_slots=num_slots, kv_tokens=kv_tokens, reserved_tokens=num_slots * max_context_tokens)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -181,3 +232,167 @@ def _free_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()  # what loading has left: torch keeps it, and other processes would seem to have it
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+Ids = NDArray[np.int32]
+
+CopyOut = Callable[[int, int], Tensor]
+"""Gives the keys and values of tokens `[start, stop)`, `[2L, H, T, D]`, as a copy."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Node:
+    ids: Ids  # [T]
+    kv: Tensor | None  # [2L, H, T, D]; None at the root
+    parent: Optional["_Node"]
+    children: dict[int, "_Node"] = field(default_factory=dict[int, "_Node"])  # by their first id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefix:
+    """The first `num_tokens` of a sequence, part after part."""
+
+    num_tokens: int
+    parts: list[Tensor]  # each [2L, H, T, D]
+
+
+class PrefixCache:
+    """Holds as many tokens as it is told to. Use it from one thread."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._root = _new_root()
+        # A node is used whenever one below it is, and counts as used after that one: the oldest is always a leaf.
+        self._by_use: OrderedDict[_Node, None] = OrderedDict()
+
+    def match(self, ids: Ids) -> Prefix:
+        """The longest beginning of `ids` that is held. Its parts are views: copy them before anything else is held."""
+        path, num_tokens = self._walk(ids)
+        self._use(path)
+        parts: list[Tensor] = []
+        start = 0
+        for node in path:
+            assert node.kv is not None, "only the root has none, and no path holds it"
+            parts.append(node.kv[:, :, : num_tokens - start])
+            start += len(node.ids)
+        return Prefix(num_tokens=num_tokens, parts=parts)
+
+    def hold(self, ids: Ids, copy_out: CopyOut) -> None:
+        """Hold a sequence from now on; what is not held yet is copied."""
+        path, num_tokens = self._walk(ids)
+        if num_tokens < len(ids):
+            if path and (num_shared := num_tokens - sum(len(node.ids) for node in path[:-1])) < len(path[-1].ids):
+                path[-1] = self._split(path[-1], num_shared)
+            path.append(self._add(path[-1] if path else self._root, ids[num_tokens:], copy_out(num_tokens, len(ids))))
+        self._use(path)
+
+    def shrink(self, num_tokens: int) -> None:
+        """Let the least recently used go until at most `num_tokens` are held."""
+        while self.num_tokens > max(0, num_tokens):
+            node, _ = self._by_use.popitem(last=False)
+            assert node.parent is not None and not node.children, "the oldest node is a leaf"
+            del node.parent.children[int(node.ids[0])]
+            self.num_tokens -= len(node.ids)
+
+    def clear(self) -> None:
+        """Let everything go: it belongs to weights that are gone."""
+        self.num_tokens = 0
+        self._root = _new_root()
+        self._by_use.clear()
+
+    def _walk(self, ids: Ids) -> tuple[list[_Node], int]:
+        """The nodes that `ids` begin with, the last one perhaps in part; how many ids that are."""
+        node, path, position = self._root, list[_Node](), 0
+        while position < len(ids) and (child := node.children.get(int(ids[position]))) is not None:
+            num_shared = _num_shared(child.ids, ids[position:])
+            path.append(child)
+            position += num_shared
+            if num_shared < len(child.ids):
+                break
+            node = child
+        return path, position
+
+    def _use(self, path: list[_Node]) -> None:
+        for node in reversed(path):
+            self._by_use.move_to_end(node)
+
+    def _add(self, parent: _Node, ids: Ids, kv: Tensor) -> _Node:
+        node = _Node(ids=ids.copy(), kv=kv, parent=parent)
+        parent.children[int(ids[0])] = node
+        self._by_use[node] = None
+        self.num_tokens += len(ids)
+        return node
+
+    def _split(self, node: _Node, num_tokens: int) -> _Node:
+        """Cut a node in two; the upper one. Both are copies, so that each frees its own memory."""
+        assert node.kv is not None and node.parent is not None, "the root is never split"
+        self.num_tokens -= num_tokens  # `_add` counts them again
+        upper = self._add(node.parent, node.ids[:num_tokens], node.kv[:, :, :num_tokens].clone())
+        node.ids, node.kv, node.parent = node.ids[num_tokens:].copy(), node.kv[:, :, num_tokens:].clone(), upper
+        upper.children[int(node.ids[0])] = node
+        return upper
+
+
+def _new_root() -> _Node:
+    return _Node(ids=np.empty(0, dtype=np.int32), kv=None, parent=None)
+
+
+def _num_shared(a: Ids, b: Ids) -> int:
+    """How many ids both begin with."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+HEADROOM_TOKENS = 32
+"""Room that every running row keeps to grow when another one is admitted; without it they would soon be retracted."""
+
+
+class SlotStore:
+    """The slots of one model and its prefix cache, which share `num_tokens`. Use it from one thread."""
+
+    def __init__(self, cache: KVCache, room: KVRoom, *, max_context_tokens: int) -> None:
+        self.cache = cache
+        self.prefixes = PrefixCache()
+        self.num_tokens = room.kv_tokens
+        self._reserved_tokens = room.reserved_tokens
+        # There is room for whole contexts in all slots, so what rows compute is kept while they run.
+        self.always_keeps = room.kv_tokens - room.reserved_tokens >= room.num_slots * max_context_tokens
+
+    def can_begin(self, ids: Ids, lengths: Sequence[int]) -> bool:
+        """Whether one more row has room beside those that run, which keep some to grow."""
+        return sum(lengths) + len(ids) + HEADROOM_TOKENS * (len(lengths) + 1) <= self.num_tokens
+
+    def begin(self, ids: Ids, lengths: Sequence[int]) -> int:
+        """Fill the next slot with the longest known beginning of a row; returns its number of tokens. The row's last
+        token is never among them."""
+        self._make_room([*lengths, len(ids)])
+        prefix = self.prefixes.match(ids[:-1])
+        self.cache.copy_in(len(lengths), prefix.parts)
+        return prefix.num_tokens
+
+    def fit(self, lengths: Sequence[int]) -> bool:
+        """Make room for rows of these lengths at the cost of the prefix cache. False: they need more than there is."""
+        if sum(lengths) > self.num_tokens:
+            return False
+        self._make_room(lengths)
+        return True
+
+    def keep(self, slot: int, ids: Ids, lengths: Sequence[int]) -> None:
+        """Copy the first tokens of a slot, which are `ids`, into the prefix cache if there is room."""
+        if len(ids) <= self._num_left(lengths):
+            self.prefixes.hold(ids, partial(self.cache.copy_out, slot))
+            self._make_room(lengths)
+
+    def drop(self, slot: int) -> None:
+        """The row in this slot is gone: give the slot's memory back where the room is short."""
+        if not self.always_keeps:
+            self.cache.release(slot)
+
+    def _make_room(self, lengths: Sequence[int]) -> None:
+        self.prefixes.shrink(self._num_left(lengths))
+
+    def _num_left(self, lengths: Sequence[int]) -> int:
+        """Tokens that the prefix cache may hold beside rows of these lengths."""
+        return self.num_tokens - max(sum(lengths), self._reserved_tokens)

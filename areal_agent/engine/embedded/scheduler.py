@@ -42,17 +42,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.grammar import Matcher
 from areal_agent.engine.embedded.metrics import Metrics
 from areal_agent.engine.embedded.model import ModelRunner
-from areal_agent.engine.embedded.weights import WeightLayout, take_cuda_weights, take_distributed_weights, take_weights
+from areal_agent.engine.embedded.weights import WeightLayout, take_distributed_weights, take_weights
 from areal_agent.engine.embedded.workload import Row, TokenSink, Workload
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.process import uninterrupted
 from areal_agent.types import (
-    CudaWeights,
     DistributedWeights,
     GenerateRequest,
     GenerateResult,
@@ -336,13 +334,10 @@ Taken = Mapping[str, Tensor]
 class ModelWeights:
     """A `pushes.PushTarget`."""
 
-    def __init__(
-        self, scheduler: Scheduler, layout: WeightLayout, device: torch.device, sharing: DeviceSharing
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, layout: WeightLayout, device: torch.device) -> None:
         self._scheduler = scheduler
         self._layout = layout
         self._device = device
-        self._sharing = sharing
 
     @property
     def version(self) -> WeightVersion:
@@ -358,8 +353,6 @@ class ModelWeights:
             ) from error
 
     def _take(self, weights: Weights) -> Taken:
-        if isinstance(weights, CudaWeights):
-            return take_cuda_weights(weights, self._layout, self._device, self._sharing)
         if isinstance(weights, DistributedWeights):
             return take_distributed_weights(weights, self._layout, self._device)
         return take_weights(weights, self._layout, self._device)

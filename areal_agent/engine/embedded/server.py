@@ -26,7 +26,6 @@ import orjson
 from aiohttp import web
 
 from areal_agent.engine import wire
-from areal_agent.engine.embedded.cuda_memory import CudaSharing, DeviceSharing
 from areal_agent.engine.embedded.grammar import Grammars, Matcher
 from areal_agent.engine.embedded.metrics import CONTENT_TYPE
 from areal_agent.engine.embedded.model import ModelRunner
@@ -130,7 +129,6 @@ class EngineServer:
         *,
         version: WeightVersion,
         push_timeout_s: float,
-        sharing: DeviceSharing,
         grammars: Grammars | None,
     ) -> None:
         self._runner = runner
@@ -140,7 +138,7 @@ class EngineServer:
         self._scheduler = Scheduler(
             runner, version=version, on_failure=lambda: loop.call_soon_threadsafe(self._failed.set)
         )
-        self._weights = ModelWeights(self._scheduler, runner.layout, runner.device, sharing)
+        self._weights = ModelWeights(self._scheduler, runner.layout, runner.device)
         self._pushes = Pushes(self._weights, timeout_s=push_timeout_s)
         self._preparations = Preparations()
         self._is_draining = False
@@ -156,12 +154,9 @@ class EngineServer:
         port: int = 0,
         version: WeightVersion | None = None,
         push_timeout_s: float = PUSH_TIMEOUT_S,
-        sharing: DeviceSharing | None = None,
         grammars: Grammars | None = None,
     ) -> Self:
-        """Serve; port 0 picks a free one. Weights in a GPU's memory come by `sharing`, CUDA IPC by default.
-
-        Without `grammars`, those of the model's tokenizer.
+        """Serve; port 0 picks a free one. Without `grammars`, those of the model's tokenizer.
 
         Raises ConfigError when the address cannot be bound.
         """
@@ -169,7 +164,6 @@ class EngineServer:
             runner,
             version=version or WeightVersion(),
             push_timeout_s=push_timeout_s,
-            sharing=sharing or CudaSharing(),
             grammars=grammars or _grammars_of(runner),
         )
         try:

@@ -16,11 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from areal_agent.engine.embedded.cuda_memory import DeviceSharing
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, checksum, receive
 from areal_agent.engine.pushes import check_places, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import CudaWeights, DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -121,21 +120,6 @@ def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[
     if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < 2 * num_bytes:
         return weights
     return {name: tensor.to(device) for name, tensor in weights.items()}
-
-
-def take_cuda_weights(
-    source: CudaWeights, layout: WeightLayout, device: torch.device, sharing: DeviceSharing
-) -> Mapping[str, Tensor]:
-    """As `take_weights`, out of the memory of the GPU that trainer and engine share."""
-    _check_parts(source.entries, source.memory.num_bytes)
-    data = sharing.open(source.memory, device).clone()
-    found = checksum(data)
-    if found != source.checksum:
-        raise WeightUpdateError(
-            f"the weights in GPU {source.memory.gpu} have checksum {found:#010x} and the manifest says "
-            f"{source.checksum:#010x}; they were overwritten while being read: publish them again"
-        )
-    return layout.prove(_parts(source.entries, data))
 
 
 def take_distributed_weights(

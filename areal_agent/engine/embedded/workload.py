@@ -9,8 +9,7 @@ most between two steps. A step is a chunk of prefill or one token for every deco
 long prompt nor a long answer holds the other up.
 
 What rows have of the room for keys and values comes first, the rest is kept for rows that begin alike. When the
-decoding rows outgrow it, the last one goes back to wait. A step that is given up leaves its rows as they were
-before. It knows no thread, no queue and no pause.
+decoding rows outgrow it, the last one goes back to wait. A step that is given up leaves its rows as they were before.
 
 One request and what it has so far. Knows nothing of models, slots or other rows.
 
@@ -46,9 +45,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_agent.engine.embedded.decoder import StepGivenUp
+from areal_agent.engine.embedded.decoder import Piece, StepGivenUp
 from areal_agent.engine.embedded.grammar import Matcher
-from areal_agent.engine.embedded.kv_store import Piece
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.sampler import Adjustments, Draws, History, SamplingRows, sample
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
@@ -265,12 +263,12 @@ class Workload:
     @property
     def num_used_tokens(self) -> int:
         """Tokens whose keys and values rows hold, or will when they are prefilled."""
-        return self._kv.num_used(self._lengths())
+        return sum(self._lengths())
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens that the prefix cache holds."""
-        return self._kv.num_kept
+        return self._kv.prefixes.num_tokens
 
     def has_work(self) -> bool:
         return bool(self._slots) or self._has_candidate()
@@ -312,14 +310,14 @@ class Workload:
             self.retract()
         for row in self._slots:
             row.is_mixed = True
-        self._kv.forget()
-        self._runner.load_weights(weights)
+        self._kv.prefixes.clear()
+        self._runner.layout.copy(weights)
         self.version = version
 
     def release_memory(self) -> None:
         """Give the memory of keys and values back: rows wait with the tokens that they have."""
         self.retract()
-        self._kv.forget()
+        self._kv.prefixes.clear()
         self._runner.release_memory()
         self.has_memory = False
 
@@ -372,7 +370,7 @@ class Workload:
         if row.has_waited_for_sibling or not self._kv.always_keeps or not (openings or self._waiting):
             return False
         ids = row.all_ids()
-        start = self._kv.num_known(ids)
+        start = self._kv.prefixes.match(ids).num_tokens
         opening = ids[start : start + SIBLING_TOKENS]
         if len(opening) < SIBLING_TOKENS:
             return False
@@ -479,8 +477,8 @@ class Workload:
     def _start_over(self) -> None:
         """Compute all rows anew: keys and values that are not finite spoil others, even where they are masked."""
         self.retract()
-        self._kv.forget()
-        self._kv.wipe()
+        self._kv.prefixes.clear()
+        self._kv.cache.wipe()
 
     def _take_out(self, row: Row) -> None:
         """Of wherever it is. Whoever calls this answers it: until then `fail` does, should this fail."""
@@ -507,7 +505,7 @@ class Workload:
     def _fill_gap(self, source: int, target: int) -> None:
         if source != target:
             row = self._slots[target] = self._slots[source]
-            self._kv.move(source, target, row.num_tokens)
+            self._kv.cache.move(source, target, row.num_tokens)
 
     def _retract_last(self) -> None:
         """The row in the last slot waits before all others; what it has computed is lost."""

@@ -13,11 +13,10 @@ from types import SimpleNamespace
 
 import torch
 
-EMBEDDED = Path(__file__).parents[1] / "embedded"
+TRANSFER = Path(__file__).parents[1] / "embedded" / "transfer.py"
 PROVED = "proved"
 
-transfer_group = SimpleNamespace(**runpy.run_path(str(EMBEDDED / "transfer_group.py")))
-weight_bytes = SimpleNamespace(**runpy.run_path(str(EMBEDDED / "weight_bytes.py")))
+transfer = SimpleNamespace(**runpy.run_path(str(TRANSFER)))
 
 
 class Reception:
@@ -30,7 +29,7 @@ class Reception:
         self._told = json.loads(told)
         self._data = torch.empty(0)
         name = f"{self._told['group']}-{group}"
-        self._request = transfer_group.Request(what=self._told["name"], group=name, num_members=num_members)
+        self._request = transfer.Request(what=self._told["name"], group=name, num_members=num_members)
         self._device = device
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -41,7 +40,7 @@ class Reception:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield verified tensors by name, in the host's memory."""
-        return weight_bytes.tensors_over(self._data, self._told["entries"])
+        return transfer.tensors_over(self._data, self._told["entries"])
 
     def _run(self) -> None:
         try:
@@ -54,7 +53,7 @@ class Reception:
         told = self._told
         # in the host's memory, because servers leave little of a GPU's
         data = torch.empty(told["num_bytes"], dtype=torch.uint8)
-        transfer_group.receive(
+        transfer.receive(
             told["host"],
             told["port"],
             self._request,
@@ -63,7 +62,7 @@ class Reception:
             device=self._device,
             timeout_s=told["timeout_s"],
         )
-        found = weight_bytes.checksum(data)
+        found = transfer.checksum(data)
         if found != told["checksum"]:
             raise ValueError(f"the weights arrived with checksum {found:#010x}, but {told['checksum']:#010x} was sent")
         self._data = data

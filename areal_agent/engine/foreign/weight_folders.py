@@ -28,7 +28,7 @@ from areal_agent.engine.wire.fields import WireError, as_ids, as_integer, as_obj
 from areal_agent.errors import WeightUpdateError
 from areal_agent.files import MANIFEST, encode_manifest, read_manifest
 from areal_agent.process import uninterrupted
-from areal_agent.types import CudaWeights, DiskWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import DiskWeights, SharedMemoryWeights, TensorEntry
 
 TIED_HEAD = "lm_head.weight"
 
@@ -152,13 +152,8 @@ class WeightFolders:
         self._lock = asyncio.Lock()
         self._num_users: dict[Path, int] = {}  # of the folders made here
 
-    async def take(self, push_id: str, weights: SharedMemoryWeights | DiskWeights | CudaWeights) -> Path:
+    async def take(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> Path:
         """Return a verified folder with these weights, which lasts until `release`. Raises WeightUpdateError."""
-        if isinstance(weights, CudaWeights):
-            raise WeightUpdateError(
-                "the weights are in a GPU's memory, from which this server cannot take them; set "
-                "trainer.transfer to 'shared_memory' or 'disk'"
-            )
         folder = Path(weights.path).parent / "folders" / push_id
         async with self._lock:
             if folder not in self._num_users:

@@ -4,7 +4,6 @@
     POST /update_weights_from_shared_memory  {"path", "entries", "crc32", "weight_version", "flush_cache"?}
     POST /begin_weight_push   {"push_id"}
     POST /send_weight_push    {"push_id", "shared_memory": {"path", "entries", "crc32"}}, or "disk": {"model_path"},
-                              "cuda_ipc": {"memory", "entries", "checksum"},
                               or "distributed": {"host", "port", "name", "entries", "checksum", ...}
     POST /commit_weight_push  {"push_id", "weight_version", "flush_cache"?}
     POST /abort_weight_push   {"push_id"}
@@ -27,8 +26,6 @@ from areal_agent.engine.wire.fields import (
     refuse_unknown,
 )
 from areal_agent.types import (
-    CudaMemory,
-    CudaWeights,
     DiskWeights,
     DistributedWeights,
     JsonObject,
@@ -164,45 +161,6 @@ def decode_distributed(value: object) -> DistributedWeights:
     return weights
 
 
-_MEMORY = {"gpu", "handle", "offset", "num_bytes", "counter", "counter_offset", "event", "waits_for_event"}
-
-
-def encode_cuda(weights: CudaWeights) -> dict[str, Any]:
-    """Encode the place in a GPU's memory, layout and checksum of weights. Handles are text, not pickles."""
-    memory = weights.memory
-    return {
-        "memory": {name: getattr(memory, name) for name in sorted(_MEMORY)},
-        "entries": encode_entries(weights.entries),
-        "checksum": weights.checksum,
-    }
-
-
-def decode_cuda(value: object) -> CudaWeights:
-    """Read what `encode_cuda` wrote."""
-    fields = as_object(value, "cuda_ipc")
-    refuse_unknown(fields, {"memory", "entries", "checksum"}, "weights in a GPU's memory")
-    return CudaWeights(
-        memory=_decode_memory(fields.get("memory")),
-        entries=decode_entries(fields),
-        checksum=as_integer(fields.get("checksum"), "checksum"),
-    )
-
-
-def _decode_memory(value: object) -> CudaMemory:
-    fields = as_object(value, "memory")
-    refuse_unknown(fields, _MEMORY, "a GPU's memory")
-    return CudaMemory(
-        gpu=get(fields, "gpu", str),
-        handle=get(fields, "handle", str),
-        offset=as_integer(fields.get("offset"), "offset"),
-        num_bytes=as_integer(fields.get("num_bytes"), "num_bytes"),
-        counter=get(fields, "counter", str),
-        counter_offset=as_integer(fields.get("counter_offset"), "counter_offset"),
-        event=get(fields, "event", str),
-        waits_for_event=get(fields, "waits_for_event", bool),
-    )
-
-
 BEGIN_PUSH = "/begin_weight_push"
 SEND_PUSH = "/send_weight_push"
 COMMIT_PUSH = "/commit_weight_push"
@@ -245,8 +203,6 @@ def encode_push_send(send: PushSend) -> dict[str, Any]:
     match send.weights:
         case DiskWeights() as weights:
             body = {"disk": encode_disk(weights)}
-        case CudaWeights() as weights:
-            body = {"cuda_ipc": encode_cuda(weights)}
         case DistributedWeights() as weights:
             body = {"distributed": encode_distributed(weights)}
         case SharedMemoryWeights() as weights:
@@ -269,7 +225,6 @@ def decode_push_send(body: object) -> PushSend:
 _DECODERS: Mapping[str, Callable[[object], Weights]] = {
     "shared_memory": decode_shared_memory,
     "disk": decode_disk,
-    "cuda_ipc": decode_cuda,
     "distributed": decode_distributed,
 }
 

@@ -36,7 +36,7 @@ from areal_agent.gateway.online.groups import (
     Waiting,
     as_waiting,
     in_groups,
-    lease_terms,
+    leases_of,
     why_untrainable,
     with_reward,
 )
@@ -65,6 +65,7 @@ from areal_agent.gateway.online.wire import (
     encode_status,
 )
 from areal_agent.gateway.replies import json_reply
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.clock import BusyClock
 from areal_agent.process import uninterrupted
@@ -176,14 +177,14 @@ class Consumer:
         group_size = self._groups.size_of_first(session.id)
         if group_size is not None:
             await write_group_size(self._ledger, session.group_id, group_size)
-        await self._ledger.open_session(session)
+        await self._ledger.own.open_session(session)
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
-        await self._ledger.append_turn(session_id, turn)
+        await self._ledger.own.append_turn(session_id, turn)
 
     async def close_session(self, trajectory: Trajectory) -> None:
         """Journal the end; what can never be trained has its fate when this returns."""
-        await self._ledger.close_session(trajectory)
+        await self._ledger.own.close_session(trajectory)
         session_id = trajectory.session_id
         if not self._groups.is_running(session_id):  # an evaluation: no trainer ever sees it
             return
@@ -276,7 +277,7 @@ class Consumer:
     async def _leased_before(self, step: int, lineage: Lineage) -> tuple[TrajectoryGroup, ...]:
         """The batch of this step when it was handed out before. Raises RequestError for a step that cannot be next."""
         leased = self._groups.progress.leased
-        again = in_groups(await self._ledger.leased(lineage.ledger_step(step))) if step <= leased else ()
+        again = in_groups(await self._ledger.ask(questions.leased, lineage.ledger_step(step))) if step <= leased else ()
         if not again and step not in (leased, leased + 1):
             raise conflict(
                 f"step {step} cannot be leased for; the next is {leased + 1}. A trainer that starts from a checkpoint "
@@ -287,8 +288,8 @@ class Consumer:
     async def _lease(self, step: int, taken: Sequence[Group], lineage: Lineage) -> tuple[TrajectoryGroup, ...]:
         """Lease these groups; none when a trajectory without a trained token had to be dropped first."""
         trajectories = [await self._ledger.trajectory(session_id) for group in taken for session_id in group.waiting]
-        terms = await asyncio.to_thread(lease_terms, trajectories)
-        useless = {session_id: Drop.FILTERED for session_id, one in terms.items() if one.num_loss_tokens == 0}
+        leases = await asyncio.to_thread(leases_of, trajectories)
+        useless = {one.session_id: Drop.FILTERED for one in leases if one.num_loss_tokens == 0}
         if useless:
             await self._drop(useless)
             return ()
@@ -296,12 +297,8 @@ class Consumer:
         progress = self._groups.progress.to_batch(step, num_answers, self._groups.bound)
         await self._advance(progress, lineage)  # first: a crash between is no second batch
         with _refusals():
-            await self._ledger.lease(
-                lineage.ledger_step(step),
-                {session_id: one.digest for session_id, one in terms.items()},
-                {session_id: one.num_loss_tokens for session_id, one in terms.items()},
-            )
-        self._groups.lease(terms)
+            await self._ledger.lease(lineage.ledger_step(step), leases)
+        self._groups.lease([one.session_id for one in leases])
         self._choice.done()
         return in_groups(trajectories)
 
@@ -323,18 +320,18 @@ class Consumer:
         """Take up what the ledger has waiting and the groups have not."""
         drops: dict[str, Drop] = {}
         waiting: dict[str, list[Waiting]] = {}
-        for trajectory in await self._ledger.waiting():
+        for trajectory in await self._ledger.ask(questions.waiting):
             drop = why_untrainable(trajectory)
             if drop:
                 drops[trajectory.session_id] = drop
             else:
                 waiting.setdefault(trajectory.group_id, []).append(as_waiting(trajectory))
         sizes = await read_group_sizes(self._ledger, waiting)
-        ended = await self._ledger.siblings(waiting)
+        ended = await self._ledger.ask(questions.siblings, waiting)
         now_s = self._clock()
         for group_id, members in waiting.items():
             self._groups.restore(group_id, size=sizes[group_id], ended=ended[group_id], waiting=members, now_s=now_s)
-        self._groups.restore_leased(await self._ledger.leased_groups())
+        self._groups.restore_leased(await self._ledger.ask(questions.leased_groups))
         await self._drop(drops)
         self._notify()
 
@@ -366,7 +363,7 @@ class Consumer:
 
     async def _give_back(self, request: ReturnRequest) -> int:
         async with self._writing:
-            last_checkpoint = await self._ledger.last_checkpoint()
+            last_checkpoint = await self._ledger.ask(questions.last_checkpoint)
             if request.adopts and is_other(request.trainer, self._lineage):
                 lineage = Lineage(trainer=request.trainer, base=last_checkpoint).after(request.after_step)
                 kept_step = last_checkpoint  # what the other one leased since was for checkpoints that nobody has

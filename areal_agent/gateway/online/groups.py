@@ -26,7 +26,7 @@ from typing import Self
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.control import RewardBook, RewardRequest
-from areal_agent.ledger.encoding import lease_digest
+from areal_agent.ledger.reads import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.staleness import is_stale, oldest_step, room
 from areal_agent.tokens.records import token_records
@@ -107,14 +107,6 @@ class Group:
         return self.is_over and all(one.has_reward for one in self.waiting.values())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeaseTerms:
-    """What the ledger keeps of a leased trajectory."""
-
-    digest: str
-    num_loss_tokens: int
-
-
 def why_untrainable(trajectory: Trajectory) -> Drop | None:
     """The fate of a trajectory that nobody needs to wait for; None when it can be trained, once it has a reward."""
     if not trajectory.sampled_steps():
@@ -133,14 +125,9 @@ def as_waiting(trajectory: Trajectory) -> Waiting:
     )
 
 
-def lease_terms(trajectories: Iterable[Trajectory]) -> dict[str, LeaseTerms]:
-    """By session id. Takes milliseconds a trajectory: call it in a thread."""
-    terms: dict[str, LeaseTerms] = {}
-    for one in trajectories:
-        num_loss_tokens = sum(int(record.loss_mask.sum()) for record in token_records(one))
-        digest = lease_digest(one, num_loss_tokens)
-        terms[one.session_id] = LeaseTerms(digest=digest, num_loss_tokens=num_loss_tokens)
-    return terms
+def leases_of(trajectories: Iterable[Trajectory]) -> list[Lease]:
+    """What to lease of them. Takes milliseconds a trajectory: call it in a thread."""
+    return [Lease.of(one, sum(int(record.loss_mask.sum()) for record in token_records(one))) for one in trajectories]
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]:

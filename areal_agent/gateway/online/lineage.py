@@ -17,6 +17,7 @@ from typing import Any, Self, cast
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.online.groups import Bound, Labels, Progress
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import JsonObject
 
@@ -104,7 +105,7 @@ class TrainerNote:
 
 
 async def read_trainer(ledger: Ledger) -> TrainerNote:
-    note = cast("JsonObject | None", await ledger.get_note(TRAINER_NOTE))
+    note = cast("JsonObject | None", await ledger.ask(questions.note, TRAINER_NOTE))
     if note is None:
         return TrainerNote(progress=Progress(), bound=None, lineage=None)
     bound: Any = note.get("bound")
@@ -128,5 +129,5 @@ async def write_group_size(ledger: Ledger, group_id: str, size: int) -> None:
 async def read_group_sizes(ledger: Ledger, group_ids: Iterable[str]) -> Mapping[str, int]:
     """By group; 1 where none was noted."""
     group_ids = tuple(group_ids)
-    sizes = await asyncio.gather(*(ledger.get_note(GROUP_NOTE + group_id) for group_id in group_ids))
+    sizes = await asyncio.gather(*(ledger.ask(questions.note, GROUP_NOTE + group_id) for group_id in group_ids))
     return {group_id: size or 1 for group_id, size in zip(group_ids, sizes, strict=True)}

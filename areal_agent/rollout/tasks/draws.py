@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from areal_agent.errors import ConfigError
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.tasks.config import CurriculumConfig
 from areal_agent.rollout.tasks.stream import TaskStream, fraction
@@ -228,9 +229,9 @@ TASKS_NOTE = "tasks"
 
 async def open_draws(stream: TaskStream, curriculum: Curriculum | None, ledger: Ledger) -> Draws:
     """Go on where the ledger's groups end. Other tasks than before begin a stream of their own there."""
-    groups = await ledger.drawn_groups()
+    groups = await ledger.ask(questions.drawn_groups)
     skips_gaps = curriculum is not None
-    note: Mapping[str, Any] | None = await ledger.get_note(TASKS_NOTE)
+    note: Mapping[str, Any] | None = await ledger.ask(questions.note, TASKS_NOTE)
     since = note["since"] if note else 0
     if note and note["fingerprint"] != stream.fingerprint():
         since = Past.of(groups, 0).next_position

@@ -23,7 +23,8 @@ from areal_agent.engine.fake import Operation, fake_logprob
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk, VersionSpan
-from conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
+
+from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
 COMPLETE = "request-0000"
 

@@ -21,7 +21,8 @@ from areal_agent.engine.fleet.member import FleetView, MemberState
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import DiskWeights, TokenChunk, VersionSpan, WeightVersion
 from areal_agent.weights.push import push
-from conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
+
+from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
 STRANGE = WeightVersion(incarnation=3, step=1)
 SHORT = replace(PATIENT, probe_timeout_s=0.05)  # so long a version that was never given is waited for

@@ -25,7 +25,8 @@ from areal_agent.engine.fleet.member import Member, MemberState, Roster
 from areal_agent.errors import EngineRejected, EngineUnreachable, ServerRefused, WeightUpdateError
 from areal_agent.types import DiskWeights, EngineInfo, PauseMode, WeightVersion
 from areal_agent.weights.push import push
-from conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
+
+from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
 MODEL = Path("model")
 WEIGHTS = DiskWeights(path="weights-8")

@@ -21,7 +21,8 @@ from areal_agent.engine.fleet.member import MemberState
 from areal_agent.errors import EnginesGone, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.types import DiskWeights, FinishReason, PauseMode, WeightVersion
 from areal_agent.weights.push import MAX_ATTEMPTS, push, push_under
-from conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
+
+from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
 MODEL, WEIGHTS = Path("model"), DiskWeights(path="weights-8")
 STEPS = [Operation.BEGIN_PUSH, Operation.SEND_PUSH, Operation.PAUSE, Operation.COMMIT_PUSH, Operation.RESUME]

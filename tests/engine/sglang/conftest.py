@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sampled import Weights
-from servers import running_server
 
 from areal_agent.cluster.servers import CONTEXT_MARGIN, start_sglang
 from areal_agent.engine.config import EngineConfig
@@ -22,6 +20,9 @@ from areal_agent.engine.foreign.engine import ForeignEngine, ForeignServer
 from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.types import DiskWeights, GenerateRequest, PauseMode, SharedMemoryWeights, TokenChunk, WeightVersion
 from areal_agent.weights.push import push
+
+from ..sampled import Weights
+from ..servers import running_server
 
 DEADLINE_S = 300.0  # only a hang is longer
 CONTEXT = 4096

@@ -14,7 +14,8 @@ import pytest
 
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode, VersionSpan
-from conftest import Watched, until_one_waits
+
+from .conftest import Watched, until_one_waits
 
 TOLERANCE = 1e-4
 LONG = 3000  # tokens: a request that is still under way when a test gets to it

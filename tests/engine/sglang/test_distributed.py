@@ -10,15 +10,16 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from sampled import Weights, assert_sampled_by, assert_swapped
-from transfers import FAULTS, open_channel, parameters_of
 
 from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import PauseMode, WeightVersion
 from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
-from conftest import Stage, Watched, open_stage
+
+from ..sampled import Weights, assert_sampled_by, assert_swapped
+from ..transfers import FAULTS, open_channel, parameters_of
+from .conftest import Stage, Watched, open_stage
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from servers import STARTUP_S
-from transfers import open_channel, parameters_of
 
 from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.engine.config import EngineConfig
@@ -27,7 +25,10 @@ from areal_agent.errors import WeightUpdateError
 from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
-from conftest import CONTEXT, CONTEXT_MARGIN, Watched, serve_again
+
+from ..servers import STARTUP_S
+from ..transfers import open_channel, parameters_of
+from .conftest import CONTEXT, CONTEXT_MARGIN, Watched, serve_again
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 DEADLINE_S = 1200.0  # only a hang is longer

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from scripted import OLD, ScriptedServer, event, serving, spans
 
 from areal_agent.engine import wire
 from areal_agent.engine.foreign.engine import ForeignEngine
@@ -29,6 +28,8 @@ from areal_agent.engine.sglang.server import SglangAnswer, SglangServer
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
 from areal_agent.weights.push import push
+
+from .scripted import OLD, ScriptedServer, event, serving, spans
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 

@@ -6,15 +6,16 @@ from contextlib import ExitStack, aclosing
 from pathlib import Path
 
 import pytest
-from servers import BEGUN_WITH
 
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.types import WeightVersion
-from conftest import serve_again
 from tests.run.online_processes import KEY, LIMIT_S, ROOT, config, free_port, running, wait_for
+
+from ..servers import BEGUN_WITH
+from .conftest import serve_again
 
 NUM_STEPS = 3
 

@@ -19,9 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
-from scripted import OLD, ScriptedServer, serving
 from torch import Tensor
-from transfers import FAULTS, open_channel, parameters_of, serve
 
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.sglang.scheduler_extension import WeightReceiving
@@ -30,6 +28,9 @@ from areal_agent.errors import WeightUpdateError
 from areal_agent.types import PauseMode, WeightVersion
 from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
+
+from ..transfers import FAULTS, open_channel, parameters_of, serve
+from .scripted import OLD, ScriptedServer, serving
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 NUM_SCHEDULERS = 2

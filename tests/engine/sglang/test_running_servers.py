@@ -5,12 +5,13 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from sampled import Weights, assert_sampled_by
 
 from areal_agent.cluster.engines import open_engine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
 from areal_agent.types import WeightVersion
+
+from ..sampled import Weights, assert_sampled_by
 
 VERSION = WeightVersion(incarnation=3, step=0)
 

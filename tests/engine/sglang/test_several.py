@@ -19,7 +19,8 @@ from areal_agent.engine.fleet.member import MemberState
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, WeightVersion
 from areal_agent.weights.push import push
-from conftest import DEADLINE_S, Watched
+
+from .conftest import DEADLINE_S, Watched
 
 NEW = WeightVersion(step=8)
 

@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sampled import assert_sampled_by, assert_swapped
 from transformers import AutoModelForCausalLM
 
 from areal_agent.errors import PushConflict, WeightUpdateError
 from areal_agent.files import MANIFEST, encode_manifest
 from areal_agent.types import PauseMode, VersionSpan
 from areal_agent.weights.channels import DiskChannel
-from conftest import Watched, until_one_waits
+
+from ..sampled import assert_sampled_by, assert_swapped
+from .conftest import Watched, until_one_waits
 
 
 @pytest.fixture(params=["shared_memory", "disk"])

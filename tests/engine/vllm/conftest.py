@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
-from servers import running_server
-from sglang.conftest import CONTEXT, DEADLINE_S, Stage, open_stage, with_tokenizer
 
 from areal_agent.cluster.servers import start_vllm
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.vllm.server import VllmServer
+
+from ..servers import running_server
+from ..sglang.conftest import CONTEXT, DEADLINE_S, Stage, open_stage, with_tokenizer
 
 HEAD_DIM = 32  # the least that vLLM has attention for on a CPU
 LONG = 3500  # tokens: on busy cores its front end has told of the first when hundreds are sampled

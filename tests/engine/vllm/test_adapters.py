@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sampled import assert_sampled_by, assert_swapped
-from sglang.conftest import DEADLINE_S, Stage, Watched, open_stage
 
 from areal_agent.engine.foreign.weight_folders import AdapterForm, begin_adapter, read_shapes
 from areal_agent.engine.vllm.server import VllmServer
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DiskWeights, PauseMode
 from areal_agent.weights.channels import DiskChannel
-from conftest import running_vllm
+
+from ..sampled import assert_sampled_by, assert_swapped
+from ..sglang.conftest import DEADLINE_S, Stage, Watched, open_stage
+from .conftest import running_vllm
 
 pytestmark = pytest.mark.slow
 

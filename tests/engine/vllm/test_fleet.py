@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import STARTUP_S
-from sglang.conftest import CONTEXT
-from transfers import open_channel, parameters_of
 
 from areal_agent.cluster.engines import open_engine
 from areal_agent.engine.config import EngineConfig
@@ -21,6 +18,10 @@ from areal_agent.engine.vllm.server import VllmServer
 from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
+
+from ..servers import STARTUP_S
+from ..sglang.conftest import CONTEXT
+from ..transfers import open_channel, parameters_of
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 DEADLINE_S = 1200.0  # only a hang is longer

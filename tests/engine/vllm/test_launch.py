@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sglang.test_launch import SERVES_NOTHING, child_in, program, until_gone
 
 from areal_agent.cluster.servers import start_vllm
 from areal_agent.engine.config import EngineConfig, visible_gpus
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.types import WeightVersion
+
+from ..sglang.test_launch import SERVES_NOTHING, child_in, program, until_gone
 
 __all__ = ["program"]  # a fixture
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripted import OLD, ScriptedServer, answering, ended, event, spans
 from transformers import AutoModelForCausalLM
 
 from areal_agent.cluster.servers import StartedServer
@@ -25,6 +24,8 @@ from areal_agent.errors import EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
 from areal_agent.weights.channels import DiskChannel
 from areal_agent.weights.push import push
+
+from .scripted import OLD, ScriptedServer, answering, ended, event, spans
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 

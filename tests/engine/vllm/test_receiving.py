@@ -15,9 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from aiohttp import web
-from scripted import OLD, ScriptedServer, answering
 from torch import Tensor, nn
-from transfers import FAULTS, open_channel, parameters_of, serve
 
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.vllm.worker_extension import WeightLoading
@@ -25,6 +23,9 @@ from areal_agent.errors import WeightUpdateError
 from areal_agent.types import PauseMode, WeightVersion
 from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
+
+from ..transfers import FAULTS, open_channel, parameters_of, serve
+from .scripted import OLD, ScriptedServer, answering
 
 NUM_WORKERS = 2
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.rollout.producer import Producer
@@ -104,7 +105,7 @@ def test_killed_at_any_moment_each_task_of_an_epoch_is_settled_once(events: list
 
 async def begin_rollout(ledger: Ledger, group_id: str, index: int, task: Task) -> str:
     session_id = f"{group_id}-{index}"
-    await ledger.open_session(
+    await ledger.own.open_session(
         SessionRecord(
             id=session_id,
             group_id=group_id,
@@ -138,7 +139,7 @@ async def end_rollout(ledger: Ledger, group_id: str, session_id: str, task: Task
         started_s=1.0,
         ended_s=2.0,
     )
-    await ledger.append_turn(session_id, turn)
+    await ledger.own.append_turn(session_id, turn)
     trajectory = Trajectory(
         session_id=session_id,
         group_id=group_id,
@@ -151,7 +152,7 @@ async def end_rollout(ledger: Ledger, group_id: str, session_id: str, task: Task
         started_s=1.0,
         ended_s=3.0,
     )
-    await ledger.close_session(trajectory)
+    await ledger.own.close_session(trajectory)
     return await ledger.trajectory(session_id)
 
 
@@ -188,7 +189,7 @@ class Life:
             max_concurrent=4 * GROUP_SIZE,
             max_failed_groups=100,
         )
-        await self.producer.restore(await self.ledger.waiting())
+        await self.producer.restore(await self.ledger.ask(questions.waiting))
         self.admitting = asyncio.create_task(self.producer.admit_forever())
 
     async def run_group(self, group_id: str, task: Task) -> TrajectoryGroup:
@@ -230,15 +231,19 @@ class Life:
                 await self.ledger.commit_checkpoint(self.step, "checkpoint")
                 self.committed = self.step
             case _:
-                await self.ledger.num_waiting()  # a while
+                await self.ledger.ask(questions.num_waiting)  # a while
 
     async def settle(self, num_positions: int) -> None:
         """Go on until every group before that position has ended and been trained, or has failed."""
         while True:
             self.release()
             await self.train()
-            waiting = {trajectory.group_id for trajectory in await self.ledger.waiting()}
-            ended = {group_id for group_id, is_cut_off in (await self.ledger.drawn_groups()).items() if not is_cut_off}
+            waiting = {trajectory.group_id for trajectory in await self.ledger.ask(questions.waiting)}
+            ended = {
+                group_id
+                for group_id, is_cut_off in (await self.ledger.ask(questions.drawn_groups)).items()
+                if not is_cut_off
+            }
             if set(range(num_positions)) <= {attempt.position for attempt in map(Attempt.parse, ended - waiting)}:
                 return
 
@@ -257,7 +262,7 @@ async def live_and_die(folder: Path, rng: random.Random) -> tuple[Counter[str], 
         committed = life.committed
         await life.kill()
     life = await Life.begin(folder, committed, rng, sessions)
-    num_begun = Past.of(await life.ledger.drawn_groups(), since=0).next_position
+    num_begun = Past.of(await life.ledger.ask(questions.drawn_groups), since=0).next_position
     await life.settle(num_begun)
     await life.ledger.commit_checkpoint(life.step, "checkpoint")
     await life.kill()
