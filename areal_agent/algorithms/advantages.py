@@ -23,84 +23,11 @@ from areal_agent.types import TokenRecord
 
 STD_EPSILON = 1e-4
 """Added to every standard deviation, so that differences from noise alone are not blown up."""
-
-
-def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
-    """The mean reward of each rollout's group, itself included: the baseline of GRPO (arXiv 2402.03300, section 4.1).
-
-    b_i = mean_{j in group(i)} R_j. Shapes: rewards [R], groups [R] (any integers) -> [R].
-    """
-    return _group_sum(rewards, groups) / group_size(groups)
-
-
-def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """The mean reward of the *other* rollouts of each rollout's group: the baseline of RLOO (arXiv 2402.14740).
-
-    b_i = mean_{j in group(i), j != i} R_j; a rollout that is alone in its group is its own baseline, so that its
-    advantage is 0. Shapes: rewards [R], groups [R] -> [R].
-    """
-    sizes = group_size(groups)
-    others = (_group_sum(rewards, groups) - rewards) / (sizes - 1).clamp_min(1)
-    return torch.where(sizes > 1, others, rewards)
-
-
-def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
-    """The sample standard deviation (over n - 1) of the rewards of each rollout's group; 0 for a group of one.
-
-    Shapes: rewards [R], groups [R] -> [R].
-    """
-    squares = _group_sum((rewards - group_mean(rewards, groups)).square(), groups)
-    return (squares / (group_size(groups) - 1).clamp_min(1)).sqrt()
-
-
-def group_size(groups: Tensor) -> Tensor:
-    """The number of rollouts in each rollout's group. Shapes: groups [R] -> [R]."""
-    return _group_sum(torch.ones_like(groups), groups)
-
-
-def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
-    """The sum of `values` over each rollout's group, for each rollout: [R] -> [R]."""
-    assert values.ndim == 1 and values.shape == groups.shape, (values.shape, groups.shape)
-    distinct, position = groups.unique(return_inverse=True)
-    return values.new_zeros(len(distinct)).index_add(0, position, values)[position]
-
-
-def gae(rewards: Sequence[float], values: Sequence[float], discounts: Sequence[float], gae_lambda: float) -> Tensor:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the loss tokens of one record.
-
-    d_m = r_m + g_m V_{m+1} - V_m,  A_m = d_m + g_m lambda A_{m+1}, where m + 1 is the next *loss* token, however many
-    observations lie between. The last one is terminal: nothing is bootstrapped, V_M = A_M = 0. g_m is the discount from
-    token m to the next: 1 within a turn. A_m + V_m is the return that a critic learns. Not normalised.
-    Shapes: rewards [M], values [M], discounts [M] (the last is not used) -> [M] float64.
-    """
-    assert len(rewards) == len(values) == len(discounts), (len(rewards), len(values), len(discounts))
-    advantages = [0.0] * len(rewards)
-    next_value = next_advantage = 0.0
-    for m in reversed(range(len(rewards))):
-        delta = rewards[m] + discounts[m] * next_value - values[m]
-        advantages[m] = delta + discounts[m] * gae_lambda * next_advantage
-        next_value, next_advantage = values[m], advantages[m]
-    return torch.tensor(advantages, dtype=torch.float64)
-
-
-def returns_by_token(rewards: Sequence[float], discounts: Sequence[float]) -> Tensor:
-    """The return of each loss token, G_m = r_m + g_m G_{m+1}, which is `gae` with zero values and lambda 1.
-
-    Shapes: rewards [M], discounts [M] -> [M] float64.
-    """
-    return gae(rewards, [0.0] * len(rewards), discounts, 1.0)
-
-
-def whitened(values: Tensor) -> Tensor:
-    """All values minus their mean, over their standard deviation (over n) + STD_EPSILON.
-
-    REINFORCE++ (arXiv 2501.03262) normalises over the global batch in this way; its variant with a group baseline is
-    not implemented. Shapes: [N] -> [N].
-    """
-    assert values.ndim == 1, values.shape
-    if len(values) == 0:
-        return values
-    return (values - values.mean()) / (values.std(correction=0) + STD_EPSILON)
+Records = Sequence[TokenRecord]
+PerLossToken = Sequence[Tensor]
+"""One [M] tensor for each record."""
+AdvantageFunction = Callable[[Records, Mapping[str, float], AlgorithmConfig], Sequence[Tensor]]
+"""A user's own advantage: records, total rewards by session id, config -> one [T] tensor for each record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -125,48 +52,6 @@ class Timeline:
                 rewards[payee] += discount ** float(turn - turns[payee]) * reward
         steps = np.diff(turns, append=turns[-1:])
         return cls(turns=turns, rewards=rewards, discounts=discount ** steps.astype(np.float64))
-
-
-Records = Sequence[TokenRecord]
-PerLossToken = Sequence[Tensor]
-"""One [M] tensor for each record."""
-AdvantageFunction = Callable[[Records, Mapping[str, float], AlgorithmConfig], Sequence[Tensor]]
-"""A user's own advantage: records, total rewards by session id, config -> one [T] tensor for each record."""
-
-
-def choose_own_advantage(config: AlgorithmConfig) -> AdvantageFunction | None:
-    """Return the user's function that `config.advantage` names, or None for a built-in one. Raises ConfigError."""
-    if not is_import_path(config.advantage):
-        return None
-    return cast(AdvantageFunction, load_advantage(config.advantage))
-
-
-def own_advantages(
-    function: AdvantageFunction, records: Records, rewards: Mapping[str, float], config: AlgorithmConfig
-) -> list[Tensor]:
-    """Call the user's function and check what it returns: one [T] tensor for each record. Raises ValueError."""
-    returned = cast(object, function(records, rewards, config))
-    given = list(cast(Sequence[object], returned)) if isinstance(returned, Sequence) else [returned]
-    tensors = [one.detach().float() for one in given if isinstance(one, Tensor)]
-    if len(tensors) != len(given):
-        raise ValueError(
-            f"advantage {config.advantage!r} returned {type(returned).__name__} of "
-            f"{', '.join(sorted({type(one).__name__ for one in given}))}; return a list with one torch tensor for each "
-            "record"
-        )
-    expected = [len(record.token_ids) for record in records]
-    if [tuple(one.shape) for one in tensors] != [(length,) for length in expected]:
-        raise ValueError(
-            f"advantage {config.advantage!r} returned tensors of shapes {[tuple(one.shape) for one in tensors][:4]} "
-            f"for records of {expected[:4]} tokens; return one value for each token of each record"
-        )
-    for record, one in zip(records, tensors, strict=True):
-        if not bool(one[torch.from_numpy(record.loss_mask)].isfinite().all()):
-            raise ValueError(
-                f"advantage {config.advantage!r} returned NaN or infinity for a loss token of session "
-                f"{record.session_id!r}: that would spoil the whole batch; return finite numbers"
-            )
-    return tensors
 
 
 def token_advantages(
@@ -218,23 +103,6 @@ def gae_advantages(
         gae(_paid(line, penalty), value.tolist(), line.discounts.tolist(), gae_lambda)
         for line, value, penalty in zip(lines, values, penalties, strict=True)
     ]
-
-
-def _returns(lines: Sequence[Timeline], penalties: PerLossToken) -> list[Tensor]:
-    return [
-        returns_by_token(_paid(line, penalty), line.discounts.tolist())
-        for line, penalty in zip(lines, penalties, strict=True)
-    ]
-
-
-def _paid(line: Timeline, penalty: Tensor) -> list[float]:
-    return (torch.from_numpy(line.rewards) - penalty.double()).tolist()
-
-
-def _normalised(scores: Sequence[Tensor]) -> list[Tensor]:
-    """Whiten over the loss tokens of all records."""
-    flat = whitened(torch.cat([torch.zeros(0, dtype=torch.float64), *scores]))
-    return list(flat.split([len(one) for one in scores]))
 
 
 def _against_the_group(
@@ -322,8 +190,138 @@ def _numbered(names: Sequence[Hashable]) -> Tensor:
     return torch.tensor([numbers[name] for name in names], dtype=torch.long)
 
 
+def _returns(lines: Sequence[Timeline], penalties: PerLossToken) -> list[Tensor]:
+    return [
+        returns_by_token(_paid(line, penalty), line.discounts.tolist())
+        for line, penalty in zip(lines, penalties, strict=True)
+    ]
+
+
+def _paid(line: Timeline, penalty: Tensor) -> list[float]:
+    return (torch.from_numpy(line.rewards) - penalty.double()).tolist()
+
+
+def _normalised(scores: Sequence[Tensor]) -> list[Tensor]:
+    """Whiten over the loss tokens of all records."""
+    flat = whitened(torch.cat([torch.zeros(0, dtype=torch.float64), *scores]))
+    return list(flat.split([len(one) for one in scores]))
+
+
 def _laid_out(record: TokenRecord, of_loss_tokens: Tensor) -> Tensor:
     """Place the values of loss tokens among all tokens, zeros elsewhere: [M] -> [T]."""
     laid = torch.zeros(len(record.token_ids), dtype=torch.float32)
     laid[torch.from_numpy(record.loss_mask)] = of_loss_tokens.float()
     return laid
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], discounts: Sequence[float], gae_lambda: float) -> Tensor:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the loss tokens of one record.
+
+    d_m = r_m + g_m V_{m+1} - V_m,  A_m = d_m + g_m lambda A_{m+1}, where m + 1 is the next *loss* token, however many
+    observations lie between. The last one is terminal: nothing is bootstrapped, V_M = A_M = 0. g_m is the discount from
+    token m to the next: 1 within a turn. A_m + V_m is the return that a critic learns. Not normalised.
+    Shapes: rewards [M], values [M], discounts [M] (the last is not used) -> [M] float64.
+    """
+    assert len(rewards) == len(values) == len(discounts), (len(rewards), len(values), len(discounts))
+    advantages = [0.0] * len(rewards)
+    next_value = next_advantage = 0.0
+    for m in reversed(range(len(rewards))):
+        delta = rewards[m] + discounts[m] * next_value - values[m]
+        advantages[m] = delta + discounts[m] * gae_lambda * next_advantage
+        next_value, next_advantage = values[m], advantages[m]
+    return torch.tensor(advantages, dtype=torch.float64)
+
+
+def returns_by_token(rewards: Sequence[float], discounts: Sequence[float]) -> Tensor:
+    """The return of each loss token, G_m = r_m + g_m G_{m+1}, which is `gae` with zero values and lambda 1.
+
+    Shapes: rewards [M], discounts [M] -> [M] float64.
+    """
+    return gae(rewards, [0.0] * len(rewards), discounts, 1.0)
+
+
+def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
+    """The mean reward of each rollout's group, itself included: the baseline of GRPO (arXiv 2402.03300, section 4.1).
+
+    b_i = mean_{j in group(i)} R_j. Shapes: rewards [R], groups [R] (any integers) -> [R].
+    """
+    return _group_sum(rewards, groups) / group_size(groups)
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
+    """The mean reward of the *other* rollouts of each rollout's group: the baseline of RLOO (arXiv 2402.14740).
+
+    b_i = mean_{j in group(i), j != i} R_j; a rollout that is alone in its group is its own baseline, so that its
+    advantage is 0. Shapes: rewards [R], groups [R] -> [R].
+    """
+    sizes = group_size(groups)
+    others = (_group_sum(rewards, groups) - rewards) / (sizes - 1).clamp_min(1)
+    return torch.where(sizes > 1, others, rewards)
+
+
+def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
+    """The sample standard deviation (over n - 1) of the rewards of each rollout's group; 0 for a group of one.
+
+    Shapes: rewards [R], groups [R] -> [R].
+    """
+    squares = _group_sum((rewards - group_mean(rewards, groups)).square(), groups)
+    return (squares / (group_size(groups) - 1).clamp_min(1)).sqrt()
+
+
+def group_size(groups: Tensor) -> Tensor:
+    """The number of rollouts in each rollout's group. Shapes: groups [R] -> [R]."""
+    return _group_sum(torch.ones_like(groups), groups)
+
+
+def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
+    """The sum of `values` over each rollout's group, for each rollout: [R] -> [R]."""
+    assert values.ndim == 1 and values.shape == groups.shape, (values.shape, groups.shape)
+    distinct, position = groups.unique(return_inverse=True)
+    return values.new_zeros(len(distinct)).index_add(0, position, values)[position]
+
+
+def whitened(values: Tensor) -> Tensor:
+    """All values minus their mean, over their standard deviation (over n) + STD_EPSILON.
+
+    REINFORCE++ (arXiv 2501.03262) normalises over the global batch in this way; its variant with a group baseline is
+    not implemented. Shapes: [N] -> [N].
+    """
+    assert values.ndim == 1, values.shape
+    if len(values) == 0:
+        return values
+    return (values - values.mean()) / (values.std(correction=0) + STD_EPSILON)
+
+
+def choose_own_advantage(config: AlgorithmConfig) -> AdvantageFunction | None:
+    """Return the user's function that `config.advantage` names, or None for a built-in one. Raises ConfigError."""
+    if not is_import_path(config.advantage):
+        return None
+    return cast(AdvantageFunction, load_advantage(config.advantage))
+
+
+def own_advantages(
+    function: AdvantageFunction, records: Records, rewards: Mapping[str, float], config: AlgorithmConfig
+) -> list[Tensor]:
+    """Call the user's function and check what it returns: one [T] tensor for each record. Raises ValueError."""
+    returned = cast(object, function(records, rewards, config))
+    given = list(cast(Sequence[object], returned)) if isinstance(returned, Sequence) else [returned]
+    tensors = [one.detach().float() for one in given if isinstance(one, Tensor)]
+    if len(tensors) != len(given):
+        raise ValueError(
+            f"advantage {config.advantage!r} returned {type(returned).__name__} of "
+            f"{', '.join(sorted({type(one).__name__ for one in given}))}; return a list with one torch tensor for each "
+            "record"
+        )
+    expected = [len(record.token_ids) for record in records]
+    if [tuple(one.shape) for one in tensors] != [(length,) for length in expected]:
+        raise ValueError(
+            f"advantage {config.advantage!r} returned tensors of shapes {[tuple(one.shape) for one in tensors][:4]} "
+            f"for records of {expected[:4]} tokens; return one value for each token of each record"
+        )
+    for record, one in zip(records, tensors, strict=True):
+        if not bool(one[torch.from_numpy(record.loss_mask)].isfinite().all()):
+            raise ValueError(
+                f"advantage {config.advantage!r} returned NaN or infinity for a loss token of session "
+                f"{record.session_id!r}: that would spoil the whole batch; return finite numbers"
+            )
+    return tensors

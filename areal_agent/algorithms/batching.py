@@ -18,6 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_agent.types import TokenRecord
 
+LOGITS_PER_CHUNK = 2**24
+"""The number of logits that exist at once: 64 MiB in float32, however large the batch and the vocabulary."""
+Head = Callable[[Tensor], Tensor]
+"""The output layer of a model: hidden states [M, H] -> logits [M, V]."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
@@ -172,13 +177,6 @@ def _joined(
     present = [part for part in parts if part is not None]
     assert len(present) in (0, len(parts)), f"{len(present)} of {len(parts)} samples have {field}"
     return torch.cat(present).to(device) if present else None
-
-
-LOGITS_PER_CHUNK = 2**24
-"""The number of logits that exist at once: 64 MiB in float32, however large the batch and the vocabulary."""
-
-Head = Callable[[Tensor], Tensor]
-"""The output layer of a model: hidden states [M, H] -> logits [M, V]."""
 
 
 def logprobs_and_entropy(

@@ -17,68 +17,8 @@ from torch import Tensor
 
 from areal_agent.algorithms.config import AlgorithmConfig, is_import_path, load_loss
 
-
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, weights: Tensor, *, clip: float) -> tuple[Tensor, int]:
-    """The clipped squared error of PPO's critic (arXiv 2005.12729, section 3), and the number of clipped tokens.
-
-    L = sum_t w_t 1/2 max((V_t - R_t)^2, (V_t^clip - R_t)^2),  V_t^clip = old_t + clip(V_t - old_t, -clip, clip),
-    with the values `old` from the start of the step. The gradient flows through `values` alone.
-    Shapes: all [M] -> scalar, count. Normalised by `weights`, as the policy's loss.
-    """
-    assert values.shape == old.shape == returns.shape == weights.shape, (values.shape, old.shape, returns.shape)
-    old, returns = old.detach(), returns.detach()
-    error = (values - returns).square()
-    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
-    num_clipped = int((clipped > error).sum()) if len(values) else 0
-    return (weights * torch.maximum(error, clipped)).sum() / 2, num_clipped
-
-
-def approximate_proximal(logprobs: Tensor, behavior: Tensor, versions: Tensor, start_version: int) -> Tensor:
-    """Log-probabilities at the start of the step, interpolated between the sampling policy and the current one.
-
-    log p_prox = log p_behav + a (log p_theta - log p_behav),  a = d / (d + 1),  d = start_version - version >= 0.
-    Versions count steps, and the current policy is on its way to start_version + 1: a token of age 0 was sampled by the
-    proximal policy itself; an old token's proximal policy is close to the current one. The idea is A-3PO's (arXiv
-    2512.06547). Detached. Shapes: [M], [M], [M] -> [M].
-    """
-    assert logprobs.shape == behavior.shape == versions.shape, (logprobs.shape, behavior.shape, versions.shape)
-    age = (start_version - versions).clamp_min(0).to(logprobs.dtype)
-    return behavior + age / (age + 1.0) * (logprobs.detach() - behavior)
-
-
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this: e**20 is far outside every clip, and e**89 would be infinite in float32."""
-
-
-def k1(log_ratio: Tensor) -> Tensor:
-    """Schulman's k1 (2020), -log p/q: unbiased, of either sign, with a large variance.
-
-    Like k2 and k3 it estimates KL(q || p), in nats, from samples of q with `log_ratio` = log p/q, element by element.
-    """
-    return -log_ratio
-
-
-def k2(log_ratio: Tensor) -> Tensor:
-    """(log p/q)^2 / 2: biased, never negative; its gradient is unbiased."""
-    return log_ratio.square() / 2
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """p/q - 1 - log p/q: unbiased and never negative."""
-    return log_ratio.expm1() - log_ratio
-
-
-def divergence(policy: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """KL(policy || reference) of each token, from log-probabilities; differentiable in `policy`: [M], [M] -> [M]."""
-    assert policy.shape == reference.shape, (policy.shape, reference.shape)
-    log_ratio = (reference.detach() - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    match estimator:
-        case "k1":
-            return k1(log_ratio)
-        case "k2":
-            return k2(log_ratio)
-        case "k3":
-            return k3(log_ratio)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -260,6 +200,21 @@ def _check_own(values: object, tokens: LossTokens, config: AlgorithmConfig) -> N
         )
 
 
+def importance_weights(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
+    """pi_prox / pi_behav before truncation, which corrects for the policy that sampled. Detached.
+
+    By `behavior_weight_level` it is of each token; of each sequence, the product over its loss tokens, which is the
+    exact weight of the sequence given its observations; or 1. `policy_loss` truncates it at `behavior_weight_cap`
+    (truncated importance sampling). Shapes: [M] -> [M].
+    """
+    log_weights = tokens.log_importance
+    if config.behavior_weight_level == "none":
+        return torch.ones_like(log_weights)
+    if config.behavior_weight_level == "sequence":
+        log_weights = tokens.sequence_sums(log_weights)
+    return log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def ppo_clip(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
     """PPO's clipped objective (arXiv 1707.06347, eq. 7), with clip-higher (2503.14476) and dual clip (1912.09729).
 
@@ -304,16 +259,60 @@ def cispo(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
     return weight * tokens.advantages * tokens.logprobs
 
 
-def importance_weights(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
-    """pi_prox / pi_behav before truncation, which corrects for the policy that sampled. Detached.
+def divergence(policy: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """KL(policy || reference) of each token, from log-probabilities; differentiable in `policy`: [M], [M] -> [M]."""
+    assert policy.shape == reference.shape, (policy.shape, reference.shape)
+    log_ratio = (reference.detach() - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match estimator:
+        case "k1":
+            return k1(log_ratio)
+        case "k2":
+            return k2(log_ratio)
+        case "k3":
+            return k3(log_ratio)
 
-    By `behavior_weight_level` it is of each token; of each sequence, the product over its loss tokens, which is the
-    exact weight of the sequence given its observations; or 1. `policy_loss` truncates it at `behavior_weight_cap`
-    (truncated importance sampling). Shapes: [M] -> [M].
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """Schulman's k1 (2020), -log p/q: unbiased, of either sign, with a large variance.
+
+    Like k2 and k3 it estimates KL(q || p), in nats, from samples of q with `log_ratio` = log p/q, element by element.
     """
-    log_weights = tokens.log_importance
-    if config.behavior_weight_level == "none":
-        return torch.ones_like(log_weights)
-    if config.behavior_weight_level == "sequence":
-        log_weights = tokens.sequence_sums(log_weights)
-    return log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """(log p/q)^2 / 2: biased, never negative; its gradient is unbiased."""
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """p/q - 1 - log p/q: unbiased and never negative."""
+    return log_ratio.expm1() - log_ratio
+
+
+def approximate_proximal(logprobs: Tensor, behavior: Tensor, versions: Tensor, start_version: int) -> Tensor:
+    """Log-probabilities at the start of the step, interpolated between the sampling policy and the current one.
+
+    log p_prox = log p_behav + a (log p_theta - log p_behav),  a = d / (d + 1),  d = start_version - version >= 0.
+    Versions count steps, and the current policy is on its way to start_version + 1: a token of age 0 was sampled by the
+    proximal policy itself; an old token's proximal policy is close to the current one. The idea is A-3PO's (arXiv
+    2512.06547). Detached. Shapes: [M], [M], [M] -> [M].
+    """
+    assert logprobs.shape == behavior.shape == versions.shape, (logprobs.shape, behavior.shape, versions.shape)
+    age = (start_version - versions).clamp_min(0).to(logprobs.dtype)
+    return behavior + age / (age + 1.0) * (logprobs.detach() - behavior)
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, weights: Tensor, *, clip: float) -> tuple[Tensor, int]:
+    """The clipped squared error of PPO's critic (arXiv 2005.12729, section 3), and the number of clipped tokens.
+
+    L = sum_t w_t 1/2 max((V_t - R_t)^2, (V_t^clip - R_t)^2),  V_t^clip = old_t + clip(V_t - old_t, -clip, clip),
+    with the values `old` from the start of the step. The gradient flows through `values` alone.
+    Shapes: all [M] -> scalar, count. Normalised by `weights`, as the policy's loss.
+    """
+    assert values.shape == old.shape == returns.shape == weights.shape, (values.shape, old.shape, returns.shape)
+    old, returns = old.detach(), returns.detach()
+    error = (values - returns).square()
+    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+    num_clipped = int((clipped > error).sum()) if len(values) else 0
+    return (weights * torch.maximum(error, clipped)).sum() / 2, num_clipped

@@ -32,6 +32,13 @@ from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest, read_man
 from areal_agent.types import JsonObject
 
 logger = logging.getLogger(__name__)
+RUN_STATE = "run.json"
+TRAINING = "training"
+ADAPTER = "adapter"
+NAME = re.compile(r"step_\d{6,}")
+WRITING = ".writing-"
+ASIDE = ".aside-"
+REMOVING = ".removing-"
 
 
 class CommitPoint(StrEnum):
@@ -56,15 +63,6 @@ Passing = Callable[[CommitPoint], None]
 
 def pass_by(point: CommitPoint) -> None:
     """Ignore the point. Every run uses this `Passing`."""
-
-
-RUN_STATE = "run.json"
-TRAINING = "training"
-ADAPTER = "adapter"
-NAME = re.compile(r"step_\d{6,}")
-WRITING = ".writing-"
-ASIDE = ".aside-"
-REMOVING = ".removing-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,59 +30,244 @@ from areal_agent.trainer.ranks import ALONE, Group, whole
 ATTENTION_NAME = "areal_agent_segments"
 
 
-def use_segment_attention(model: PreTrainedModel) -> None:
-    """Make the model's layers call `segment_attention`; its forward passes then take `segments`.
+class Measured(Protocol):
+    """A model that log-probabilities are computed with."""
 
-    Each packed sequence is attended to by a call of its own, so none can see another. Padded rows share one call, since
-    causal attention never looks at the padding behind a sequence. transformers builds no mask for an attention name
-    without a registered mask function.
+    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
+        ...
+
+
+class Policy:
+    """A causal language model with float32 weights; on cuda its matrices are multiplied in bfloat16."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        # eval mode: dropout would make the proximal and the current policy differ without an update
+        self.model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
+        self.device = device
+        self.adapter: Adapter | None = None
+        self._group = ALONE
+        _choose_attention(self.model)
+        self._loss_tokens = LossTokenForward(self.model)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device) -> Self:
+        """Load a Hugging Face folder (safetensors only). Raises ConfigError if it holds no supported model."""
+        what = f"cannot load a causal language model from {str(folder)!r}"
+        try:
+            model, loaded = cast(
+                tuple[PreTrainedModel, Mapping[str, Collection[str]]],
+                AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    dtype=torch.float32,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    local_files_only=True,
+                    output_loading_info=True,
+                ),
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{what}: {str(error).strip().splitlines()[0]}") from error
+        if loaded["missing_keys"]:  # transformers would fill them with random numbers
+            raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
+        return cls(model, device)
+
+    def frozen(self) -> Self:
+        """Return this policy with gradients off, for use as a reference."""
+        self.model.requires_grad_(False)
+        return self
+
+    def adapt(self, config: LoraConfig, seed: int) -> None:
+        """Train only adapters from now on. A copy (`backbone`) that is to be trained in full has to be made before."""
+        is_gpu = self.device.type == "cuda"
+        self.adapter = Adapter.attach(self.model, decoder_layers(self._decoder), config, seed, is_gpu=is_gpu)
+
+    def backbone(self) -> nn.Module:
+        """Return a copy of everything below the output layer, with parameters of its own."""
+        return copy.deepcopy(self._decoder)
+
+    def recompute_layers(self) -> None:
+        """Recompute activations in the backward pass instead of keeping them. Make copies (`backbone`) before."""
+        recompute(decoder_layers(self._decoder))
+
+    def shard(self, group: Group) -> None:
+        """Shard the parameters over the ranks of `group`. Make copies (`backbone`) before."""
+        group.shard(decoder_layers(self._decoder), self._loss_tokens)
+        self._group = group
+
+    @property
+    def publish_dtype(self) -> torch.dtype:
+        """The dtype that an engine on the same kind of device computes in."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def trained_parameters(self) -> dict[str, Tensor]:
+        """Return the trained parameters by name; with several ranks, this rank's shards."""
+        return self.named_parameters() if self.adapter is None else self.adapter.parameters()
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters but the adapters by name, tied weights once; with several ranks, this one's shards."""
+        adapters = {} if self.adapter is None else self.adapter.parameters()
+        return {name: one for name, one in self.model.named_parameters() if name not in adapters}
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Return `named_parameters` whole and merged with the adapters. Collective; other ranks than 0 get {}."""
+        parameters = ((name, self._whole(name, one)) for name, one in self.named_parameters().items())
+        if self._group.rank == 0:
+            return dict(parameters)
+        for _ in parameters:
+            pass  # takes part in gathering
+        return {}
+
+    def whole_adapter(self) -> dict[str, Tensor]:
+        """Return the adapters by name, whole. Collective; every rank gets them."""
+        return {name: whole(one.detach()) for name, one in self.trained_parameters().items()}
+
+    def without_adapter(self) -> "WithoutAdapter":
+        """Return the model without its adapters, in the same memory."""
+        assert self.adapter is not None, "there is nothing to leave out"
+        return WithoutAdapter(self, self.adapter)
+
+    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
+        with mixed_precision(self.device):
+            return self._loss_tokens(batch)
+
+    def _whole(self, name: str, parameter: Tensor) -> Tensor:
+        if self.adapter is None:
+            return whole(parameter.detach())
+        return self.adapter.merged(name, parameter, self.publish_dtype)
+
+    @property
+    def _decoder(self) -> nn.Module:
+        return self.model.base_model
+
+
+class LossTokenForward(nn.Module):
+    """The forward pass as one module, because FSDP2 gathers parameters per module."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        hidden = hidden_states(self.model.base_model, batch)  # [M, H]
+        head = cast(nn.Module, self.model.get_output_embeddings())
+        return logprobs_and_entropy(hidden, batch.targets, batch.temperatures, head, vocab_size=self._vocab_size)
+
+
+def hidden_states(decoder: nn.Module, batch: MicroBatch) -> Tensor:
+    """Return the last hidden states that loss tokens are predicted from, [M, H]."""
+    states = decoder(
+        input_ids=batch.inputs, position_ids=batch.positions, segments=batch.segments, use_cache=False
+    ).last_hidden_state  # [R, T, H]
+    return states.flatten(0, 1)[batch.predicting]
+
+
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """Return the layers of a decoder, each of which is gathered and released as a unit."""
+    return [layer for one in decoder.children() if isinstance(one, nn.ModuleList) for layer in one]
+
+
+def _choose_attention(model: PreTrainedModel) -> None:
+    """Switch to segment attention, and refuse a model whose logits that changes.
+
+    It changes them if the model's attention is not plain causal attention, or if its logits are not its output layer
+    applied to its last hidden state.
     """
-    AttentionInterface.register(ATTENTION_NAME, segment_attention)
-    model.set_attn_implementation(ATTENTION_NAME)
+    probe = torch.arange(4, device=model.device)[None] % int(model.config.get_text_config().vocab_size)
+    positions = torch.arange(4, device=model.device)[None]
+    with torch.no_grad():
+        logits = model(input_ids=probe, use_cache=False).logits
+        use_segment_attention(model)
+        states = model.base_model(input_ids=probe, position_ids=positions, segments=(4,), use_cache=False)
+        ours = cast(nn.Module, model.get_output_embeddings())(states.last_hidden_state)
+    if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
+        raise ConfigError(
+            f"model type {model.config.model_type!r} is not supported: its logits are not its output layer applied to "
+            "its last hidden state, or its attention is not plain causal attention; use a Llama, Mistral or Qwen model"
+        )
 
 
-def segment_attention(
-    _module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    segments: Sequence[int] | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
+def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """Return a rank's device for `auto`, `cpu` or `cuda`. Raises ConfigError for more ranks than CUDA devices."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("trainer.device is 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
+    if num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.num_ranks is {num_ranks}, but torch sees {torch.cuda.device_count()} CUDA devices, and each rank "
+            "needs one; lower it, or set trainer.device to 'cpu'"
+        )
+    return torch.device("cuda", rank)
 
-    Shapes: B rows of T tokens, H query heads, G key-value heads, D head dimension: query [B, H, T, D], key and value
-    [B, G, T, D] -> [B, T, H, D].
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """Return a context that multiplies matrices in bfloat16 on cuda and changes nothing elsewhere."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
+class ValueForward(nn.ModuleDict):
+    """The forward pass as one module, because FSDP2 gathers parameters per module."""
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        return self["head"](hidden_states(self["decoder"], batch))
+
+
+class Critic:
+    """Predicts the value of each loss token: what the rollout earns from it on, given the tokens before it.
+
+    It starts as a copy of the policy with an output layer of zeros, so every value is 0 at first.
     """
-    lengths = list(segments or (query.shape[2],))
-    assert sum(lengths) == query.shape[2], (lengths, query.shape)
-    parts = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
-    outputs = [_causal(q, k, v, scaling, sliding_window) for q, k, v in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: TrainerConfig,
+        *,
+        learning_rate: float | None,
+        clip: float,
+        schedule: Schedule | None = None,
+        group: Group = ALONE,
+    ) -> None:
+        self._device = policy.device
+        self._clip = clip
+        decoder = policy.backbone()
+        hidden_size = int(policy.model.config.get_text_config().hidden_size)
+        head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
+        nn.init.zeros_(head.weight)
+        self.model = ValueForward({"decoder": decoder, "head": head}).eval()
+        if config.gradient_checkpointing:
+            recompute(decoder_layers(decoder))
+        group.shard(decoder_layers(decoder), self.model)
+        own = config if learning_rate is None else config.model_copy(update={"learning_rate": learning_rate})
+        own_schedule = None if schedule is None else schedule.with_peak(own.learning_rate)
+        self.optimizer = Optimizer(self.model.parameters(), own, own_schedule)
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Return the value of each loss token of the micro-batch, [M] float32."""
+        with mixed_precision(self._device):
+            return self.model(batch).squeeze(1).float()
+
+    def backward(self, batch: MicroBatch) -> tuple[float, int]:
+        """Accumulate the gradient of the clipped value loss; return the loss and how many values were clipped."""
+        assert batch.values is not None and batch.returns is not None, "a critic learns returns"
+        loss, num_clipped = value_loss(self.values(batch), batch.values, batch.returns, batch.weights, clip=self._clip)
+        loss.backward()
+        return float(loss.detach()), num_clipped
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Attend within one sequence a row. With `window`, a token sees only the last `window` tokens, itself included."""
-    length = query.shape[2]
-    if window is None or window >= length:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    everything = torch.ones(length, length, dtype=torch.bool, device=query.device)
-    band = everything.tril() & everything.triu(1 - window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=True)
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean. 0 if all returns are equal.
 
-
-def recompute(layers: Sequence[nn.Module]) -> None:
-    """Make layers keep only their input and recompute the rest in the backward pass (arXiv 1604.06174).
-
-    Values and gradients stay the same, since models are in eval mode and nothing in a layer is random. Call it before
-    `shard`, whose hooks must wrap this one, and after any copy is made: a copied layer would still call the original.
+    Shapes: [N], [N] -> scalar.
     """
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    assert values.shape == returns.shape, (values.shape, returns.shape)
+    if len(returns) == 0:
+        return 0.0
+    spread = float(returns.var(correction=0))
+    return 1.0 - float(torch.var(returns - values, correction=0)) / spread if spread > 0 else 0.0
 
 
 class LoraLinear(nn.Linear):
@@ -215,137 +400,6 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
-    """Return a rank's device for `auto`, `cpu` or `cuda`. Raises ConfigError for more ranks than CUDA devices."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("trainer.device is 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
-    if num_ranks > torch.cuda.device_count():
-        raise ConfigError(
-            f"trainer.num_ranks is {num_ranks}, but torch sees {torch.cuda.device_count()} CUDA devices, and each rank "
-            "needs one; lower it, or set trainer.device to 'cpu'"
-        )
-    return torch.device("cuda", rank)
-
-
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """Return a context that multiplies matrices in bfloat16 on cuda and changes nothing elsewhere."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-
-
-class Measured(Protocol):
-    """A model that log-probabilities are computed with."""
-
-    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
-        ...
-
-
-class Policy:
-    """A causal language model with float32 weights; on cuda its matrices are multiplied in bfloat16."""
-
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        # eval mode: dropout would make the proximal and the current policy differ without an update
-        self.model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
-        self.device = device
-        self.adapter: Adapter | None = None
-        self._group = ALONE
-        _choose_attention(self.model)
-        self._loss_tokens = LossTokenForward(self.model)
-
-    @classmethod
-    def load(cls, folder: Path, device: torch.device) -> Self:
-        """Load a Hugging Face folder (safetensors only). Raises ConfigError if it holds no supported model."""
-        what = f"cannot load a causal language model from {str(folder)!r}"
-        try:
-            model, loaded = cast(
-                tuple[PreTrainedModel, Mapping[str, Collection[str]]],
-                AutoModelForCausalLM.from_pretrained(
-                    folder,
-                    dtype=torch.float32,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                    local_files_only=True,
-                    output_loading_info=True,
-                ),
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{what}: {str(error).strip().splitlines()[0]}") from error
-        if loaded["missing_keys"]:  # transformers would fill them with random numbers
-            raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
-        return cls(model, device)
-
-    def frozen(self) -> Self:
-        """Return this policy with gradients off, for use as a reference."""
-        self.model.requires_grad_(False)
-        return self
-
-    def adapt(self, config: LoraConfig, seed: int) -> None:
-        """Train only adapters from now on. A copy (`backbone`) that is to be trained in full has to be made before."""
-        is_gpu = self.device.type == "cuda"
-        self.adapter = Adapter.attach(self.model, decoder_layers(self._decoder), config, seed, is_gpu=is_gpu)
-
-    def backbone(self) -> nn.Module:
-        """Return a copy of everything below the output layer, with parameters of its own."""
-        return copy.deepcopy(self._decoder)
-
-    def recompute_layers(self) -> None:
-        """Recompute activations in the backward pass instead of keeping them. Make copies (`backbone`) before."""
-        recompute(decoder_layers(self._decoder))
-
-    def shard(self, group: Group) -> None:
-        """Shard the parameters over the ranks of `group`. Make copies (`backbone`) before."""
-        group.shard(decoder_layers(self._decoder), self._loss_tokens)
-        self._group = group
-
-    @property
-    def publish_dtype(self) -> torch.dtype:
-        """The dtype that an engine on the same kind of device computes in."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
-    def trained_parameters(self) -> dict[str, Tensor]:
-        """Return the trained parameters by name; with several ranks, this rank's shards."""
-        return self.named_parameters() if self.adapter is None else self.adapter.parameters()
-
-    def named_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters but the adapters by name, tied weights once; with several ranks, this one's shards."""
-        adapters = {} if self.adapter is None else self.adapter.parameters()
-        return {name: one for name, one in self.model.named_parameters() if name not in adapters}
-
-    def whole_parameters(self) -> dict[str, Tensor]:
-        """Return `named_parameters` whole and merged with the adapters. Collective; other ranks than 0 get {}."""
-        parameters = ((name, self._whole(name, one)) for name, one in self.named_parameters().items())
-        if self._group.rank == 0:
-            return dict(parameters)
-        for _ in parameters:
-            pass  # takes part in gathering
-        return {}
-
-    def whole_adapter(self) -> dict[str, Tensor]:
-        """Return the adapters by name, whole. Collective; every rank gets them."""
-        return {name: whole(one.detach()) for name, one in self.trained_parameters().items()}
-
-    def without_adapter(self) -> "WithoutAdapter":
-        """Return the model without its adapters, in the same memory."""
-        assert self.adapter is not None, "there is nothing to leave out"
-        return WithoutAdapter(self, self.adapter)
-
-    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
-        with mixed_precision(self.device):
-            return self._loss_tokens(batch)
-
-    def _whole(self, name: str, parameter: Tensor) -> Tensor:
-        if self.adapter is None:
-            return whole(parameter.detach())
-        return self.adapter.merged(name, parameter, self.publish_dtype)
-
-    @property
-    def _decoder(self) -> nn.Module:
-        return self.model.base_model
-
-
 class WithoutAdapter:
     """A policy with its adapters turned off: the reference of a policy that trains adapters."""
 
@@ -359,110 +413,56 @@ class WithoutAdapter:
             return self._policy.logprobs_and_entropy(batch)
 
 
-class LossTokenForward(nn.Module):
-    """The forward pass as one module, because FSDP2 gathers parameters per module."""
+def recompute(layers: Sequence[nn.Module]) -> None:
+    """Make layers keep only their input and recompute the rest in the backward pass (arXiv 1604.06174).
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-        self._vocab_size = int(model.config.get_text_config().vocab_size)
-
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        hidden = hidden_states(self.model.base_model, batch)  # [M, H]
-        head = cast(nn.Module, self.model.get_output_embeddings())
-        return logprobs_and_entropy(hidden, batch.targets, batch.temperatures, head, vocab_size=self._vocab_size)
-
-
-def hidden_states(decoder: nn.Module, batch: MicroBatch) -> Tensor:
-    """Return the last hidden states that loss tokens are predicted from, [M, H]."""
-    states = decoder(
-        input_ids=batch.inputs, position_ids=batch.positions, segments=batch.segments, use_cache=False
-    ).last_hidden_state  # [R, T, H]
-    return states.flatten(0, 1)[batch.predicting]
-
-
-def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
-    """Return the layers of a decoder, each of which is gathered and released as a unit."""
-    return [layer for one in decoder.children() if isinstance(one, nn.ModuleList) for layer in one]
-
-
-def _choose_attention(model: PreTrainedModel) -> None:
-    """Switch to segment attention, and refuse a model whose logits that changes.
-
-    It changes them if the model's attention is not plain causal attention, or if its logits are not its output layer
-    applied to its last hidden state.
+    Values and gradients stay the same, since models are in eval mode and nothing in a layer is random. Call it before
+    `shard`, whose hooks must wrap this one, and after any copy is made: a copied layer would still call the original.
     """
-    probe = torch.arange(4, device=model.device)[None] % int(model.config.get_text_config().vocab_size)
-    positions = torch.arange(4, device=model.device)[None]
-    with torch.no_grad():
-        logits = model(input_ids=probe, use_cache=False).logits
-        use_segment_attention(model)
-        states = model.base_model(input_ids=probe, position_ids=positions, segments=(4,), use_cache=False)
-        ours = cast(nn.Module, model.get_output_embeddings())(states.last_hidden_state)
-    if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
-        raise ConfigError(
-            f"model type {model.config.model_type!r} is not supported: its logits are not its output layer applied to "
-            "its last hidden state, or its attention is not plain causal attention; use a Llama, Mistral or Qwen model"
-        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-class ValueForward(nn.ModuleDict):
-    """The forward pass as one module, because FSDP2 gathers parameters per module."""
+def use_segment_attention(model: PreTrainedModel) -> None:
+    """Make the model's layers call `segment_attention`; its forward passes then take `segments`.
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        return self["head"](hidden_states(self["decoder"], batch))
-
-
-class Critic:
-    """Predicts the value of each loss token: what the rollout earns from it on, given the tokens before it.
-
-    It starts as a copy of the policy with an output layer of zeros, so every value is 0 at first.
+    Each packed sequence is attended to by a call of its own, so none can see another. Padded rows share one call, since
+    causal attention never looks at the padding behind a sequence. transformers builds no mask for an attention name
+    without a registered mask function.
     """
-
-    def __init__(
-        self,
-        policy: Policy,
-        config: TrainerConfig,
-        *,
-        learning_rate: float | None,
-        clip: float,
-        schedule: Schedule | None = None,
-        group: Group = ALONE,
-    ) -> None:
-        self._device = policy.device
-        self._clip = clip
-        decoder = policy.backbone()
-        hidden_size = int(policy.model.config.get_text_config().hidden_size)
-        head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
-        nn.init.zeros_(head.weight)
-        self.model = ValueForward({"decoder": decoder, "head": head}).eval()
-        if config.gradient_checkpointing:
-            recompute(decoder_layers(decoder))
-        group.shard(decoder_layers(decoder), self.model)
-        own = config if learning_rate is None else config.model_copy(update={"learning_rate": learning_rate})
-        own_schedule = None if schedule is None else schedule.with_peak(own.learning_rate)
-        self.optimizer = Optimizer(self.model.parameters(), own, own_schedule)
-
-    def values(self, batch: MicroBatch) -> Tensor:
-        """Return the value of each loss token of the micro-batch, [M] float32."""
-        with mixed_precision(self._device):
-            return self.model(batch).squeeze(1).float()
-
-    def backward(self, batch: MicroBatch) -> tuple[float, int]:
-        """Accumulate the gradient of the clipped value loss; return the loss and how many values were clipped."""
-        assert batch.values is not None and batch.returns is not None, "a critic learns returns"
-        loss, num_clipped = value_loss(self.values(batch), batch.values, batch.returns, batch.weights, clip=self._clip)
-        loss.backward()
-        return float(loss.detach()), num_clipped
+    AttentionInterface.register(ATTENTION_NAME, segment_attention)
+    model.set_attn_implementation(ATTENTION_NAME)
 
 
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean. 0 if all returns are equal.
+def segment_attention(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    segments: Sequence[int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
 
-    Shapes: [N], [N] -> scalar.
+    Shapes: B rows of T tokens, H query heads, G key-value heads, D head dimension: query [B, H, T, D], key and value
+    [B, G, T, D] -> [B, T, H, D].
     """
-    assert values.shape == returns.shape, (values.shape, returns.shape)
-    if len(returns) == 0:
-        return 0.0
-    spread = float(returns.var(correction=0))
-    return 1.0 - float(torch.var(returns - values, correction=0)) / spread if spread > 0 else 0.0
+    lengths = list(segments or (query.shape[2],))
+    assert sum(lengths) == query.shape[2], (lengths, query.shape)
+    parts = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
+    outputs = [_causal(q, k, v, scaling, sliding_window) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Attend within one sequence a row. With `window`, a token sees only the last `window` tokens, itself included."""
+    length = query.shape[2]
+    if window is None or window >= length:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    everything = torch.ones(length, length, dtype=torch.bool, device=query.device)
+    band = everything.tril() & everything.triu(1 - window)
+    return scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=True)

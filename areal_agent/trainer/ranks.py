@@ -35,8 +35,6 @@ from areal_agent.process import LIFELINE_VARIABLE
 from areal_agent.trainer.wire import Frame, read_frame
 
 logger = logging.getLogger(__name__)
-
-
 GRACE_S = 10.0
 """A rank gets this long to report failure, or to exit, after another one failed."""
 

@@ -48,52 +48,6 @@ from areal_agent.trainer.wire import StepInput
 from areal_agent.types import WeightVersion
 
 
-class MicroBatches:
-    """Splits samples into micro-batches as `trainer.packing` says, within the token budget."""
-
-    def __init__(self, config: TrainerConfig, device: torch.device, group: Group) -> None:
-        self._config = config
-        self._device = device
-        self._group = group
-
-    def share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield this rank's micro-batches, each with the indices of its samples. Samples without loss are skipped.
-
-        Every rank gets equally many, because a forward pass is collective; a rank that runs out gets a sample without a
-        loss token.
-        """
-        present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
-        lengths = [samples[index].num_tokens for index in present]
-        for part in deal(self._split(lengths), lengths, self._group.size)[self._group.rank]:
-            indices = [present[place] for place in part]
-            chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
-            yield indices, collate(chosen, self._device, is_padded=self._config.packing == "padded")
-
-    def _split(self, lengths: Sequence[int]) -> list[list[int]]:
-        budget = self._config.tokens_per_micro_batch
-        match self._config.packing:
-            case "balanced":
-                return balanced(lengths, budget, at_least=self._group.size)
-            case "first_fit":
-                return first_fit(lengths, budget)
-            case "padded":
-                return alike(lengths, budget)
-
-
-class Laps:
-    """Measures how long each phase of a step takes."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since_s = time.perf_counter()
-
-    def end(self, phase: str) -> None:
-        """Record that `phase` has just ended. It began when the one before ended."""
-        now_s = time.perf_counter()
-        self.seconds[phase] = now_s - self._since_s
-        self._since_s = now_s
-
-
 class Stepper:
     """Runs train steps on one policy, and on its critic if there is one.
 
@@ -311,3 +265,49 @@ class Stepper:
 def _is_of(batch: MicroBatch, version: WeightVersion) -> Tensor:
     """Return which loss tokens this very version sampled, [M]. Two incarnations of one step are different versions."""
     return (batch.versions == version.step) & (batch.incarnations == version.incarnation)
+
+
+class MicroBatches:
+    """Splits samples into micro-batches as `trainer.packing` says, within the token budget."""
+
+    def __init__(self, config: TrainerConfig, device: torch.device, group: Group) -> None:
+        self._config = config
+        self._device = device
+        self._group = group
+
+    def share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
+        """Yield this rank's micro-batches, each with the indices of its samples. Samples without loss are skipped.
+
+        Every rank gets equally many, because a forward pass is collective; a rank that runs out gets a sample without a
+        loss token.
+        """
+        present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
+        lengths = [samples[index].num_tokens for index in present]
+        for part in deal(self._split(lengths), lengths, self._group.size)[self._group.rank]:
+            indices = [present[place] for place in part]
+            chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
+            yield indices, collate(chosen, self._device, is_padded=self._config.packing == "padded")
+
+    def _split(self, lengths: Sequence[int]) -> list[list[int]]:
+        budget = self._config.tokens_per_micro_batch
+        match self._config.packing:
+            case "balanced":
+                return balanced(lengths, budget, at_least=self._group.size)
+            case "first_fit":
+                return first_fit(lengths, budget)
+            case "padded":
+                return alike(lengths, budget)
+
+
+class Laps:
+    """Measures how long each phase of a step takes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since_s = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """Record that `phase` has just ended. It began when the one before ended."""
+        now_s = time.perf_counter()
+        self.seconds[phase] = now_s - self._since_s
+        self._since_s = now_s

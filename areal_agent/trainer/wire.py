@@ -25,8 +25,49 @@ from areal_agent.types import JsonObject, TokenRecord
 
 HEADER_LENGTH = struct.Struct(">I")
 PAYLOAD_LENGTH = struct.Struct(">Q")
-
+PER_TOKEN = ("token_ids", "loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions", "incarnations")
+PER_TURN = ("turn_rewards",)
+DTYPES = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "turn_index": np.int32,
+    "behavior_logprobs": np.float32,
+    "temperatures": np.float32,
+    "versions": np.int32,
+    "incarnations": np.int32,
+    "turn_rewards": np.float32,
+}
 Arrays = Mapping[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInput:
+    """The input of one train step. Rewards and parts are by session id, for each rollout that has a record."""
+
+    step: int  # the version of the weights that the step produces
+    records: Sequence[TokenRecord]
+    rewards: Mapping[str, float]  # in total
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])  # named
+    incarnation: int = 0  # of the starting weights: tokens of this incarnation and version step - 1 are fresh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """The result of one train step. The names in `metrics` are those of `trainer.step.Stepper.train`."""
+
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerInfo:
+    """The trainer's report once it has loaded its model."""
+
+    step: int  # of the checkpoint that it resumed from; 0 for a model folder
+    num_parameters: int
+    device: str
+    rank_process_ids: tuple[int, ...] = ()  # of ranks 1, 2, ... if there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,20 +116,6 @@ def _length(form: struct.Struct, data: bytes) -> int:
 
 def _decode(header: bytes, payload: bytes) -> Frame:
     return Frame(header=orjson.loads(header), arrays=load(payload) if payload else {})
-
-
-PER_TOKEN = ("token_ids", "loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions", "incarnations")
-PER_TURN = ("turn_rewards",)
-DTYPES = {
-    "token_ids": np.int32,
-    "loss_mask": np.bool_,
-    "turn_index": np.int32,
-    "behavior_logprobs": np.float32,
-    "temperatures": np.float32,
-    "versions": np.int32,
-    "incarnations": np.int32,
-    "turn_rewards": np.float32,
-}
 
 
 def encode_records(records: Sequence[TokenRecord]) -> tuple[list[JsonObject], Arrays]:
@@ -140,33 +167,3 @@ def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRe
 
 def _slices(arrays: Arrays, fields: Sequence[str], part: slice) -> dict[str, NDArray[Any]]:
     return {field: arrays[field][part] for field in fields}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerInfo:
-    """The trainer's report once it has loaded its model."""
-
-    step: int  # of the checkpoint that it resumed from; 0 for a model folder
-    num_parameters: int
-    device: str
-    rank_process_ids: tuple[int, ...] = ()  # of ranks 1, 2, ... if there are several
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """The result of one train step. The names in `metrics` are those of `trainer.step.Stepper.train`."""
-
-    step: int
-    metrics: Mapping[str, float]
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepInput:
-    """The input of one train step. Rewards and parts are by session id, for each rollout that has a record."""
-
-    step: int  # the version of the weights that the step produces
-    records: Sequence[TokenRecord]
-    rewards: Mapping[str, float]  # in total
-    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])  # named
-    incarnation: int = 0  # of the starting weights: tokens of this incarnation and version step - 1 are fresh
