@@ -138,7 +138,7 @@ class TrainerClient:
         """Send one command and wait for its answer. Commands are sent in the order of the calls."""
         number = next(self._numbers)
         request = {"number": number, "command": command, **arguments}
-        async with self._lock:  # taken before encoding, because encoding a large batch takes longer
+        async with self._lock:  # taken before encoding, so that a batch that takes long to encode keeps its place
             encoded = await asyncio.to_thread(_encoded, request, records)
             writer = await self._connect()
             answer = self._answers[number] = asyncio.get_running_loop().create_future()

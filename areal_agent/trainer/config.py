@@ -45,7 +45,7 @@ class LoraConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The optimiser and how its work is run. The defaults are the AReaL paper's (Table 3)."""
+    """Optimiser, micro-batches, processes and weight transfer. The defaults are those of the AReaL paper (Table 3)."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
     """AdamW's learning rate at the end of the warm-up."""

@@ -146,8 +146,10 @@ def write_training(folder: Path, training: Training) -> None:
 
 
 def read_training(folder: Path, training: Training) -> None:
-    """Restore what `write_training` wrote. Raises ConfigError when the checkpoint lacks a critic or reference that the
-    algorithm needs, or was saved with other adapters."""
+    """Restore what `write_training` wrote.
+
+    Raises ConfigError when the checkpoint lacks a critic or reference that the algorithm needs, or has other adapters.
+    """
     progress: dict[str, Any] = orjson.loads((folder / TRAINING / PROGRESS).read_bytes())
     _require_same_lora(progress.get("lora"), training, folder)
     parts = [name for name in progress["parts"] if name in {*training.weights(), *training.optimizers()}]

@@ -183,8 +183,7 @@ class DiskChannel:
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, adapter: AdapterForm | None = None) -> None:
-        """Write into `directory`, which only this channel uses, in `dtype`. With `adapter`, write adapters in PEFT's
-        format."""
+        """Write into `directory`, which only this channel uses, in `dtype`: adapters if `adapter` describes them."""
         self._directory = directory
         self._dtype = dtype
         self._adapter = adapter

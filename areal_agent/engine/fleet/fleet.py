@@ -184,7 +184,7 @@ async def _until_nobody_uses(engine: MemberEngine) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
-    """The state of one server, for people."""
+    """One server's state, as shown to people."""
 
     url: str
     state: MemberState

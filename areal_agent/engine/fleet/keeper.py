@@ -1,8 +1,7 @@
 """Watches one server of a fleet, and brings it back after a failure.
 
-serving       The server is probed every few seconds. An error means that it is down. If it does not answer, it counts
-as
-              hung once it has neither answered nor sampled a token for `hung_after_s`; a slow server is left alone.
+serving       The server is probed every few seconds. An error means that it is down. A silent server counts as hung
+              once it has neither answered nor sampled a token for `hung_after_s`; a slow server is left alone.
 quarantined   The server is probed again and again. When it answers it is verified and given the weights that are due.
               Then it serves, unless a push is in progress: then after the push, with the weights that are due by then.
 

@@ -1,5 +1,4 @@
-"""The servers of a fleet: one server and the calls to it (`Member`), all of them with their states (`Roster`), and
-which one a request goes to (`Router`).
+"""The servers of a fleet: one (`Member`), all with their states (`Roster`), and the one for a request (`Router`).
 
     catching_up ──▶ serving ──▶ leaving ──▶ (gone)
          ▲             │
@@ -329,8 +328,7 @@ class Roster:
         await self._has_changed.wait()
 
     async def wait_for_some(self, wait_s: float, is_given_up: Callable[[], bool] = lambda: False) -> list[Member]:
-        """Wait until a member serves and return all that do; empty when given up. Raises EngineUnreachable after
-        `wait_s`."""
+        """Wait for serving members, and return them; empty if given up. Raises EngineUnreachable after `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while not self.serving and not is_given_up():

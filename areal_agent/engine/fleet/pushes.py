@@ -45,7 +45,7 @@ class FleetPushes:
 
     @property
     def served(self) -> tuple[WeightVersion, ...]:
-        """The versions of which servers may have one now."""
+        """The versions that servers may have now."""
         due = None if self.due is None else self.due.version
         return tuple(sorted({version for version in (due, self._committing) if version is not None}))
 

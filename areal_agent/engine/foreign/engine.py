@@ -354,7 +354,7 @@ class ForeignEngine:
     # -------------------------------------------------------------------------------------- what it serves
 
     async def load(self, model: Path, version: WeightVersion) -> None:
-        """Serve a folder of a model or of adapters as `version`, whatever was served before. Call it first."""
+        """Serve a folder of a model or of adapters as `version`, whatever was served before."""
         weights = await self._known_weights()
         try:
             await self.pause(PauseMode.RETRACT)  # inside, because a pause that fails may still have paused the server

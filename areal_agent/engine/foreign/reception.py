@@ -23,8 +23,7 @@ class Reception:
     """Receives one set of weights into this process's memory, in a thread. `state` is its progress."""
 
     def __init__(self, told: str, *, group: str, num_members: int, device: torch.device) -> None:
-        """Start to receive the weights that `told` describes. The members of `group` receive together, each to its
-        device."""
+        """Start to receive the weights that `told` describes, together with the other members of `group`."""
         self.state = "receiving"
         self._told = json.loads(told)
         self._data = torch.empty(0)

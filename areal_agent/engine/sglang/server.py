@@ -109,8 +109,7 @@ def _raise_failure(finish: JsonObject) -> None:
 
 
 def _new_entries(entries: Sequence[Any], seen: int, after: int) -> Sequence[Any]:
-    """Return the entries of tokens after the first `seen`. The list ends with all `after` tokens, or has only the new
-    ones."""
+    """Return the entries of tokens after the first `seen`, from a list for all `after` tokens or only the new ones."""
     if len(entries) >= after:
         return entries[len(entries) - after + seen :]
     return entries if len(entries) == after - seen else []

@@ -391,8 +391,7 @@ class VllmServer:
         self.receiver = VllmReceiver(self.transport, self.loader)
 
     async def state(self) -> ServerState:
-        """Return what it was started with, and what serves now. It reports the source only of weights that it started
-        with."""
+        """Return what it was started with and what serves now. Only the source of the first weights is reported."""
         ask, read = self.transport.get, self.transport.decoded
         started = read(decode_started, MODELS, await ask(MODELS))
         label = read(decode_label, WEIGHT_INFO, await ask(WEIGHT_INFO))

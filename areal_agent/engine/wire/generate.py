@@ -287,8 +287,10 @@ def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> di
 
 
 def decode_call(body: object) -> GenerateCall:
-    """Read the body of `/generate`. Unknown fields are refused, not ignored. As with SGLang, a missing `rid` is
-    generated, and missing `sampling_params` are the defaults."""
+    """Read the body of `/generate`. Unknown fields are refused, not ignored.
+
+    As with SGLang, a missing `rid` is generated, and missing `sampling_params` are the defaults.
+    """
     fields = as_object(body, "the body")
     refuse_unknown(fields, _KNOWN_FIELDS, GENERATE)
     if fields.get("return_logprob", True) is not True:
