@@ -3,7 +3,7 @@
 A child holds the read end of a pipe, its *lifeline*, whose write end only the parent has. However the parent ends,
 SIGKILL included, the pipe closes and `exit_with_parent` ends the child. Knows nothing of what the children do.
 
-Work that a cancellation must not cut in half. It knows not what work.
+Cancellations: work that one must not cut in half, and how often a task has had one.
 """
 
 import asyncio
@@ -169,3 +169,10 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
         if not task.cancelled():
             task.exception()  # the cancellation is what is raised
         raise
+
+
+def count_cancellations() -> int:
+    """Return how often the task that runs here was cancelled; it may live on after that."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()

@@ -1,37 +1,32 @@
-"""Sandboxes: run programs that a model wrote, within limits, and say honestly how each ended.
+"""Sandboxes run programs that a model wrote, within limits, and report honestly how each ended.
 
 ::
 
-    spec.py, limits.py, result.py    what is asked, what may be used, how a program ended
+    spec.py         what a caller asks for (SandboxSpec, Limits, Network) and gets back (ExecResult, Status)
     base.py         what a backend implements: Provider, Cell, Process
-    pool.py         open_pool, Pool: sandboxes on demand, programs at once bounded
-      backends.py   which backend
-      stock.py      cells that are started before they are asked for
+    pool.py         open_pool, Pool: sandboxes on demand, the stock of started cells, the choice of a backend
     sandbox.py      Sandbox: a cell of any backend in its caller's hands
-      shell_session.py, python_session.py (and session_inside.py)    sessions that keep their state
-      archive.py, paths.py    folders and tars
-    sync.py         all this without asyncio
+    sessions.py     shells and Python interpreters that keep their state; session_inside.py runs in the sandbox
+    sync.py         the same interface without asyncio
     proxy.py        a sandbox's way to the network
-    containers/     the docker backend: every sandbox a container
-    bubblewrap.py   the bubblewrap backend: every sandbox a jail
-      jail.py       what a jail shows of the host, and the commands that build it
-      seccomp.py    the filter
-      cgroups.py    what bounds all processes of a program together; group_tree.py: who makes and keeps them
-    subprocess.py   the subprocess backend: a process of the host's user under kernel limits
+    containers/     the docker backend: every sandbox is a container
+    bubblewrap.py   the bubblewrap backend: every sandbox is a jail
+    jail.py         what a jail shows of the host, its system-call filter, and the commands that build it
+    cgroups.py      control groups: making, counting, keeping, and reaping those of dead processes
+    subprocess.py   the subprocess backend: processes of the host's user under kernel limits
     launched.py     a cell of either of these two, whose programs a launcher runs
-      link.py       the host's end of a launcher; interpreter.py starts it; environment.py: what programs find
-      inner/        the launcher itself, and the walls of jails: what runs in a process of its own
-      execution.py  one program, from its start to its result
-      output.py     what a program prints, bounded
-      spawned.py, streams.py    a program that is talked with while it runs
-      folder.py     a working directory, from its making to its removal
-    judge/, tools.py    code rewards; tools for agents
-    conformance/    the hostile suite
-    doctor.py       what works on this machine
-    reap.py         what dead processes left; owner.py tells whose it was
+    execution.py    one such program: its deadline, its streams, its result
+    link.py         the host's end of a launcher
+    inner/          the launcher itself and the walls of jails, in processes of their own
+    folder.py       a working directory, and tars of its files
+    owner.py        tags that tell which process made a thing, and whether it is dead
+    judge/          code rewards
+    tools.py        tools for agents
+    conformance/    the hostile suite that every backend passes
+    doctor.py       what works on this machine; __main__.py and command.py are the command line
 
-An independent package: of areal_agent it knows the error `SandboxError` alone. What a backend cannot stop is in
-README.md and in `Pool.capabilities()`.
+The package is independent: all it imports of areal_agent is the error `SandboxError`. README.md and
+`Pool.capabilities()` say what each backend cannot stop.
 """
 
 from sandboxes.base import Capabilities, Cell, Process, Program, Provider

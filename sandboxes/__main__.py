@@ -1,7 +1,4 @@
-"""`python -m sandboxes` with `doctor`, `check`, `reap` or `image`: what works here, whether it holds, what is left.
-
-Thin: it prints what `doctor.py`, `conformance/` and `reap.py` find.
-"""
+"""The command line `python -m sandboxes`: `doctor`, `check`, `reap` and `image`."""
 
 import asyncio
 import json
@@ -60,7 +57,7 @@ async def print_reaped() -> int:
 
 
 async def print_image() -> int:
-    """The default image, made or there; 1 when it cannot be made."""
+    """Make the default image unless it exists; return 1 when it cannot be made."""
     try:
         engine = await Engine.connect()
         try:
@@ -75,7 +72,7 @@ async def print_image() -> int:
 
 
 async def print_table(backend: Backend) -> int:
-    """The hostile suite, a line a row; 1 when a row failed, 2 when the backend does not work here."""
+    """Print the hostile suite, a line per row; return 1 when a row failed, 2 when the backend does not work here."""
     num_failed = 0
     try:
         async with open_pool(backend=backend, wall_s=20.0) as pool:

@@ -1,8 +1,8 @@
-"""What every backend implements: `Provider`, which makes a `Cell`, in which a `Process` runs a `Program`.
+"""What every backend implements: a `Provider` makes a `Cell`, in which a `Process` runs a `Program`.
 
-A cell is a place where programs run. Callers hold a `Sandbox` (`sandbox.py`), which is a cell in their hands: it adds
-what is the same for all backends (environment, set-up, sessions, packing of folders, the pool's slots).
-It knows no backend. A program's failure is an `ExecResult`; a cell that cannot run programs raises `SandboxError`.
+A cell is a place where programs run. Callers hold a `Sandbox` (`sandbox.py`), which wraps a cell and adds what is the
+same for all backends (environment, set-up, sessions, packing of folders, the pool's slots). A program's failure is an
+`ExecResult`; a cell that cannot run programs raises `SandboxError`.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -14,15 +14,15 @@ from sandboxes.spec import CellSpec, ExecResult, Isolation, Limits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What to run: an executable with its arguments, or Python source as `__main__`.
+    """A program to run: an executable with its arguments, or Python source that runs as `__main__`.
 
     Source runs in a process of its own, with the standard library and the modules of the working directory. An
-    `argv[0]` that cannot be run ends as in a shell: 127 or 126, the reason on stderr.
+    `argv[0]` that cannot be run ends as in a shell: exit code 127 or 126, the reason on stderr.
     """
 
     argv: tuple[str, ...] = ()
     source: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to PATH, HOME and TMPDIR of the cell
+    env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to the cell's PATH, HOME and TMPDIR
     cwd: str = "."  # relative to the working directory
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What a backend promises on this machine, and what it is known not to stop."""
+    """The guarantees of a backend on this machine, and the attacks that it is known not to stop."""
 
     backend: str
     isolation: Isolation
@@ -41,44 +41,44 @@ class Capabilities:
 
 
 class Process(Protocol):
-    """A program that runs, its output as it is printed.
+    """A running program, whose output can be read as it is printed.
 
-    What nobody reads stays in the pipe, and the program waits when that is full: nothing piles up in the host.
+    Unread output stays in the pipe, and the program blocks when the pipe is full: nothing piles up in the host.
     """
 
     @property
     def stdout(self) -> AsyncIterator[bytes]:
-        """Chunks as they come, none of them empty; ends when the program has closed it or is dead."""
+        """Yield chunks as they come, none of them empty, until the program closes its stdout or dies."""
         ...
 
     @property
     def stderr(self) -> AsyncIterator[bytes]: ...
 
     async def write(self, data: bytes) -> None:
-        """To its stdin, when it has room. BrokenPipeError when nobody will read it."""
+        """Write to the program's stdin as it takes the data; BrokenPipeError when nobody will read it."""
         ...
 
     async def close_stdin(self) -> None: ...
 
     async def wait(self) -> ExecResult:
-        """How it ended, without what it printed. It may be called any number of times, also at once."""
+        """Wait for the end and return the result, without output. Any number of calls may wait."""
         ...
 
     async def kill(self) -> None:
-        """Kill it, with all that came of it, and wait until it is dead. Harmless when it is."""
+        """Kill the program and all its descendants, and wait until they are dead. Harmless when they are."""
         ...
 
 
 class Cell(Protocol):
-    """A working directory in which programs run, any number at once. It is gone after `close`.
+    """A working directory in which any number of programs run at once. `close` removes it.
 
-    A cancelled call kills its program. Paths are relative to the working directory; what is not as asked in the files
-    of a cell (nothing there, a link, too long) raises OSError, as opening a file does.
+    Cancelling a call kills its program. Paths are relative to the working directory. A file that is missing, is a
+    link or is too long raises OSError, as opening a file does.
     """
 
     @property
     def is_alive(self) -> bool:
-        """False when it is known that it can run nothing any more; without asking it."""
+        """False once the cell is known to be unable to run anything. This does not ask the cell."""
         ...
 
     async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:
@@ -86,54 +86,54 @@ class Cell(Protocol):
         ...
 
     async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> Process:
-        """Start a program, which lives until its end, `kill`, or `close` of the cell.
+        """Start a program, which lives until it ends, `kill` is called, or the cell is closed.
 
-        Its output is not bounded; `is_timed`: whether `limits.wall_s` and `cpu_s` hold.
+        Its output is not bounded. Only if `is_timed` do `limits.wall_s` and `limits.cpu_s` apply.
         """
         ...
 
     async def read(self, path: str) -> bytes:
-        """The bytes of a regular file of at most `Limits.file_bytes` of the cell."""
+        """Return the bytes of a regular file, which may be as long as the cell's `Limits.file_bytes`."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file anew, with the folders that lead to it; never through a link."""
+        """Write a file, replacing any old one, and make its parent folders; never follow a link."""
         ...
 
     async def upload(self, tar: bytes, path: str) -> None:
-        """Write the files of a tar into a folder, which is made; never through a link.
+        """Unpack a tar into a folder, which is made if missing; never follow a link.
 
-        The tar is one of `archive.py`: regular files and folders alone, paths relative, without `..`.
+        The tar comes from `folder.pack`: only regular files and folders, relative paths, no `..`.
         """
         ...
 
     async def download(self, path: str, max_bytes: int) -> bytes:
-        """A folder as a tar of its regular files and folders, paths relative to it; OSError when they are more.
+        """Return a tar of a folder's files and folders, with paths relative to it; OSError above `max_bytes`.
 
-        Made of a hostile folder: what is neither file nor folder is left out, and no link is followed.
+        The folder may be hostile: anything that is neither file nor folder is left out, and no link is followed.
         """
         ...
 
     async def close(self) -> None:
-        """Kill what runs in it and remove its files. Harmless when it is closed already."""
+        """Kill what runs in the cell and remove its files. Harmless when it is closed already."""
         ...
 
 
 class Provider(Protocol):
-    """Makes cells of one backend."""
+    """The maker of one backend's cells."""
 
     def capabilities(self) -> Capabilities: ...
 
     def check(self, spec: CellSpec) -> None:
-        """SandboxError when this backend cannot give what `spec` asks. Quick: nothing is started."""
+        """Raise SandboxError when this backend cannot give what `spec` asks for. Quick: nothing is started."""
         ...
 
     async def create(self, spec: CellSpec) -> Cell:
-        """A fresh cell, ready to run programs. The pool keeps some in stock (`stock.py`)."""
+        """Return a fresh cell that is ready to run programs. The pool keeps some in stock."""
         ...
 
     async def reap(self) -> int:
-        """Remove what dead owners left on this machine; how many things there were."""
+        """Remove what dead owners left on this machine, and return the number of things removed."""
         ...
 
     async def close(self) -> None:

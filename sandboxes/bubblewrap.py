@@ -1,9 +1,8 @@
-"""The bubblewrap backend: each cell a jail, with namespaces, a disk in memory, a filter and control groups.
+"""The bubblewrap backend: each cell is a jail of namespaces, with a disk in memory, a filter and control groups.
 
-A cell is its jail: closing it ends all that is in it. Without bubblewrap the same walls are built by system calls
-(`enter.py`); `find_walls` tells which work here. README.md says what each stops.
-
-The host's end of the zygotes, which fork jails: one for each kind of jail. It knows no sandbox.
+Jails are forked by zygotes, one for each kind of jail; `Zygotes` is the host's end of them. A cell is its jail: closing
+it ends everything in it. Where bubblewrap is missing, system calls build the same walls (`inner/enter.py`);
+`find_walls` tries which work here. README.md says what each backend stops.
 """
 
 import asyncio
@@ -39,15 +38,119 @@ from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-
-
+OF_THE_CELL = ("disk_bytes", "inodes")
+GONE = "the jail of this sandbox is gone, and its files with it; acquire another"
 MAX_ZYGOTES = 8
-"""Each takes some 10 MB. One more, and the one that was asked longest ago ends, if no jail of it lives."""
+"""Each zygote takes some 10 MB. Above this number, the least recently used one ends if none of its jails lives."""
 FULL_PAUSE_S = 0.01
 
 
+class BubblewrapProvider:
+    """The provider of jails. Make it with `start`, end it with `close`."""
+
+    def __init__(self, walls: Walls, groups: GroupTree | None) -> None:
+        self._walls = walls
+        self._groups = groups
+        self._zygotes = Zygotes()
+        self._cells: set[LaunchedCell] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, candidates: Sequence[Walls] = tuple(Walls)) -> Self:
+        """Start the provider; SandboxError where no jail can be built."""
+        walls = await find_walls(candidates)
+        groups: GroupTree | None = None
+        try:
+            await asyncio.to_thread(reap_groups)
+            groups = await GroupTree.open()
+        except (SandboxError, OSError) as error:
+            logger.warning("programs are bounded one process at a time, not together: %s", error)
+        logger.info("sandboxes are jails built by %s, %s control groups", walls.value, "with" if groups else "without")
+        return cls(walls, groups)
+
+    def capabilities(self) -> Capabilities:
+        return capabilities_of(self._walls, has_groups=self._groups is not None)
+
+    def check(self, spec: CellSpec) -> None:
+        spec.refuse("bubblewrap", "image", "user", "runtime")
+        check_workdir(spec.workdir)
+        if spec.limits.cpus is not None and self._groups is None:
+            raise SandboxError("Limits.cpus needs control groups, and there are none here; leave it out")
+
+    async def create(self, spec: CellSpec) -> LaunchedCell:
+        self.check(spec)
+        if self._closing is not None:
+            raise SandboxError("the sandbox pool is closed; open another")
+        ground = await JailGround.start(self._zygotes, Jail(walls=self._walls, spec=spec), self._groups)
+        cell = LaunchedCell(ground, spec.limits, self._cells.discard)
+        if self._closing is not None:
+            await ground.aclose()
+            raise SandboxError("the sandbox pool was closed")
+        self._cells.add(cell)
+        return cell
+
+    async def reap(self) -> int:
+        return await asyncio.to_thread(reap_groups)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(cell.close() for cell in self._cells))
+        await self._zygotes.aclose()
+        if self._groups is not None:
+            await self._groups.aclose()
+
+
+async def find_walls(candidates: Sequence[Walls] = tuple(Walls)) -> Walls:
+    """Try to build walls and return the first that stand here; SandboxError with every reason if none do."""
+    reasons: list[str] = []
+    zygotes = Zygotes()
+    for walls in candidates:
+        try:
+            link = await zygotes.fork(Jail(walls=walls, spec=CellSpec(limits=Limits())))
+        except SandboxError as error:
+            reasons.append(f"{walls.value}: {error}")
+        else:
+            await link.aclose()
+            return walls
+        finally:
+            await zygotes.aclose()
+    raise SandboxError(
+        f"no jail can be built on this machine ({'; '.join(reasons)}); run as root, allow user namespaces "
+        "(sysctl user.max_user_namespaces), or use the subprocess backend"
+    )
+
+
+def capabilities_of(walls: Walls, *, has_groups: bool) -> Capabilities:
+    """Return what this backend enforces, with or without control groups."""
+    enforced = [
+        "wall-clock time",
+        "CPU time, file length and open files of each process",
+        "output",
+        "disk and number of files of the sandbox",
+        "no reading your files",
+        "no using the network",
+        "no changing files outside the working directory",
+        "no reading the memory and environment of your other processes",
+        "no sending signals to your other processes",
+        "daemons die with their program",
+        f"walls by {walls.value}",
+    ]
+    together = "memory and processes of a program together"
+    enforced.append(together if has_groups else "address space of each process")
+    return Capabilities(
+        backend="bubblewrap",
+        isolation=Isolation.NAMESPACES,
+        enforces=tuple(enforced),
+        cannot_stop=("attacks on the kernel", *(() if has_groups else ("memory of many processes together",))),
+    )
+
+
 class Zygote:
-    """Make it with `start`, end it with `aclose`, and with it all jails that it forked."""
+    """A process that forks jails. Make it with `start`; `aclose` ends it and all its jails."""
 
     def __init__(self, process: ChildProcess, control: socket.socket) -> None:
         self._process = process
@@ -58,7 +161,7 @@ class Zygote:
 
     @classmethod
     async def start(cls, kind: JailKind) -> Self:
-        """SandboxError where the walls cannot be built."""
+        """Start a zygote; SandboxError where the walls cannot be built."""
         process, control = await start_process(kind.command, socket.SOCK_SEQPACKET)
         zygote = cls(process, control)
         try:
@@ -79,7 +182,7 @@ class Zygote:
         return self._num_forking > 0 or any(link.is_alive for link in self._links)
 
     async def fork(self, jail: Jail) -> LauncherLink:
-        """The launcher of a new jail; SandboxError when there cannot be one."""
+        """Return the launcher of a new jail; SandboxError when it cannot be started."""
         self._num_forking += 1
         try:
             link = await self._fork(jail)
@@ -127,22 +230,22 @@ class Zygote:
         while True:
             try:
                 socket.send_fds(self._control, [frame], [descriptor])
-            except BlockingIOError:  # hundreds wait already
+            except BlockingIOError:  # hundreds of requests wait already
                 await asyncio.sleep(FULL_PAUSE_S)
             else:
                 return
 
 
 class Zygotes:
-    """Those of one provider. They are started when a jail of their kind is asked for, and again when they have died."""
+    """A provider's zygotes. Each is started when a jail of its kind is asked for, and again after it has died."""
 
     def __init__(self) -> None:
-        self._usable: dict[JailKind, Zygote] = {}  # who was asked last comes last
-        self._stuck: list[Zygote] = []  # they start no more jails; those that they have may live
+        self._usable: dict[JailKind, Zygote] = {}  # least recently used first
+        self._stuck: list[Zygote] = []  # they start no more jails, but their jails may live
         self._starting = asyncio.Lock()
 
     async def fork(self, jail: Jail) -> LauncherLink:
-        """The launcher of a new jail; SandboxError when there cannot be one."""
+        """Return the launcher of a new jail; SandboxError when it cannot be started."""
         return await (await self._of(jail.kind)).fork(jail)
 
     async def aclose(self) -> None:
@@ -167,91 +270,8 @@ class Zygotes:
             return self._usable[kind]
 
 
-OF_THE_CELL = ("disk_bytes", "inodes")
-GONE = "the jail of this sandbox is gone, and its files with it; acquire another"
-
-
-async def find_walls(candidates: Sequence[Walls] = tuple(Walls)) -> Walls:
-    """The first walls that stand on this machine, by building them; SandboxError with every reason when none does."""
-    reasons: list[str] = []
-    zygotes = Zygotes()
-    for walls in candidates:
-        try:
-            link = await zygotes.fork(Jail(walls=walls, spec=CellSpec(limits=Limits())))
-        except SandboxError as error:
-            reasons.append(f"{walls.value}: {error}")
-        else:
-            await link.aclose()
-            return walls
-        finally:
-            await zygotes.aclose()
-    raise SandboxError(
-        f"no jail can be built on this machine ({'; '.join(reasons)}); run as root, allow user namespaces "
-        "(sysctl user.max_user_namespaces), or use the subprocess backend"
-    )
-
-
-class BubblewrapProvider:
-    """Make it with `start`, end it with `close`."""
-
-    def __init__(self, walls: Walls, groups: GroupTree | None) -> None:
-        self._walls = walls
-        self._groups = groups
-        self._zygotes = Zygotes()
-        self._cells: set[LaunchedCell] = set()
-        self._closing: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def start(cls, candidates: Sequence[Walls] = tuple(Walls)) -> Self:
-        """SandboxError where no jail can be built."""
-        walls = await find_walls(candidates)
-        groups: GroupTree | None = None
-        try:
-            await asyncio.to_thread(reap_groups)
-            groups = await GroupTree.open()
-        except (SandboxError, OSError) as error:
-            logger.warning("programs are bounded one process at a time, not together: %s", error)
-        logger.info("sandboxes are jails built by %s, %s control groups", walls.value, "with" if groups else "without")
-        return cls(walls, groups)
-
-    def capabilities(self) -> Capabilities:
-        return capabilities_of(self._walls, has_groups=self._groups is not None)
-
-    def check(self, spec: CellSpec) -> None:
-        spec.refuse("bubblewrap", "image", "user", "runtime")
-        check_workdir(spec.workdir)
-        if spec.limits.cpus is not None and self._groups is None:
-            raise SandboxError("Limits.cpus needs control groups, and there are none here; leave it out")
-
-    async def create(self, spec: CellSpec) -> LaunchedCell:
-        self.check(spec)
-        if self._closing is not None:
-            raise SandboxError("the sandbox pool is closed; open another")
-        ground = await JailGround.start(self._zygotes, Jail(walls=self._walls, spec=spec), self._groups)
-        cell = LaunchedCell(ground, spec.limits, self._cells.discard)
-        if self._closing is not None:
-            await ground.aclose()
-            raise SandboxError("the sandbox pool was closed")
-        self._cells.add(cell)
-        return cell
-
-    async def reap(self) -> int:
-        return await asyncio.to_thread(reap_groups)
-
-    async def close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(cell.close() for cell in self._cells))
-        await self._zygotes.aclose()
-        if self._groups is not None:
-            await self._groups.aclose()
-
-
 class JailGround:
-    """One jail, with a launcher as its first process, and its way to the network, if it has one."""
+    """The ground of one jail: the launcher that is its first process and, if it has a network, its proxy."""
 
     def __init__(self, jail: Jail, link: LauncherLink, groups: GroupTree | None, proxy: FilteringProxy | None) -> None:
         self.home = jail.kind.home
@@ -287,7 +307,7 @@ class JailGround:
         return _group_in(self._groups, limits)
 
     def limits_of_process(self, limits: Limits, *, has_group: bool) -> dict[str, int | None]:
-        """Control groups know better of two of them."""
+        """Return the limits of each process; a control group, if there is one, bounds memory and process count."""
         for name in OF_THE_CELL:
             if getattr(limits, name) not in (None, getattr(self._limits, name)):
                 raise ValueError(f"Limits.{name} holds for a whole sandbox; give it in SandboxSpec.limits")
@@ -300,7 +320,7 @@ class JailGround:
         }
 
     async def with_folder(self, act: Callable[[OpenFolder], Answer]) -> Answer:
-        """With a descriptor that outlives a close meanwhile."""
+        """Act on the working folder through a duplicate descriptor, which a concurrent close cannot pull away."""
         if self._link.folder is None or not self._link.is_alive:
             raise SandboxError(GONE)
         descriptor = os.dup(self._link.folder)
@@ -317,7 +337,7 @@ class JailGround:
 
 @asynccontextmanager
 async def _group_in(groups: GroupTree | None, limits: Limits) -> AsyncGenerator[ControlGroup | None, None]:
-    """A control group for one program, where there are any."""
+    """Yield a control group for one program, or None where there are none."""
     if groups is None:
         yield None
         return
@@ -326,28 +346,3 @@ async def _group_in(groups: GroupTree | None, limits: Limits) -> AsyncGenerator[
         yield group
     finally:
         groups.give_back(group)
-
-
-def capabilities_of(walls: Walls, *, has_groups: bool) -> Capabilities:
-    """What this backend enforces, with or without control groups."""
-    enforced = [
-        "wall-clock time",
-        "CPU time, file length and open files of each process",
-        "output",
-        "disk and number of files of the sandbox",
-        "no reading your files",
-        "no using the network",
-        "no changing files outside the working directory",
-        "no reading the memory and environment of your other processes",
-        "no sending signals to your other processes",
-        "daemons die with their program",
-        f"walls by {walls.value}",
-    ]
-    together = "memory and processes of a program together"
-    enforced.append(together if has_groups else "address space of each process")
-    return Capabilities(
-        backend="bubblewrap",
-        isolation=Isolation.NAMESPACES,
-        enforces=tuple(enforced),
-        cannot_stop=("attacks on the kernel", *(() if has_groups else ("memory of many processes together",))),
-    )

@@ -1,16 +1,11 @@
-"""The control groups of one provider: a folder in each hierarchy, named by its owner, with one for every program.
+"""Control groups, version 1 and 2: they bound all processes of one program together and count what befell them.
 
-A group costs the kernel milliseconds to make and remove: a thread does both, and a group in which nothing befell is
-used again. A keeper process, which does nothing but wait for the end of its host, removes them all. It knows no
-sandbox.
+A `GroupTree` is one provider's folder in each hierarchy, named by its owner, with a `ControlGroup` for every running
+program. Making and removing a group takes the kernel milliseconds, so a thread does both, and a group whose program
+left no trace is used again. A keeper process waits for the end of the host and then removes the whole tree.
 
-Control groups, version 1 and 2: what bounds all processes of one program together, and counts what befell them.
-
-Blocking, if only for the kernel. It knows no sandbox, and not who makes groups when (`group_tree.py`).
-
-What dead owners left on this machine: control groups with their processes, and working folders.
-
-Each provider's keeper and launcher clear up when their host goes. This is for what is left when they were killed too.
+`reap` removes what dead processes left, for the case that their keeper or launcher was killed too: control groups with
+their processes, and working folders.
 """
 
 import asyncio
@@ -35,12 +30,12 @@ CPU_PERIOD_US = 100_000
 CHUNK_BYTES = 65_536
 PAGE_BYTES = 4096
 MAX_LEFT_BYTES = 1 << 20
-"""Of memory, files too, that the next program of a group may find used."""
+"""Memory, cached files included, that a group's last program may leave in use for the next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hierarchy:
-    """Where this process may make groups for some controllers."""
+    """A hierarchy in which this process may make groups, for some controllers."""
 
     version: int
     controllers: tuple[str, ...]
@@ -52,7 +47,10 @@ def hierarchies_here() -> list[Hierarchy]:
 
 
 def find_hierarchies(memberships: str, mounts: str) -> list[Hierarchy]:
-    """From /proc/self/cgroup and /proc/self/mountinfo: this process's own group in every hierarchy that is mounted."""
+    """Return this process's group in every mounted hierarchy.
+
+    The arguments are the texts of /proc/self/cgroup and /proc/self/mountinfo.
+    """
     own_path = {names: path for _, names, path in (line.split(":", 2) for line in memberships.splitlines())}
     found: list[Hierarchy] = []
     for line in mounts.splitlines():
@@ -73,14 +71,14 @@ def find_hierarchies(memberships: str, mounts: str) -> list[Hierarchy]:
 
 
 def _below(mount_point: str, root: str, path: str) -> Path:
-    """Where a group is seen when `root` of its hierarchy is mounted at `mount_point`."""
+    """Return the path of a group, given that `root` of its hierarchy is mounted at `mount_point`."""
     relative = os.path.relpath(path, root)
     return Path(mount_point) if relative.startswith("..") else Path(mount_point) / relative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What of a program's limits a group keeps."""
+    """The part of a program's limits that a group enforces."""
 
     memory_bytes: int
     pids: int
@@ -104,11 +102,11 @@ class ControlGroup:
         self._refusals = self._file("pids", "pids.events")
         self._members_file = self._file("pids", "cgroup.procs")
         self._entrances = [f"{folder.path}/cgroup.procs" for folder in folders]
-        self._counts: dict[str, int] = {}  # of its program, by file, as far as they were asked for
+        self._counts: dict[str, int] = {}  # counters of the current program, by file, as far as they were read
         self._is_killed = False
-        self._watched: dict[str, int] = {}  # descriptors of what is read after every program, by file
+        self._watched: dict[str, int] = {}  # descriptors of the files that are read after every program
         self.descriptors: list[int] = []
-        self.stays_open = False  # from one program to the next
+        self.stays_open = False  # whether descriptors are kept open from one program to the next
 
     def make(self) -> None:
         for folder in self._folders:
@@ -116,31 +114,31 @@ class ControlGroup:
         self.limit()
 
     def limit(self) -> None:
-        """Set what the kernel bounds; the folders are there."""
+        """Set the kernel's bounds in folders that exist."""
         for folder in self._folders:
             self._limit_in(folder)
 
     def open(self) -> None:
-        """For a program that is about to come."""
+        """Open what the next program needs to join."""
         self._counts.clear()
         for entrance in self._entrances[len(self.descriptors) :]:
             self.descriptors.append(os.open(entrance, os.O_WRONLY | os.O_CLOEXEC))
 
     def close_descriptors(self) -> None:
-        """Once the program has them."""
+        """Close the descriptors for joining, once the program has them."""
         if not self.stays_open:
             self._close_entrances()
 
     def close(self) -> None:
-        """All descriptors."""
+        """Close all descriptors."""
         self._close_entrances()
         while self._watched:
             os.close(self._watched.popitem()[1])
 
     def kill(self) -> None:
-        """All that are in it, and from here on nothing in it can fork."""
+        """Kill all processes in the group; from now on nothing in it can fork."""
         self._is_killed = True
-        with contextlib.suppress(FileNotFoundError):  # it is gone, and they with it
+        with contextlib.suppress(FileNotFoundError):  # the group is gone, and its processes with it
             self._write("pids", "pids.max", "0")
         for pid in self._members():
             with contextlib.suppress(ProcessLookupError):
@@ -153,18 +151,18 @@ class ControlGroup:
         return self._count(self._refusals, b"max") > 0
 
     def is_as_new(self) -> bool:
-        """Whether the next program would find no trace of those before in it, but for a little of their memory."""
+        """Return whether the next program would find no trace of earlier ones, except a little of their memory."""
         if self._is_killed or self._counts != {self._oom_kills: 0, self._refusals: 0}:
             return False
         if self.bounds.cpus is not None:  # it may owe CPU time
             return False
         try:
             return not self._watch(self._members_file) and int(self._watch(self._usage)) <= MAX_LEFT_BYTES
-        except OSError:  # it was removed by somebody else
+        except OSError:  # somebody else removed it
             return False
 
     def end(self) -> bool:
-        """Kill what is left in it and remove it. False while something is still dying."""
+        """Kill what is left in the group and remove it. False while something is still dying."""
         self.close()
         try:
             if self._members():
@@ -210,7 +208,7 @@ class ControlGroup:
         return self._counts[path]
 
     def _watch(self, path: str) -> bytes:
-        """The first page; to open a file anew costs the kernel more than to read it."""
+        """Return the first page of a file that is kept open: opening costs the kernel more than reading."""
         if path not in self._watched:
             self._watched[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return os.pread(self._watched[path], PAGE_BYTES, 0)
@@ -236,11 +234,11 @@ def _read(path: str) -> bytes:
 
 NEEDED = ("memory", "pids")
 RETRIES_A_GROUP = 3
-"""How many of those that were still dying are tried again when one is removed: all would hold up the next."""
+"""The number of dying groups that are tried again at each removal; trying all would delay the next one."""
 MAX_IDLE = 32
-"""Groups that wait for a program."""
+"""The most groups that wait for a program."""
 MAX_OPEN = 8
-"""Groups that stay open from one program to the next: each has some seven descriptors."""
+"""The most groups that stay open from one program to the next: each has some seven descriptors."""
 KEEPER = """
 read -r _
 for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
@@ -255,11 +253,11 @@ for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
     sleep 0.2
 done
 """
-"""In shell, the smallest process there is: waits for the end of its input, which is the end of the host."""
+"""A shell script, since a shell is the smallest process. Its stdin ends when the host ends."""
 
 
 class GroupTree:
-    """Make it with `open`, end it with `aclose`."""
+    """The control groups of one provider. Make it with `open`, end it with `aclose`."""
 
     def __init__(self, folders: Sequence[Hierarchy], keeper: asyncio.subprocess.Process) -> None:
         self._folders = folders
@@ -268,13 +266,13 @@ class GroupTree:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="control-groups")
         self._num_made = 0
         self._is_closed = False
-        self._open: set[ControlGroup] = set()  # those that stay so
+        self._open: set[ControlGroup] = set()  # groups that stay open
         self._idle: deque[ControlGroup] = deque()
-        self._dying: deque[ControlGroup] = deque()  # of the thread
+        self._dying: deque[ControlGroup] = deque()  # used by the thread only
 
     @classmethod
     async def open(cls) -> Self:
-        """SandboxError, with the reason, where this process may not make groups that bound memory and processes."""
+        """Make the folders; SandboxError where this process may not bound memory and processes by groups."""
         hierarchies = hierarchies_here()
         name = f"{GROUP_PREFIX}{own_tag()}.{os.urandom(4).hex()}"
         folders: list[Hierarchy] = []
@@ -299,7 +297,7 @@ class GroupTree:
         return " and ".join(str(version) for version in sorted({folder.version for folder in self._folders}))
 
     async def take(self, limits: Limits) -> ControlGroup:
-        """A group for one program, in which there was no other or one that left nothing behind."""
+        """Return a group for one program: a new one, or one whose programs left nothing behind."""
         if self._is_closed:
             raise SandboxError("the sandbox pool is closed; open another")
         bounds = Bounds.of(limits)
@@ -318,7 +316,7 @@ class GroupTree:
         return group
 
     def give_back(self, group: ControlGroup) -> None:
-        """To the next program, or to be removed when its last process is gone."""
+        """Keep a group for the next program, or remove it when its last process is gone."""
         if group.is_as_new():
             if not group.stays_open:
                 group.close()
@@ -338,7 +336,7 @@ class GroupTree:
         await self._keeper.wait()
 
     def _pop_idle(self, bounds: Bounds) -> ControlGroup | None:
-        """The last that was used, of those that are open if there are any."""
+        """Return the last used group with these bounds, one that is open if possible."""
         fitting = [group for group in reversed(self._idle) if group.bounds == bounds]
         if not fitting:
             return None
@@ -355,18 +353,18 @@ class GroupTree:
             raise
 
     def _drop_made(self, making: asyncio.Future[ControlGroup]) -> None:
-        """Whoever asked for it was cancelled."""
+        """Remove a group whose taker was cancelled."""
         if not making.cancelled() and making.exception() is None:
             self._drop(making.result())
 
     def _drop(self, group: ControlGroup) -> None:
         self._open.discard(group)
         group.close()
-        if not self._is_closed:  # else the keeper removes all
+        if not self._is_closed:  # after that the keeper removes all
             self._thread.submit(self._remove, group)
 
     def _make(self, bounds: Bounds) -> ControlGroup:
-        """In the thread."""
+        """Make a group. Runs in the thread."""
         self._num_made += 1
         name = str(self._num_made)
         group = ControlGroup([replace(folder, path=folder.path / name) for folder in self._folders], bounds)
@@ -378,7 +376,7 @@ class GroupTree:
         return group
 
     def _remove(self, group: ControlGroup) -> None:
-        """In the thread: this one, and some that were still dying when they were tried before."""
+        """Remove a group, and retry some earlier ones that were still dying. Runs in the thread."""
         self._dying.appendleft(group)
         for _ in range(min(len(self._dying), 1 + RETRIES_A_GROUP)):
             dying = self._dying.popleft()
@@ -386,32 +384,8 @@ class GroupTree:
                 self._dying.append(dying)
 
 
-def remove_abandoned() -> int:
-    """Kill and remove the groups of dead owners, when their keeper died too; how many trees there were."""
-    hierarchies = hierarchies_here()
-    trees = [
-        tree
-        for path in {ancestor for hierarchy in hierarchies for ancestor in _with_parent(hierarchy)}
-        for tree in path.glob(f"{GROUP_PREFIX}*")
-        if is_abandoned(tree.name.removeprefix(GROUP_PREFIX).rpartition(".")[0])
-    ]
-    for tree in trees:
-        for members in tree.glob("*/cgroup.procs"):
-            for pid in members.read_text().split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-        for folder in (*tree.glob("*/"), tree):
-            with contextlib.suppress(OSError):  # what is still dying goes at the next call
-                folder.rmdir()
-    return len(trees)
-
-
-def _with_parent(hierarchy: Hierarchy) -> tuple[Path, ...]:
-    return (hierarchy.path, hierarchy.path.parent) if hierarchy.version == 2 else (hierarchy.path,)
-
-
 def _needed_controllers(hierarchies: Sequence[Hierarchy]) -> list[Hierarchy]:
-    """The hierarchies to use, each with the controllers to use there; FileNotFoundError when one is nowhere."""
+    """Return the hierarchies and controllers to use; FileNotFoundError if a needed controller is missing."""
     chosen: dict[Path, Hierarchy] = {}
     for name in (*NEEDED, "cpu"):
         home = next((hierarchy for hierarchy in hierarchies if name in hierarchy.controllers), None)
@@ -425,7 +399,10 @@ def _needed_controllers(hierarchies: Sequence[Hierarchy]) -> list[Hierarchy]:
 
 
 def _make_folder(home: Hierarchy, name: str) -> Hierarchy:
-    """Our folder in a hierarchy. In version 2 a group with processes gives its children no controllers: then beside."""
+    """Make our folder in a hierarchy.
+
+    In version 2 a group that has processes cannot give controllers to its children; the folder then goes beside it.
+    """
     places = (home.path,) if home.version == 1 else _with_parent(home)
     refusal: OSError | None = None
     for place in places:
@@ -446,8 +423,12 @@ def _make_folder(home: Hierarchy, name: str) -> Hierarchy:
     raise refusal
 
 
+def _with_parent(hierarchy: Hierarchy) -> tuple[Path, ...]:
+    return (hierarchy.path, hierarchy.path.parent) if hierarchy.version == 2 else (hierarchy.path,)
+
+
 def _enable(folder: Path, controllers: Sequence[str]) -> None:
-    """Let the children of a group be bounded by controllers."""
+    """Let the children of a group be bounded by these controllers."""
     file = folder / "cgroup.subtree_control"
     missing = set(controllers) - set(file.read_text().split())
     if missing:
@@ -456,33 +437,53 @@ def _enable(folder: Path, controllers: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reaped:
-    """How much there was."""
+    """The number of things that `reap` removed."""
 
     num_groups: int
     num_folders: int
 
 
 def reap() -> Reaped:
-    """Remove it all. What a living process owns is left alone."""
+    """Remove all groups and folders of dead processes. What a living process owns is left alone."""
     return Reaped(num_groups=reap_groups(), num_folders=reap_folders())
 
 
 def reap_groups() -> int:
-    """Control groups, with the processes in them."""
+    """Remove the control groups of dead processes, with the processes in them."""
     try:
         return remove_abandoned()
     except FileNotFoundError:
         return 0  # no control groups on this system
 
 
+def remove_abandoned() -> int:
+    """Kill and remove the groups of owners that are dead; return the number of trees."""
+    hierarchies = hierarchies_here()
+    trees = [
+        tree
+        for path in {ancestor for hierarchy in hierarchies for ancestor in _with_parent(hierarchy)}
+        for tree in path.glob(f"{GROUP_PREFIX}*")
+        if is_abandoned(tree.name.removeprefix(GROUP_PREFIX).rpartition(".")[0])
+    ]
+    for tree in trees:
+        for members in tree.glob("*/cgroup.procs"):
+            for pid in members.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        for folder in (*tree.glob("*/"), tree):
+            with contextlib.suppress(OSError):  # what is still dying goes at the next call
+                folder.rmdir()
+    return len(trees)
+
+
 def reap_folders() -> int:
-    """Working folders."""
+    """Remove the working folders of dead processes."""
     abandoned = [
         folder
         for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")
         if is_abandoned(folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0])
     ]
     for folder in abandoned:
-        with contextlib.suppress(PermissionError):  # another user's
+        with contextlib.suppress(PermissionError):  # it belongs to another user
             remove_tree(folder)
     return sum(not folder.exists() for folder in abandoned)

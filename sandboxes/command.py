@@ -1,4 +1,4 @@
-"""The parser of `python -m sandboxes`: a word that it does not know is answered with the nearest one that it does."""
+"""The command-line parser of `python -m sandboxes`, which answers an unknown word with the nearest valid one."""
 
 import argparse
 import difflib
@@ -8,14 +8,14 @@ from typing import NoReturn, cast
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are one line and a hint. Its commands are parsed into `command`."""
+    """An ArgumentParser without abbreviations, whose errors are one line and a hint. Subcommands go to `command`."""
 
     def __init__(self, *, prog: str, description: str | None = None) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse a command line; it ends the process with 2 where that is wrong."""
-        self._refuse_unknown(words)  # before something is found to be missing
+        """Parse a command line; a wrong one ends the process with exit code 2."""
+        self._refuse_unknown(words)  # before argparse complains about something missing
         return self.parse_args(words)
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
                 return
 
     def _commands(self) -> Mapping[str, "Parser"]:
-        """By name; none where this is one."""
+        """Return the subcommands by name; empty for a parser that is itself a subcommand."""
         choices = next((action.choices for action in self._actions if action.dest == "command"), None)
         return cast("Mapping[str, Parser]", choices or {})
 

@@ -1,4 +1,4 @@
-"""What of the sandboxes works on this machine, and why the rest does not. It tries things; it changes nothing."""
+"""What of the sandboxes works on this machine, and why the rest does not. It tries things and changes nothing."""
 
 import platform
 import shutil
@@ -27,7 +27,7 @@ class Finding:
 
 
 async def examine() -> list[Finding]:
-    """All findings, in the order in which the backends need them."""
+    """Return all findings, in the order in which the backends need them."""
     findings = [await _attempt(CONTAINERS, _find_containers)]
     findings += [await _attempt(f"walls by {walls.value}", _build(walls)) for walls in Walls]
     findings.append(await _attempt("control groups", _make_groups))
@@ -43,7 +43,7 @@ async def examine() -> list[Finding]:
 
 
 def strongest_backend(findings: list[Finding]) -> str:
-    """What `auto` takes."""
+    """Return the backend that `auto` would choose."""
     if any(finding.works for finding in findings if finding.subject == CONTAINERS):
         return "docker"
     has_walls = any(finding.works for finding in findings if finding.subject.startswith("walls"))
@@ -76,7 +76,7 @@ async def _find_containers() -> str:
 
 async def _make_groups() -> str:
     if sys.platform != "linux":
-        raise SandboxError(f"{sys.platform} has none")
+        raise SandboxError(f"{sys.platform} has no control groups")
     groups = await GroupTree.open()
     await groups.aclose()
     return f"version {groups.versions}, for memory, processes and CPU"

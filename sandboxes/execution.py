@@ -1,13 +1,8 @@
-"""One program, from its start to its end: the deadline, the kill, and the judgement of how it ended.
+"""One program that a launcher runs, from its start to its end: the deadline, the kill, the streams and the verdict.
 
-It knows the launcher (`link.py`) and a control group when the backend has one; it knows no backend, and not what
-becomes of the output (`output.py` keeps it, `streams.py` hands it on).
-
-What a program prints, collected from two pipes by the event loop, within a bound. It knows no program.
-
-What a program that a launcher runs finds in its environment, beside what its caller adds. It knows no backend.
-
-The three streams of a program that the host talks with while it runs. It knows no program.
+`Execution` starts a program through its launcher (`link.py`) and decides how it ended, with the counters of its control
+group where the backend has one. `BoundedOutput` collects the output of a program that runs to its end, up to a bound;
+`PipeReader` and `PipeWriter` are the streams of a program that the host talks with.
 """
 
 import asyncio
@@ -24,24 +19,26 @@ from sandboxes.link import Ended, LauncherLink, Run, Turn
 from sandboxes.spec import ExecResult, Limits, Status
 
 GRACE_S = 5.0
-"""A launcher is killed that has not reported the end of a killed program by then, or the start of a program so long
-after the deadline that it would have had."""
+"""A launcher is killed if it does not report the end of a killed program within this time, or the start of a program
+within its wall-clock limit plus this time."""
 NEARLY_ALL_MEMORY = 0.9
-"""Without a control group: a failed program that had this share of its limit resident failed for want of memory."""
+"""Without a control group, a failed program ran out of memory if it had this share of its limit resident."""
+CHUNK_BYTES = 65_536
+PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class Group(Protocol):
-    """What bounds all processes of one program together."""
+    """A bound on all processes of one program together."""
 
     @property
     def descriptors(self) -> list[int]:
-        """What a process writes to, to join."""
+        """Descriptors that a process writes to in order to join the group."""
         ...
 
     def close_descriptors(self) -> None: ...
 
     def kill(self) -> None:
-        """All of them, at once: a launcher among many that are busy may not get its turn to."""
+        """Kill all members directly: a launcher competing with many busy programs may not get the CPU to do it."""
         ...
 
     def num_oom_kills(self) -> int: ...
@@ -50,7 +47,7 @@ class Group(Protocol):
 
 
 class Execution:
-    """One program: `start` it, `wait` for its end, ask for its `result`. `is_timed`: whether `limits.wall_s` holds."""
+    """One program: `start` it, `wait` for its end, ask for its `result`. `limits.wall_s` applies only if `is_timed`."""
 
     def __init__(self, link: LauncherLink, limits: Limits, group: Group | None, *, is_timed: bool = True) -> None:
         self._link = link
@@ -61,14 +58,17 @@ class Execution:
         self._run: Run | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._sent_s = 0.0
-        self._verdict: Status | None = None  # of the host: why it had the program killed
+        self._verdict: Status | None = None  # set by the host when it has the program killed
 
     @property
     def is_running(self) -> bool:
         return self._run is not None and not self._run.ended.done()
 
     def start(self, request: bytes, standard: Sequence[int], turn: Turn) -> None:
-        """`request`: what to run, as the launcher reads it; `standard`: stdin, stdout, stderr, the caller's own."""
+        """Send the program to the launcher.
+
+        `request` is what the launcher reads. `standard` are stdin, stdout and stderr, which the caller still owns.
+        """
         descriptor = sealed_file(request)
         try:
             groups = self._group.descriptors if self._group else ()
@@ -80,7 +80,7 @@ class Execution:
         self._sent_s = self._loop.time()
 
     async def wait(self) -> Ended:
-        """Its end, which comes by the deadline. Cancelling it kills the program, and does not wait for its death."""
+        """Wait for the end, which comes by the deadline. Cancelling kills the program without waiting for its death."""
         assert self._run is not None
         if self._is_timed:
             self._timer = self._loop.call_later(self._limits.wall_s, self._on_time)
@@ -92,12 +92,12 @@ class Execution:
             self._send_kill()
 
     def stop(self, verdict: Status) -> None:
-        """Kill it for a reason, which becomes its status."""
+        """Kill the program for a reason, which becomes its status."""
         self._verdict = self._verdict or verdict
         self._send_kill()
 
     async def kill(self) -> None:
-        """Kill the program and wait until it is dead; a launcher that does not answer is killed with it."""
+        """Kill the program and wait until it is dead; a launcher that does not answer is killed too."""
         if self._run is None:
             return
         self._send_kill()
@@ -108,7 +108,7 @@ class Execution:
     def result(
         self, ended: Ended, stdout: bytes = b"", stderr: bytes = b"", *, is_truncated: bool = False
     ) -> ExecResult:
-        """How it ended, with what was kept of its output; to be asked before its control group is gone."""
+        """Return the result with the output that was kept. Call this before the control group is gone."""
         code = os.waitstatus_to_exitcode(ended.wait_status)
         status = self._verdict or status_of(code, ended, stderr, self._limits, has_group=self._group is not None)
         oom_kills = 0
@@ -140,7 +140,7 @@ class Execution:
         return self._run.started_s if self._run is not None and self._is_started else self._sent_s
 
     def _on_time(self) -> None:
-        """The deadline, which counts from the program's start, however long that took; see `GRACE_S`."""
+        """Enforce the deadline, which counts from the program's start, however late that was; see `GRACE_S`."""
         left_s = self._begun_s + self._limits.wall_s + GRACE_S * (not self._is_started) - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._on_time)
@@ -158,11 +158,11 @@ class Execution:
 
 
 def status_of(code: int, ended: Ended, stderr: bytes, limits: Limits, *, has_group: bool = False) -> Status:
-    """The status of a program that the host did not have killed; `code` is its exit code, or minus its signal.
+    """Return the status of a program that the host did not kill; `code` is its exit code, or minus its signal.
 
-    Whether it is OK comes from the kernel alone. Why it failed is partly read from what it did: a program may pass
-    off its failure as another, never as success. Neither address space nor a full disk has a signal of its own, hence
-    the signs of them.
+    Only the kernel decides whether it is OK. The reason for a failure is partly read from what the program did: it may
+    pass off one failure as another, never as success. Running out of address space or disk has no signal of its own, so
+    the last line of stderr is searched for signs of it.
     """
     if code == 0:
         return Status.OK
@@ -180,8 +180,17 @@ def status_of(code: int, ended: Ended, stderr: bytes, limits: Limits, *, has_gro
     return Status.NONZERO if code > 0 else Status.SIGNALED
 
 
+def base_environment(home: str) -> dict[str, str]:
+    """Return the environment of a program whose working directory it sees as `home`.
+
+    >>> sorted(base_environment("/work"))
+    ['HOME', 'PATH', 'TMPDIR']
+    """
+    return {"PATH": PROGRAM_PATH, "HOME": home, "TMPDIR": home}
+
+
 def sealed_file(data: bytes) -> int:
-    """A descriptor of an anonymous file that holds `data`, at its start, and that its reader cannot change."""
+    """Return a descriptor, at offset 0, of an anonymous file that holds `data` and that its reader cannot change."""
     if sys.platform != "linux":
         with tempfile.TemporaryFile() as file:
             file.write(data)
@@ -196,13 +205,10 @@ def sealed_file(data: bytes) -> int:
     return descriptor
 
 
-CHUNK_BYTES = 65_536
-
-
 class BoundedOutput:
-    """Two pipes, `stdout` and `stderr`, of which at most `max_bytes` together are kept.
+    """Two pipes, for stdout and stderr, of which at most `max_bytes` together are kept.
 
-    A context manager: its descriptors are closed on leaving. `on_overflow` is called once, when more was printed.
+    Use it as a context manager: leaving it closes its descriptors. `on_overflow` is called once if more is printed.
     """
 
     def __init__(self, max_bytes: int, on_overflow: Callable[[], None]) -> None:
@@ -210,15 +216,15 @@ class BoundedOutput:
         self._loop = asyncio.get_running_loop()
         self._room = max_bytes
         self._on_overflow = on_overflow
-        self._chunks: dict[int, list[bytes]] = {}  # by the read end
-        self._open: set[int] = set()  # read ends that may give more
+        self._chunks: dict[int, list[bytes]] = {}  # by read end
+        self._open: set[int] = set()  # read ends that may deliver more
         self._write_ends: list[int] = []
 
     def __enter__(self) -> Self:
         try:
             for _ in ("stdout", "stderr"):
                 self._open_pipe()
-        except OSError:  # no descriptor is left: the first pipe must not stay
+        except OSError:  # out of descriptors: the first pipe must not leak
             self.__exit__()
             raise
         return self
@@ -232,19 +238,18 @@ class BoundedOutput:
 
     @property
     def write_ends(self) -> tuple[int, ...]:
-        """What becomes the program's stdout and stderr."""
+        """The descriptors that become the program's stdout and stderr."""
         return tuple(self._write_ends)
 
     def close_write_ends(self) -> None:
-        """Once the program has them."""
+        """Close the host's copies of the write ends, once the program has them."""
         while self._write_ends:
             os.close(self._write_ends.pop())
 
     def collect(self) -> tuple[bytes, bytes]:
-        """All that was printed, to be called when the program has ended.
+        """Return all that was printed; call this when the program has ended.
 
-        Whatever lies in the pipes by now is read, and nothing is waited for: a process that outlived its program
-        and holds a pipe open holds nobody up.
+        The pipes are read without waiting, so a process that outlived its program and keeps one open delays nobody.
         """
         for read_end in tuple(self._open):
             while self._read(read_end):
@@ -261,7 +266,7 @@ class BoundedOutput:
         self._loop.add_reader(read_end, self._read, read_end)
 
     def _read(self, read_end: int) -> bool:
-        """Read once; whether there may be more."""
+        """Read once, and return whether there may be more."""
         data = b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(read_end, CHUNK_BYTES)
@@ -286,20 +291,8 @@ class BoundedOutput:
         self._loop.remove_reader(read_end)
 
 
-PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
-
-
-def base_environment(home: str) -> dict[str, str]:
-    """`home`: the working directory, as the program sees it.
-
-    >>> sorted(base_environment("/work"))
-    ['HOME', 'PATH', 'TMPDIR']
-    """
-    return {"PATH": PROGRAM_PATH, "HOME": home, "TMPDIR": home}
-
-
 class _HostEnd:
-    """The host's end of a pipe, for one reader or writer, who waits until it is ready."""
+    """The host's end of a pipe, with one reader or writer that waits until the pipe is ready."""
 
     _is_closed = True  # until there is a pipe
 
@@ -319,7 +312,7 @@ class _HostEnd:
         self.close()
 
     def close(self) -> None:
-        """Harmless when it is closed already."""
+        """Close the pipe's end. Harmless when it is closed already."""
         if not self._is_closed:
             self._is_closed = True
             self._wake()
@@ -342,7 +335,7 @@ class _HostEnd:
 
 
 class PipeReader(_HostEnd):
-    """What comes out of a pipe, chunk by chunk, for one reader; its write end is handed to the program."""
+    """The chunks that come out of a pipe, for one reader; the program gets the write end."""
 
     def __init__(self) -> None:
         read_end, self.write_end = os.pipe()
@@ -353,7 +346,7 @@ class PipeReader(_HostEnd):
         return self
 
     async def __anext__(self) -> bytes:
-        await asyncio.sleep(0)  # a program that prints without end must not keep others from running
+        await asyncio.sleep(0)  # let others run while a program prints without end
         while not self._is_closed:
             try:
                 data = os.read(self._end, CHUNK_BYTES)
@@ -369,24 +362,24 @@ class PipeReader(_HostEnd):
         raise StopAsyncIteration
 
     def close_write_end(self) -> None:
-        """Once the program has it."""
+        """Close the host's copy of the write end, once the program has it."""
         os.close(self.write_end)
 
     def finish(self) -> None:
-        """The program is dead: what is there can be read, and nothing is waited for, whoever holds the pipe open."""
+        """The program is dead: read what is there and wait for no more, whoever still holds the pipe open."""
         self._is_over = True
         self._wake()
 
 
 class PipeWriter(_HostEnd):
-    """What goes into a pipe, for one writer; its read end is handed to the program."""
+    """The host's way to write into a pipe, for one writer; the program gets the read end."""
 
     def __init__(self) -> None:
         self.read_end, write_end = os.pipe()
         super().__init__(write_end, is_read=False)
 
     async def write(self, data: bytes) -> None:
-        """All of it, as the program takes it. BrokenPipeError when nobody will."""
+        """Write all of it, as the program takes it. BrokenPipeError when nobody will read it."""
         view = memoryview(data)
         while view:
             if self._is_closed:
@@ -397,5 +390,5 @@ class PipeWriter(_HostEnd):
                 await self._wait()
 
     def close_read_end(self) -> None:
-        """Once the program has it."""
+        """Close the host's copy of the read end, once the program has it."""
         os.close(self.read_end)

@@ -1,14 +1,13 @@
-"""The working directory of one sandbox: made when first used, written, read and removed by the host.
+"""The working directory of one sandbox, which the host makes, reads, writes and removes; and tars of its files.
 
-What a program leaves in it is not to be trusted: no symlink is followed, nothing but a regular file is read, and it
-is removed however deep, locked or large it is. What is not as asked raises OSError, as opening a file does: it tells
-of the program, not of the sandbox. It knows no backend. Blocking: callers use a thread, except for `make` and
-`remove_if_empty`.
+What a program leaves in the directory is not to be trusted: no symlink is followed, only regular files are read, and
+everything is removed however deep, locked or large it is. A file that is not as expected raises OSError, as opening a
+file does: the program is at fault, not the sandbox.
 
-Tars of regular files and folders: made of a folder, checked, and made anew. It knows no sandbox. Blocking.
+A tar from outside is hostile too: links, devices and paths that lead out are refused. A sandbox only gets a tar made
+anew from what was understood here, so that two readers cannot read it in two ways.
 
-A tar from anywhere else is hostile: whatever is neither file nor folder is refused, and so is a path that leads out.
-What goes on into a sandbox is made anew of what was understood here, so that two readers cannot read it in two ways.
+All of it blocks: callers use a thread, except for `make` and `remove_if_empty`.
 """
 
 import contextlib
@@ -24,81 +23,18 @@ from pathlib import Path
 
 from sandboxes.spec import folder_parts, relative_parts
 
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+TAR_BLOCK_BYTES = 512  # the least that an entry takes
+MAX_DEPTH = 100
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A file, or a folder, which has no data."""
+    """A file with its data, or a folder, which has none."""
 
     path: str
     data: bytes | None
     is_executable: bool = False
-
-
-def pack(entries: Iterable[Entry]) -> bytes:
-    """The tar of these entries."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for entry in entries:
-            member = tarfile.TarInfo(entry.path)
-            if entry.data is None:
-                member.type, member.mode = tarfile.DIRTYPE, 0o755
-                tar.addfile(member)
-            else:
-                member.size, member.mode = len(entry.data), 0o755 if entry.is_executable else 0o644
-                tar.addfile(member, io.BytesIO(entry.data))
-    return buffer.getvalue()
-
-
-def entries_of(tar: bytes) -> list[Entry]:
-    """What a tar holds; ValueError for one that is broken or holds anything but files and folders inside it."""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(tar), mode="r:", encoding="utf-8", errors="surrogateescape") as opened:
-            return [_entry_of(opened, member) for member in opened if folder_parts(member.name)]
-    except (tarfile.TarError, PermissionError, OverflowError) as error:
-        raise ValueError(f"not a tar that a sandbox takes: {error}") from error
-
-
-def checked(tar: bytes) -> bytes:
-    """The same files and folders, in a tar of our own making."""
-    return pack(entries_of(tar))
-
-
-def pack_folder(folder: Path) -> bytes:
-    """The tar of a folder of the host; ValueError when anything in it is neither file nor folder."""
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{str(folder)!r} is no folder; give one, or the bytes of a tar")
-    return pack(_entries_in_folder(folder))
-
-
-def _entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Entry:
-    if member.isdir():
-        return Entry(path=member.name, data=None)
-    if not member.isreg() or member.issparse():
-        raise ValueError(f"the tar holds {member.name!r}, which is neither a file nor a folder; leave it out")
-    file = tar.extractfile(member)
-    assert file is not None  # it is for links and devices
-    data = file.read()
-    if len(data) != member.size:
-        raise ValueError(f"the tar ends within {member.name!r}")
-    return Entry(path=member.name, data=data, is_executable=bool(member.mode & 0o100))
-
-
-def _entries_in_folder(folder: Path) -> Iterator[Entry]:
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{str(path)!r} is neither a file nor a folder; leave it out")
-        is_file = path.is_file()
-        yield Entry(
-            path=name,
-            data=path.read_bytes() if is_file else None,
-            is_executable=is_file and os.access(path, os.X_OK),
-        )
-
-
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-TAR_BLOCK_BYTES = 512  # the least that an entry takes
-MAX_DEPTH = 100
 
 
 class WorkingFolder:
@@ -110,7 +46,7 @@ class WorkingFolder:
 
     def make(self) -> None:
         if not self._is_made:
-            self.path.mkdir(mode=0o700, exist_ok=True)  # of two at once, in threads, one makes it
+            self.path.mkdir(mode=0o700, exist_ok=True)  # two threads may race for it, and one makes it
             self._is_made = True
 
     @contextlib.contextmanager
@@ -123,7 +59,7 @@ class WorkingFolder:
             os.close(top)
 
     def remove_if_empty(self) -> bool:
-        """Remove the folder when that takes no time; whether it is gone."""
+        """Remove the folder if that takes no time; return whether it is gone."""
         if not self._is_made:
             return True
         try:
@@ -137,14 +73,14 @@ class WorkingFolder:
 
 
 class OpenFolder:
-    """Files beneath an open folder, which stays the caller's. What is written belongs to `owner`, or to this user."""
+    """Files beneath an open folder, which the caller still owns. Written files belong to `owner`, or to this user."""
 
     def __init__(self, top: int, owner: int | None = None) -> None:
         self._top = top
         self._owner = owner
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        """The bytes of a regular file of at most `max_bytes`."""
+        """Return the bytes of a regular file of at most `max_bytes`."""
         *parents, name = relative_parts(path)
         with contextlib.ExitStack() as stack:
             data = _read_file(self._descend(parents, stack), name, max_bytes)
@@ -153,12 +89,12 @@ class OpenFolder:
         return data
 
     def write(self, path: str, data: bytes, *, is_executable: bool = False) -> None:
-        """Write a file anew, with the folders that lead to it."""
+        """Write a file, replacing any old one, and make its parent folders."""
         *parents, name = relative_parts(path)
         with contextlib.ExitStack() as stack:
             folder = self._descend(parents, stack, create=True)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)  # whatever a program put there: a FIFO, a link
+                os.unlink(name, dir_fd=folder)  # a program may have put a FIFO or a link there
             new_file = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             mode = 0o700 if is_executable else 0o600
             file = stack.enter_context(open(os.open(name, new_file, mode, dir_fd=folder), "wb"))
@@ -167,12 +103,12 @@ class OpenFolder:
                 os.fchown(file.fileno(), self._owner, self._owner)
 
     def make_folder(self, path: str) -> None:
-        """With the folders that lead to it; harmless when it is there."""
+        """Make a folder and its parents; harmless when it exists."""
         with contextlib.ExitStack() as stack:
             self._descend(folder_parts(path), stack, create=True)
 
     def entries(self, path: str, max_bytes: int) -> Generator[Entry, None, None]:
-        """The files and folders beneath a folder; OSError when they are more than `max_bytes`, or too deep."""
+        """Yield the files and folders beneath a folder; OSError when they exceed `max_bytes` or are too deep."""
         room = max_bytes
         with contextlib.ExitStack() as stack:
             for entry in _entries_below(self._descend(folder_parts(path), stack), "", max_bytes):
@@ -182,7 +118,7 @@ class OpenFolder:
                 yield entry
 
     def _descend(self, names: Sequence[str], stack: contextlib.ExitStack, *, create: bool = False) -> int:
-        """The open folder at the end of these names; never through a symlink."""
+        """Open the folder at the end of these names, never through a symlink."""
         folder = self._top
         for name in names:
             if create:
@@ -199,16 +135,16 @@ class OpenFolder:
 
 
 def _read_file(folder: int, name: str, max_bytes: int) -> bytes:
-    """The bytes of a regular file, one more than `max_bytes` at most."""
-    # Not blocking: opening a FIFO would wait for a writer.
+    """Return the bytes of a regular file, at most one more than `max_bytes`."""
+    # Without blocking: opening a FIFO would wait for a writer.
     with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "only regular files are read, this is none", name)
+            raise OSError(errno.EINVAL, "only regular files can be read", name)
         return file.read(max_bytes + 1)
 
 
 def _entries_below(folder: int, prefix: str, max_bytes: int) -> Generator[Entry, None, None]:
-    """Depth first, an open descriptor a level."""
+    """Yield entries depth first, holding one open descriptor per level."""
     if prefix.count("/") > MAX_DEPTH:
         raise OSError(errno.ENAMETOOLONG, f"deeper than {MAX_DEPTH} folders", prefix)
     for name in sorted(os.listdir(folder)):
@@ -228,8 +164,8 @@ def _entries_below(folder: int, prefix: str, max_bytes: int) -> Generator[Entry,
 def remove_tree(root: Path) -> None:
     """Remove a folder that hostile programs have filled.
 
-    What a folder in it holds is lifted into `root` before the folder goes, so that paths stay short and nothing
-    recurses, however deep it was; folders are opened without following links, so that nothing outside is touched.
+    The children of each folder in it are moved up into `root` before the folder goes, so that paths stay short and
+    nothing recurses however deep it was. Folders are opened without following links, so nothing outside is touched.
     """
     try:
         top = os.open(root, FOLDER_FLAGS)
@@ -252,7 +188,7 @@ def remove_tree(root: Path) -> None:
 
 
 def _lift_children(top: int, name: str, prefix: str, num_lifted: int) -> int:
-    """Unlink the files of a folder and move its folders beside it, under names that continue the count."""
+    """Unlink the files of a folder and move its folders beside it, under numbered names."""
     os.chmod(name, 0o700, dir_fd=top)
     folder = os.open(name, FOLDER_FLAGS, dir_fd=top)
     try:
@@ -270,3 +206,65 @@ def _lift_children(top: int, name: str, prefix: str, num_lifted: int) -> int:
 
 def _is_folder(name: str, parent: int) -> bool:
     return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+
+
+def pack(entries: Iterable[Entry]) -> bytes:
+    """Return a tar of these entries."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for entry in entries:
+            member = tarfile.TarInfo(entry.path)
+            if entry.data is None:
+                member.type, member.mode = tarfile.DIRTYPE, 0o755
+                tar.addfile(member)
+            else:
+                member.size, member.mode = len(entry.data), 0o755 if entry.is_executable else 0o644
+                tar.addfile(member, io.BytesIO(entry.data))
+    return buffer.getvalue()
+
+
+def entries_of(tar: bytes) -> list[Entry]:
+    """Return the entries of a tar; ValueError if it is broken or holds anything but files and folders inside it."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(tar), mode="r:", encoding="utf-8", errors="surrogateescape") as opened:
+            return [_entry_of(opened, member) for member in opened if folder_parts(member.name)]
+    except (tarfile.TarError, PermissionError, OverflowError) as error:
+        raise ValueError(f"a sandbox cannot take this tar: {error}") from error
+
+
+def checked(tar: bytes) -> bytes:
+    """Return the same files and folders in a tar of our own making."""
+    return pack(entries_of(tar))
+
+
+def pack_folder(folder: Path) -> bytes:
+    """Return a tar of a folder of the host; ValueError when anything in it is neither file nor folder."""
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{str(folder)!r} is not a folder; give a folder, or the bytes of a tar")
+    return pack(_entries_in_folder(folder))
+
+
+def _entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Entry:
+    if member.isdir():
+        return Entry(path=member.name, data=None)
+    if not member.isreg() or member.issparse():
+        raise ValueError(f"the tar holds {member.name!r}, which is neither a file nor a folder; leave it out")
+    file = tar.extractfile(member)
+    assert file is not None  # it is None only for links and devices
+    data = file.read()
+    if len(data) != member.size:
+        raise ValueError(f"the tar ends within {member.name!r}")
+    return Entry(path=member.name, data=data, is_executable=bool(member.mode & 0o100))
+
+
+def _entries_in_folder(folder: Path) -> Iterator[Entry]:
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{str(path)!r} is neither a file nor a folder; leave it out")
+        is_file = path.is_file()
+        yield Entry(
+            path=name,
+            data=path.read_bytes() if is_file else None,
+            is_executable=is_file and os.access(path, os.X_OK),
+        )

@@ -1,8 +1,7 @@
-"""A cell whose programs a launcher runs: the same for every backend that has one.
+"""A cell whose programs are run by a launcher: the same for every backend that has one.
 
-What differs from one to the next is the `Ground` that the programs stand on. It knows no backend.
-
-A program of a launcher that the host talks with while it runs. It knows no backend.
+What differs between those backends is the `Ground` that the programs stand on. `SpawnedProcess` is a program that the
+host talks with while it runs.
 """
 
 import asyncio
@@ -23,68 +22,8 @@ from sandboxes.spec import ExecResult, Limits, Status
 Answer = TypeVar("Answer")
 
 
-class SpawnedProcess:
-    """Make it with `start`; it ends by itself, by `kill`, or with its cell."""
-
-    def __init__(self, execution: Execution) -> None:
-        self._execution = execution
-        with ExitStack() as ends:  # where no descriptor is left for one, none of those before may stay
-            self._stdin = PipeWriter()
-            ends.callback(self._stdin.close_read_end)
-            self._stdout = PipeReader()
-            ends.callback(self._stdout.close_write_end)
-            self._stderr = PipeReader()
-            ends.pop_all()
-        self._end: asyncio.Task[ExecResult] | None = None
-
-    def start(self, request: bytes, turn: Turn, resources: AsyncExitStack) -> asyncio.Task[ExecResult]:
-        """The task that ends with the program; it then releases `resources`, its control group."""
-        try:
-            streams = [self._stdin.read_end, self._stdout.write_end, self._stderr.write_end]
-            self._execution.start(request, streams, turn)
-        finally:
-            self._stdin.close_read_end()
-            self._stdout.close_write_end()
-            self._stderr.close_write_end()
-        self._end = asyncio.create_task(self._follow(resources.pop_all()))
-        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # nobody need ask for its result
-        return self._end
-
-    @property
-    def stdout(self) -> AsyncIterator[bytes]:
-        return self._stdout
-
-    @property
-    def stderr(self) -> AsyncIterator[bytes]:
-        return self._stderr
-
-    async def write(self, data: bytes) -> None:
-        await self._stdin.write(data)
-
-    async def close_stdin(self) -> None:
-        self._stdin.close()
-
-    async def wait(self) -> ExecResult:
-        assert self._end is not None
-        return await asyncio.shield(self._end)
-
-    async def kill(self) -> None:
-        assert self._end is not None
-        await self._execution.kill()
-        await asyncio.wait([self._end])
-
-    async def _follow(self, resources: AsyncExitStack) -> ExecResult:
-        try:
-            async with resources:
-                return self._execution.result(await self._execution.wait())
-        finally:
-            self._stdin.close()
-            self._stdout.finish()
-            self._stderr.finish()
-
-
 class Ground(Protocol):
-    """Where the programs of one cell run, and what bounds them."""
+    """The place where the programs of one cell run, and the bounds on them."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -96,32 +35,32 @@ class Ground(Protocol):
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What programs find beside PATH, HOME and TMPDIR."""
+        """The environment that programs find beside PATH, HOME and TMPDIR."""
         ...
 
     async def link(self) -> LauncherLink:
-        """The launcher to use now; SandboxError when there is none any more."""
+        """Return the launcher to use now; SandboxError when there is none any more."""
         ...
 
     def group(self, limits: Limits) -> AbstractAsyncContextManager[Group | None]:
-        """What bounds all processes of one program together, where that can be had."""
+        """Return a bound on all processes of one program together, or None where there is none."""
         ...
 
     def limits_of_process(self, limits: Limits, *, has_group: bool) -> dict[str, int | None]:
-        """What the launcher asks of the kernel. SandboxError or ValueError for what this ground cannot enforce."""
+        """Return the kernel limits for each process; SandboxError or ValueError for one that cannot be enforced."""
         ...
 
     async def with_folder(self, act: Callable[[OpenFolder], Answer]) -> Answer:
-        """Do something with the files, in a thread."""
+        """Run `act` on the working folder, in a thread."""
         ...
 
     async def aclose(self) -> None:
-        """Give it up, with all that is in it; no program runs any more."""
+        """Give the ground up with all that is in it; no program runs any more."""
         ...
 
 
 class LaunchedCell:
-    """Programs on a ground. `on_closed` is called once, when all is gone."""
+    """Programs on a ground. `on_closed` is called once, when everything is gone."""
 
     def __init__(self, ground: Ground, limits: Limits, on_closed: Callable[["LaunchedCell"], None]) -> None:
         self._ground = ground
@@ -144,7 +83,7 @@ class LaunchedCell:
             self._executions.add(execution)
             try:
                 result = await self._run(execution, turn, request, stdin, limits.output_bytes)
-            except OSError as error:  # of this process, which may have too many files open; the program did nothing
+            except OSError as error:  # of this process, which may have too many open files; the program did nothing
                 raise SandboxError(f"a program could not be run: {error}") from error
             finally:
                 if not execution.is_running:
@@ -194,7 +133,7 @@ class LaunchedCell:
         await asyncio.shield(self._closing)
 
     def _request(self, program: Program, limits: Limits, *, has_group: bool, is_timed: bool = True) -> bytes:
-        """What to run, as the launcher reads it."""
+        """Return the description of a program that the launcher reads."""
         self._check_open()
         bounds = self._ground.limits_of_process(limits, has_group=has_group)
         if not is_timed:
@@ -237,3 +176,63 @@ class LaunchedCell:
         await asyncio.gather(*dying)
         await self._ground.aclose()
         self._on_closed(self)
+
+
+class SpawnedProcess:
+    """A program that the host talks with. Make it with `start`; it ends by itself, by `kill`, or with its cell."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        with ExitStack() as ends:  # if descriptors run out, the pipes opened before must not leak
+            self._stdin = PipeWriter()
+            ends.callback(self._stdin.close_read_end)
+            self._stdout = PipeReader()
+            ends.callback(self._stdout.close_write_end)
+            self._stderr = PipeReader()
+            ends.pop_all()
+        self._end: asyncio.Task[ExecResult] | None = None
+
+    def start(self, request: bytes, turn: Turn, resources: AsyncExitStack) -> asyncio.Task[ExecResult]:
+        """Start the program and return the task that ends with it and then releases `resources`, its control group."""
+        try:
+            streams = [self._stdin.read_end, self._stdout.write_end, self._stderr.write_end]
+            self._execution.start(request, streams, turn)
+        finally:
+            self._stdin.close_read_end()
+            self._stdout.close_write_end()
+            self._stderr.close_write_end()
+        self._end = asyncio.create_task(self._follow(resources.pop_all()))
+        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # its result need not be asked for
+        return self._end
+
+    @property
+    def stdout(self) -> AsyncIterator[bytes]:
+        return self._stdout
+
+    @property
+    def stderr(self) -> AsyncIterator[bytes]:
+        return self._stderr
+
+    async def write(self, data: bytes) -> None:
+        await self._stdin.write(data)
+
+    async def close_stdin(self) -> None:
+        self._stdin.close()
+
+    async def wait(self) -> ExecResult:
+        assert self._end is not None
+        return await asyncio.shield(self._end)
+
+    async def kill(self) -> None:
+        assert self._end is not None
+        await self._execution.kill()
+        await asyncio.wait([self._end])
+
+    async def _follow(self, resources: AsyncExitStack) -> ExecResult:
+        try:
+            async with resources:
+                return self._execution.result(await self._execution.wait())
+        finally:
+            self._stdin.close()
+            self._stdout.finish()
+            self._stderr.finish()

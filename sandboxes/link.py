@@ -1,8 +1,7 @@
-"""The host's end of one launcher process: sends requests, hands out what it reports.
+"""The host's end of one launcher process: it sends requests and hands out the reports that come back.
 
-It knows nothing of sandboxes, limits or output. All of it runs on the event loop; no thread waits for a program.
-
-The process of a launcher, as its host watches and kills it: started by it, or forked by a zygote.
+All of it runs on the event loop; no thread waits for a program. `ChildProcess` and `ForkedProcess` are the launcher's
+process as the host watches and kills it: started by the host, or forked by a zygote.
 """
 
 import asyncio
@@ -18,21 +17,36 @@ from typing import Protocol, Self, TypeVar
 from areal_agent.errors import SandboxError
 from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
 
+START_TIMEOUT_S = 30.0
+MAX_ON_THE_WAY = 32
+"""Programs that are sent but not started: as many as fit the socket and the kernel's bound on descriptors in flight."""
+STOP_TIMEOUT_S = 10.0
+RECEIVE_BYTES = 65_536
+NO_ROOM = "the jail was given up because this process has too many open files; raise the limit (ulimit -n)"
 Outcome = TypeVar("Outcome")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """The kernel's account of a program that has ended: its wait status and the resources that it used."""
+
+    wait_status: int
+    cpu_s: float
+    peak_memory_bytes: int
+
+
 class LauncherProcess(Protocol):
-    """What a link needs of it."""
+    """The launcher's process, as a link watches and kills it."""
 
     shares_pids: bool
-    """Whether a process has the same number for the launcher as for us."""
+    """Whether a process has the same id for the launcher as for the host."""
 
     async def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the process has ended."""
         ...
 
     def kill(self) -> None:
-        """Harmless when it has ended."""
+        """Kill the process. Harmless when it has ended."""
         ...
 
 
@@ -58,7 +72,7 @@ class ChildProcess:
 
 
 class ForkedProcess:
-    """A process elsewhere, by the descriptor that it sends when it is ready (pidfd_open(2), Linux 5.3)."""
+    """A process that a zygote forked, known by the pidfd that it sends when it is ready (pidfd_open(2), Linux 5.3)."""
 
     shares_pids = False
 
@@ -84,7 +98,7 @@ class ForkedProcess:
 
 
 def control_sockets(kind: int) -> tuple[socket.socket, socket.socket]:
-    """Ours, and that of a launcher or zygote. SandboxError when this process may have no more files open."""
+    """Return the host's socket and the other for a launcher or zygote; SandboxError if too many files are open."""
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     except OSError as error:
@@ -94,16 +108,16 @@ def control_sockets(kind: int) -> tuple[socket.socket, socket.socket]:
 
 
 async def start_process(command: Callable[[int], Sequence[str]], kind: int) -> tuple[ChildProcess, socket.socket]:
-    """A process of `inner/` and our end of its control socket. `command` takes the descriptor of its own end.
+    """Start a process of `inner/`, and return it with the host's end of its control socket.
 
-    Raises: SandboxError.
+    `command` makes the command line from the descriptor of the other end. Raises SandboxError.
     """
     ours, theirs = control_sockets(kind)
     try:
         process = await asyncio.create_subprocess_exec(
             *command(theirs.fileno()),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,  # stderr stays ours: a traceback of the launcher is a bug to be seen
+            stdout=asyncio.subprocess.DEVNULL,  # stderr stays ours: a traceback of the launcher is a bug, to be seen
             env={},
             cwd="/",
             pass_fds=(theirs.fileno(),),
@@ -119,31 +133,14 @@ async def start_process(command: Callable[[int], Sequence[str]], kind: int) -> t
     return ChildProcess(process), ours
 
 
-START_TIMEOUT_S = 30.0
-MAX_ON_THE_WAY = 32
-"""Programs that are sent and not started: they fit the socket, and the kernel's bound on descriptors on their way."""
-STOP_TIMEOUT_S = 10.0
-RECEIVE_BYTES = 65_536
-NO_ROOM = "the jail has been given up, for this process may have no more files open; raise the limit (ulimit -n)"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """What the kernel says of a program that has ended: its wait status and what it used."""
-
-    wait_status: int
-    cpu_s: float
-    peak_memory_bytes: int
-
-
 class Turn:
-    """The right to have one program on its way to the launcher."""
+    """The right to have one program in flight to the launcher."""
 
     def __init__(self, room: asyncio.Semaphore) -> None:
         self._room: asyncio.Semaphore | None = room
 
     def end(self) -> None:
-        """Harmless when it has ended."""
+        """Give the turn back. Harmless when it has ended."""
         if self._room is not None:
             self._room.release()
             self._room = None
@@ -156,23 +153,26 @@ class Run:
         self.id = run_id
         self.ended = ended
         self.turn = turn
-        self.pid: int | None = None  # None until it has started
+        self.pid: int | None = None  # until it has started
         self.started_s = 0.0  # by the loop's clock
 
 
 class LauncherTimeoutError(SandboxError):
-    """A launcher did not say that it is ready."""
+    """A launcher did not report in time that it is ready."""
 
 
 class LauncherLink:
-    """Make it with `start` or `follow`, end it with `aclose`. A launcher that has died stays dead: make another."""
+    """The connection to one launcher. Make it with `start` or `follow`, end it with `aclose`.
+
+    A launcher that has died stays dead: make another link.
+    """
 
     def __init__(self, control: socket.socket, process: LauncherProcess | None) -> None:
         self.landlock_version = 0
-        self.folder: int | None = None  # where the programs of a jail work, open until `aclose`
+        self.folder: int | None = None  # the working folder of a jail, open until `aclose`
         self._listener: socket.socket | None = None  # of a jail: its programs' way to the network, if they have one
         self._loop = asyncio.get_running_loop()
-        self._process = process  # of a jail: None until it tells
+        self._process = process  # of a jail: None until its first report
         self._control = control
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._runs: dict[int, Run] = {}
@@ -186,13 +186,13 @@ class LauncherLink:
 
     @classmethod
     async def start(cls, command: Callable[[int], Sequence[str]]) -> Self:
-        """Start a launcher by the command for the descriptor of its control socket. SandboxError when it cannot be."""
+        """Start a launcher with the command for its control descriptor; SandboxError when it cannot be started."""
         process, control = await start_process(command, socket.SOCK_STREAM)
         return await cls(control, process)._ready()
 
     @classmethod
     async def follow(cls, control: socket.socket) -> Self:
-        """A launcher that another process starts, at our end of its control socket, ours from now on."""
+        """Connect to a launcher that another process starts; `control` is the host's end, which the link takes over."""
         return await cls(control, None)._ready()
 
     async def _ready(self) -> Self:
@@ -210,13 +210,13 @@ class LauncherLink:
         return self._is_alive
 
     def take_listener(self) -> socket.socket | None:
-        """The socket on which a jail's programs ask for the network; the caller's from now on."""
+        """Return the socket on which a jail's programs ask for the network; the caller owns it from now on."""
         listener, self._listener = self._listener, None
         return listener
 
     @asynccontextmanager
     async def turn(self) -> AsyncGenerator[Turn, None]:
-        """To be waited for before a program's descriptors are opened, so that any number of programs may wait."""
+        """Wait for a turn. Take it before opening a program's descriptors, so that any number of programs may wait."""
         await self._room.acquire()
         turn = Turn(self._room)
         try:
@@ -225,7 +225,7 @@ class LauncherLink:
             turn.end()
 
     def run(self, descriptors: Sequence[int], turn: Turn) -> Run:
-        """Start the program that the descriptors (request, stdin, stdout, stderr) tell of; they stay the caller's."""
+        """Start a program, given its descriptors (request, stdin, stdout, stderr), which the caller still owns."""
         run = Run(self._next_id, self._loop.create_future(), turn)
         self._next_id += 1
         self._write_kills()  # requests are taken in order: what was killed before is dead before this starts
@@ -233,11 +233,11 @@ class LauncherLink:
             raise SandboxError("the sandbox launcher is not running")
         try:
             socket.send_fds(self._control, [REQUEST.pack(RequestKind.START, run.id)], descriptors)
-        except ConnectionError:  # its end is news that the loop has not read yet
+        except ConnectionError:  # it has died, and the loop has not read that yet
             self._fail("the sandbox launcher died")
             raise SandboxError("the sandbox launcher died before it could run a program") from None
         except OSError as error:
-            raise SandboxError(f"the sandbox launcher takes no request: {error}") from error
+            raise SandboxError(f"the sandbox launcher did not accept a request: {error}") from error
         self._runs[run.id] = run
         return run
 
@@ -245,11 +245,11 @@ class LauncherLink:
         """Kill a program and its process group. Harmless when it has ended."""
         if run.id in self._runs:
             if not self._unwritten:
-                self._loop.call_soon(self._write_kills)  # all of one moment together: they take little room then
+                self._loop.call_soon(self._write_kills)  # batch the kills of one moment: they then take little room
             self._unwritten += REQUEST.pack(RequestKind.KILL, run.id)
 
     def abandon(self) -> None:
-        """Kill a launcher that no longer answers; every run of it fails."""
+        """Kill a launcher that no longer answers; all its runs fail."""
         if self._process is not None:
             self._process.kill()
         self._fail("the sandbox launcher did not answer and was killed")
@@ -280,7 +280,7 @@ class LauncherLink:
             del self._unwritten[: self._control.send(self._unwritten)]
         except BlockingIOError:
             pass
-        except OSError:  # the launcher is dead, and with it the programs
+        except OSError:  # the launcher is dead, and its programs with it
             self._fail("the sandbox launcher died")
             return
         if self._unwritten:
@@ -303,7 +303,7 @@ class LauncherLink:
             self._on_report(kind, run_id, value, cpu_us, peak_bytes)
 
     def _receive_with_descriptors(self) -> bytes:
-        """With the first report come those of a jail."""
+        """Receive a jail's first report, which carries its descriptors."""
         data, descriptors, flags, _ = socket.recv_fds(self._control, RECEIVE_BYTES, MAX_DESCRIPTORS)
         if flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:
@@ -325,7 +325,7 @@ class LauncherLink:
         elif kind == ReportKind.FAILED and run_id == 0:
             _settle(self._hello, SandboxError(f"the jail could not be built: {os.strerror(value)}"))
         elif run is None:
-            return  # it has failed already: its child told us before the launcher saw it end
+            return  # it failed already: we learned of its child's death before the launcher did
         elif kind == ReportKind.STARTED:
             run.pid = value
             run.started_s = self._loop.time()
@@ -337,11 +337,11 @@ class LauncherLink:
                 ended = Ended(wait_status=value, cpu_s=cpu_us / 1e6, peak_memory_bytes=peak_bytes)
                 _settle(run.ended, ended)
             else:
-                reason = os.strerror(value) if value else "not an error of the system"
+                reason = os.strerror(value) if value else "not a system error"
                 _settle(run.ended, SandboxError(f"the program could not be set up: {reason}"))
 
     def _fail(self, reason: str) -> None:
-        """The launcher is of no more use: fail what waits for it, and let it go."""
+        """Give the launcher up: fail everything that waits for it and release it."""
         if not self._is_alive:
             return
         self._is_alive = False
@@ -363,13 +363,13 @@ def _settle(future: asyncio.Future[Outcome], outcome: Outcome | SandboxError) ->
         return
     if isinstance(outcome, SandboxError):
         future.set_exception(outcome)
-        future.exception()  # who was cancelled meanwhile does not ask for it
+        future.exception()  # mark it as retrieved: a cancelled waiter does not ask for it
     else:
         future.set_result(outcome)
 
 
 def _kill_orphans(run: Run) -> None:
-    """The group of a program whose launcher is gone: the kernel has killed its leader only (PR_SET_PDEATHSIG)."""
+    """Kill the group of a program whose launcher died; the kernel killed only its leader (PR_SET_PDEATHSIG)."""
     if run.pid is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(run.pid, signal.SIGKILL)

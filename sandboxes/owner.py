@@ -1,6 +1,6 @@
-"""Whose a thing in the system is: a tag in its name that outlives its maker, and what to do when the maker is dead.
+"""Tags that name the owner of a thing in the system (a folder, a control group) and tell whether it is dead.
 
-A process is named by its id, its start and its namespace of ids: an id that was given anew is not the dead owner.
+A tag holds the owner's process id, start time and PID namespace, so a reused process id is not taken for the owner.
 """
 
 import os
@@ -11,12 +11,12 @@ GROUP_PREFIX = "areal-agent-sandboxes-"
 
 
 def own_tag() -> str:
-    """The tag of this process."""
+    """Return the tag of this process."""
     return f"{os.getpid()}.{_start_of(os.getpid())}.{_namespace()}"
 
 
 def is_abandoned(tag: str) -> bool:
-    """Whether the owner is known to be dead. What another namespace of ids made, or bears no tag, is left alone."""
+    """Return whether the owner is known to be dead. False for a malformed tag or one from another PID namespace."""
     try:
         pid, start, namespace = (int(part) for part in tag.split("."))
     except ValueError:
@@ -25,7 +25,7 @@ def is_abandoned(tag: str) -> bool:
 
 
 def _start_of(pid: int) -> int:
-    """Clock ticks from boot to the start of a process; 0 when there is none, or no /proc."""
+    """Return a process's start in clock ticks since boot; 0 when there is no such process or no /proc."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,15 +1,11 @@
-"""A pool: sandboxes on demand, from a stock of started ones, and a bound on the programs that run at once.
+"""A pool: sandboxes on demand, a bound on the programs that run at once, and the choice of a backend.
 
-A checkout costs nothing until it is used, so an agent may hold its sandbox while it thinks; what is bounded is programs
-at once, first come first served, and cells that stand ready or are being started (`stock.py`).
+A sandbox costs nothing until it is used, so an agent may hold one while it thinks. The pool bounds the programs that
+run at once (first come, first served) and the cells that stand ready or are being started.
 
-Cells that are started before they are asked for, handed out once. It knows no backend.
-
-Demand sizes it: who finds none ready raises the number that is kept ready of that kind by one, up to the stock's bound
-(the first who asks does not: there may be no second); one that was not asked for within `idle_s` lowers it. Whoever
-waits is served in the order of asking.
-
-Which backend: by its name, or the strongest that works on this machine.
+`Stock` keeps started cells, each of which is handed out once. Demand sets its size: a request that finds no cell of its
+kind ready raises the number kept ready by one, up to a bound (the first request of a kind does not: there may be no
+second), and a cell that nobody asks for within `idle_s` lowers it.
 """
 
 import asyncio
@@ -30,23 +26,122 @@ from sandboxes.spec import CellSpec, Isolation, Limits, SandboxSpec
 from sandboxes.subprocess import SubprocessProvider
 
 logger = logging.getLogger(__name__)
-
-
+Backend = Literal["auto", "embedded", "docker", "bubblewrap", "namespaces", "subprocess"]
+"""`auto` is the strongest backend that works, `embedded` the strongest that needs no separate engine. `bubblewrap` uses
+system calls where bubblewrap is missing; `namespaces` always does.
+"""
+ISOLATION_OF: dict[str, Isolation] = {
+    "docker": Isolation.CONTAINER,
+    "bubblewrap": Isolation.NAMESPACES,
+    "namespaces": Isolation.NAMESPACES,
+    "subprocess": Isolation.PROCESS,
+}
+BACKENDS = ("auto", "embedded", *ISOLATION_OF)
+DEFAULTS = Limits()
+DESCRIPTORS_A_PROGRAM = 4
+DESCRIPTORS_OF_HOST = 128
 MAX_STARTING = 4
-"""Cells that are started at once: more would only slow each other down."""
+"""The most cells that are started at once; more would only slow each other down."""
 REFILL_PAUSE_S = 0.05
-"""Who was handed a cell is about to use it. The start of the next costs more than that, and is in less of a hurry."""
+"""The pause before a refill: a caller that was just handed a cell is about to use it, and the refill can wait."""
+
+
+@asynccontextmanager
+async def open_pool(
+    *,
+    backend: Backend,
+    min_isolation: Isolation | str | None = None,
+    wall_s: float = DEFAULTS.wall_s,
+    memory_bytes: int = DEFAULTS.memory_bytes,
+    output_bytes: int = DEFAULTS.output_bytes,
+    max_concurrent: int = 16,
+    max_idle: int = 8,
+) -> AsyncGenerator["Pool", None]:
+    """Open a pool; leaving it kills every program and removes every file.
+
+    `auto` takes the strongest backend that works here and logs which. SandboxError if the backend isolates less than
+    `min_isolation` or does not work here; with None, `auto` and `embedded` never fall back on plain processes.
+    `max_concurrent` bounds the programs that run at once, `max_idle` the sandboxes that stand ready.
+    """
+    check_max_concurrent(max_concurrent)
+    limits = Limits(wall_s=wall_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
+    least = None if min_isolation is None else Isolation(min_isolation)
+    pool = Pool(await start_provider(backend, least), limits, max_concurrent, max_idle)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def check_max_concurrent(max_concurrent: int) -> None:
+    """Raise ValueError if this process may not open enough files for so many programs."""
+    if max_concurrent < 1:
+        raise ValueError(f"max_concurrent is {max_concurrent}; give at least 1")
+    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_concurrent * DESCRIPTORS_A_PROGRAM + DESCRIPTORS_OF_HOST
+    if available != resource.RLIM_INFINITY and needed > available:
+        raise ValueError(
+            f"max_concurrent={max_concurrent} needs {needed} open files, but this process may have only {available}; "
+            "lower it, or raise the limit (ulimit -n)"
+        )
+
+
+class Pool:
+    """Hands out sandboxes of a provider, which it owns. `limits` apply to a spec that names none."""
+
+    def __init__(self, provider: Provider, limits: Limits, max_concurrent: int, max_idle: int = 8) -> None:
+        self._provider = provider
+        self._limits = limits
+        self._slots = asyncio.Semaphore(max_concurrent)  # wakes its waiters in order
+        self._stock = Stock(provider, max_idle=max_idle)
+
+    def capabilities(self) -> Capabilities:
+        return self._provider.capabilities()
+
+    @asynccontextmanager
+    async def acquire(self, spec: SandboxSpec | None = None) -> AsyncGenerator[Sandbox, None]:
+        """Yield a fresh sandbox, closed on leaving. SandboxError when the backend cannot give what `spec` asks for."""
+        spec = spec or SandboxSpec()
+        self.check(spec)
+        sandbox = Sandbox(self._stock.take, spec, self._limits, self._slots)
+        try:
+            await sandbox.prepare()
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    async def warm(self, spec: SandboxSpec | None = None, *, num_cells: int) -> None:
+        """Start `num_cells` cells for a spec before the first is asked for, as far as `max_idle` allows."""
+        spec = spec or SandboxSpec()
+        self.check(spec)
+        await self._stock.warm(spec.cell(self._limits), num_cells)
+
+    def check(self, spec: SandboxSpec) -> None:
+        """Raise SandboxError when the backend cannot give what `spec` asks for."""
+        capabilities = self.capabilities()
+        refuse_less(capabilities.backend, capabilities.isolation, spec.min_isolation)
+        self._stock.check_open()
+        self._provider.check(spec.cell(self._limits))
+
+    async def reap(self) -> int:
+        """Remove what dead owners left on this machine, and return the number of things removed."""
+        return await self._provider.reap()
+
+    async def close(self) -> None:
+        """Close every sandbox. Harmless when the pool is closed already."""
+        await self._stock.aclose()
+        await self._provider.close()
 
 
 class Shelf:
-    """The cells of one kind."""
+    """The cells of one kind, and the callers that wait for one."""
 
     def __init__(self, spec: CellSpec) -> None:
         self.spec = spec
-        self.target = 0  # how many to keep ready
+        self.target = 0  # number of cells to keep ready
         self.is_asked_again = False
         self.num_starting = 0
-        self.starts: set[asyncio.Task[None]] = set()  # those of them that nobody here waits for
+        self.starts: set[asyncio.Task[None]] = set()  # the starting cells that no call of `warm` awaits
         self.refill: asyncio.TimerHandle | None = None
         self.ready: deque[Cell] = deque()
         self.waiters: deque[asyncio.Future[Cell]] = deque()
@@ -57,7 +152,7 @@ class Shelf:
 
     @property
     def num_spare(self) -> int:
-        """Ready now, or soon and for nobody yet."""
+        """The number of cells that are ready, or are starting with nobody waiting for them."""
         return len(self.ready) + max(0, self.num_starting - self.num_waiting)
 
     @property
@@ -66,7 +161,7 @@ class Shelf:
 
 
 class Stock:
-    """Cells of a provider. End it with `aclose`; what was handed out is not its any more."""
+    """The started cells of a provider. End it with `aclose`; cells that were handed out belong to their callers."""
 
     def __init__(
         self, provider: Provider, *, max_idle: int, idle_s: float = 60.0, refill_pause_s: float = REFILL_PAUSE_S
@@ -91,7 +186,7 @@ class Stock:
         return sum(len(shelf.ready) for shelf in self._shelves.values())
 
     async def take(self, spec: CellSpec) -> Cell:
-        """A cell that nobody has had."""
+        """Return a cell that nobody has had before."""
         self.check_open()
         shelf = self._shelves.setdefault(spec, Shelf(spec))
         cell = self._pop_living(shelf)
@@ -104,14 +199,14 @@ class Stock:
         return cell
 
     async def warm(self, spec: CellSpec, num_cells: int) -> None:
-        """Keep so many ready from now on, and wait until they are; a failure to start one is raised."""
+        """Keep `num_cells` ready from now on, and wait until they are; a failure to start one is raised."""
         others = await self._start_missing(spec, num_cells)
         if others:
             await asyncio.wait(others)
-            await self._start_missing(spec, num_cells)  # in the place of those that failed, or were handed out
+            await self._start_missing(spec, num_cells)  # replaces those that failed or were handed out
 
     async def _start_missing(self, spec: CellSpec, num_cells: int) -> set[asyncio.Task[None]]:
-        """Returns the starts that were under way before."""
+        """Start the cells that are missing, and return the starts that were under way before."""
         self.check_open()
         shelf = self._shelves.setdefault(spec, Shelf(spec))
         shelf.target = max(shelf.target, min(num_cells, self._max_idle))
@@ -129,7 +224,7 @@ class Stock:
             raise SandboxError("the sandbox pool is closed; open another")
 
     async def aclose(self) -> None:
-        """Close what was not handed out."""
+        """Close the cells that were not handed out."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -162,7 +257,7 @@ class Stock:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._shelve(shelf, waiter.result())  # it came in the moment of the cancellation
+                self._shelve(shelf, waiter.result())  # the cell came just as the caller was cancelled
             raise
 
     def _refill_soon(self, shelf: Shelf) -> None:
@@ -170,7 +265,7 @@ class Stock:
             shelf.refill = self._loop.call_later(self._refill_pause_s, self._refill, shelf)
 
     def _refill(self, shelf: Shelf) -> None:
-        """Start what is missing: one for each who waits, and what is to be ready, as far as there is room."""
+        """Start what is missing: a cell for each waiter, and those to keep ready as far as there is room."""
         if shelf.refill is not None:
             shelf.refill.cancel()
             shelf.refill = None
@@ -187,11 +282,11 @@ class Stock:
     async def _start(self, shelf: Shelf) -> None:
         try:
             await self._start_one(shelf)
-        except Exception as error:  # the boundary: whoever waits is told
+        except Exception as error:  # the boundary: the waiter gets the error
             self._fail_one(shelf, error)
 
     async def _start_one(self, shelf: Shelf) -> None:
-        """One of `num_starting`, which counts it from before."""
+        """Start one cell; `num_starting` counts it already."""
         try:
             async with self._starts:
                 cell = await self._provider.create(shelf.spec)
@@ -200,7 +295,7 @@ class Stock:
         self._shelve(shelf, cell)
 
     def _fail_one(self, shelf: Shelf, error: Exception) -> None:
-        """Who waits longest learns why; with nobody waiting, less is kept ready, so that nothing is tried for ever."""
+        """Pass the error to the longest waiter, and keep one cell fewer ready, so that failing starts cease."""
         if (waiter := self._next_waiter(shelf)) is not None:
             waiter.set_exception(error)
         else:
@@ -209,7 +304,7 @@ class Stock:
         self._forget_unused(shelf)
 
     def _shelve(self, shelf: Shelf, cell: Cell) -> None:
-        """To who waits longest, or to the shelf."""
+        """Give a cell to the longest waiter or, without one, put it on the shelf."""
         if (waiter := self._next_waiter(shelf)) is not None:
             waiter.set_result(cell)
         elif self._is_closed:
@@ -225,7 +320,7 @@ class Stock:
         return None
 
     def _expire(self, shelf: Shelf, cell: Cell) -> None:
-        """Nobody asked for it."""
+        """Close a cell that nobody asked for."""
         del self._timers[cell]
         shelf.ready.remove(cell)
         shelf.target = max(0, shelf.target - 1)
@@ -243,24 +338,13 @@ class Stock:
         return task
 
 
-Backend = Literal["auto", "embedded", "docker", "bubblewrap", "namespaces", "subprocess"]
-"""`auto` takes the strongest that works, `embedded` the strongest that needs no engine beside it. `bubblewrap` takes
-namespaces by system calls where bubblewrap is missing; `namespaces` takes nothing else."""
-ISOLATION_OF: dict[str, Isolation] = {
-    "docker": Isolation.CONTAINER,
-    "bubblewrap": Isolation.NAMESPACES,
-    "namespaces": Isolation.NAMESPACES,
-    "subprocess": Isolation.PROCESS,
-}
-BACKENDS = ("auto", "embedded", *ISOLATION_OF)
-
 _Start = Callable[[], Awaitable[Provider]]
 _CONTAINERS: tuple[Isolation, _Start] = (Isolation.CONTAINER, DockerProvider.start_with_default_image)
 _JAILS: tuple[Isolation, _Start] = (Isolation.NAMESPACES, BubblewrapProvider.start)
 
 
 async def start_provider(backend: Backend, min_isolation: Isolation | None) -> Provider:
-    """The provider of a backend; nothing is left of one that isolates too little."""
+    """Start the provider of a backend; raise SandboxError if it isolates less than `min_isolation`."""
     if backend not in BACKENDS:
         raise ValueError(f"sandbox backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
     if backend in ("auto", "embedded"):
@@ -277,8 +361,10 @@ async def start_provider(backend: Backend, min_isolation: Isolation | None) -> P
 async def start_strongest(
     backend: str, isolating: Sequence[tuple[Isolation, _Start]], min_isolation: Isolation | None
 ) -> Provider:
-    """The first of these, strongest first, that works; else plain processes, where `min_isolation` lets. None does not:
-    they have to be asked for, by that or by the name of their backend."""
+    """Start the first of these providers, strongest first, that works.
+
+    If none does, plain processes are used only if `min_isolation` allows them; None does not.
+    """
     least = min_isolation or Isolation.NAMESPACES
     refuse_less("strongest", isolating[0][0], least)
     reasons: list[str] = []
@@ -291,9 +377,9 @@ async def start_strongest(
             logger.info("sandbox backend: not %s, for %s", isolation.value, error)
     if min_isolation is None:
         raise SandboxError(
-            f"no sandbox that isolates works here ({'; '.join(reasons)}), and the {backend} backend does not go "
-            "without unless it is told to; see python -m sandboxes doctor, or set min_isolation='none' (in the config "
-            "of a run sandbox.min_isolation=none): programs are then limited, and not isolated from this machine"
+            f"no sandbox that isolates works here ({'; '.join(reasons)}), and the {backend} backend does not run "
+            "programs without isolation unless told to; see python -m sandboxes doctor, or set min_isolation='none' "
+            "(in the config of a run sandbox.min_isolation=none): programs are then limited, but not isolated"
         )
     refuse_less(_strongest_here(reasons), Isolation.PROCESS, least)
     logger.warning("sandbox backend: subprocess, for %s", "; ".join(reasons))
@@ -301,105 +387,13 @@ async def start_strongest(
 
 
 def refuse_less(backend: str, isolation: Isolation, min_isolation: Isolation) -> None:
-    """SandboxError when a backend isolates less than is asked."""
+    """Raise SandboxError when a backend isolates less than is asked for."""
     if not isolation.covers(min_isolation):
         raise SandboxError(
-            f"min_isolation is {min_isolation.value!r}, the {backend} backend gives only {isolation.value!r}; "
+            f"min_isolation is {min_isolation.value!r}, but the {backend} backend gives only {isolation.value!r}; "
             f"use a stronger backend, or ask for less (min_isolation={isolation.value!r})"
         )
 
 
 def _strongest_here(reasons: Sequence[str]) -> str:
     return f"strongest that works here ({'; '.join(reasons)})"
-
-
-DEFAULTS = Limits()
-DESCRIPTORS_A_PROGRAM = 4
-DESCRIPTORS_OF_HOST = 128
-
-
-@asynccontextmanager
-async def open_pool(
-    *,
-    backend: Backend,
-    min_isolation: Isolation | str | None = None,
-    wall_s: float = DEFAULTS.wall_s,
-    memory_bytes: int = DEFAULTS.memory_bytes,
-    output_bytes: int = DEFAULTS.output_bytes,
-    max_concurrent: int = 16,
-    max_idle: int = 8,
-) -> AsyncGenerator["Pool", None]:
-    """Open a pool; leaving it kills every program and removes every file.
-
-    `auto` takes the strongest backend that works here and logs which. SandboxError when it isolates less than
-    `min_isolation`, or when the backend that is named does not work here. None: `auto` and `embedded` do not fall back
-    on plain processes. `max_concurrent`: programs at once; `max_idle`: sandboxes that stand ready, at most.
-    """
-    check_max_concurrent(max_concurrent)
-    limits = Limits(wall_s=wall_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    least = None if min_isolation is None else Isolation(min_isolation)
-    pool = Pool(await start_provider(backend, least), limits, max_concurrent, max_idle)
-    try:
-        yield pool
-    finally:
-        await pool.close()
-
-
-class Pool:
-    """Hands out sandboxes of a provider, which it owns. `limits` are those of a spec that names none."""
-
-    def __init__(self, provider: Provider, limits: Limits, max_concurrent: int, max_idle: int = 8) -> None:
-        self._provider = provider
-        self._limits = limits
-        self._slots = asyncio.Semaphore(max_concurrent)  # wakes its waiters in their order
-        self._stock = Stock(provider, max_idle=max_idle)
-
-    def capabilities(self) -> Capabilities:
-        return self._provider.capabilities()
-
-    @asynccontextmanager
-    async def acquire(self, spec: SandboxSpec | None = None) -> AsyncGenerator[Sandbox, None]:
-        """A fresh sandbox, closed on leaving. SandboxError when the backend cannot give what `spec` asks."""
-        spec = spec or SandboxSpec()
-        self.check(spec)
-        sandbox = Sandbox(self._stock.take, spec, self._limits, self._slots)
-        try:
-            await sandbox.prepare()
-            yield sandbox
-        finally:
-            await sandbox.close()
-
-    async def warm(self, spec: SandboxSpec | None = None, *, num_cells: int) -> None:
-        """Have so many of a kind stand ready, as far as `max_idle` lets, before the first is asked for."""
-        spec = spec or SandboxSpec()
-        self.check(spec)
-        await self._stock.warm(spec.cell(self._limits), num_cells)
-
-    def check(self, spec: SandboxSpec) -> None:
-        """SandboxError when the backend cannot give what `spec` asks."""
-        capabilities = self.capabilities()
-        refuse_less(capabilities.backend, capabilities.isolation, spec.min_isolation)
-        self._stock.check_open()
-        self._provider.check(spec.cell(self._limits))
-
-    async def reap(self) -> int:
-        """Remove what dead owners left on this machine; how many things there were."""
-        return await self._provider.reap()
-
-    async def close(self) -> None:
-        """Close every sandbox. Harmless when it is closed already."""
-        await self._stock.aclose()
-        await self._provider.close()
-
-
-def check_max_concurrent(max_concurrent: int) -> None:
-    """ValueError for a number of programs that this process has not the descriptors for."""
-    if max_concurrent < 1:
-        raise ValueError(f"max_concurrent is {max_concurrent}; give at least 1")
-    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = max_concurrent * DESCRIPTORS_A_PROGRAM + DESCRIPTORS_OF_HOST
-    if available != resource.RLIM_INFINITY and needed > available:
-        raise ValueError(
-            f"max_concurrent={max_concurrent} needs {needed} open files and this process may have {available}; "
-            f"lower it, or raise the limit (ulimit -n)"
-        )

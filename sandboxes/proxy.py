@@ -1,8 +1,8 @@
-"""A sandbox's only way to the network: an HTTP proxy in the host's process that lets through what is allowed.
+"""A sandbox's only way to the network: an HTTP proxy in the host's process that lets allowed connections through.
 
-It listens on a socket that was made inside the sandbox, so that there is no path, port or address of the host to reach.
-Names are resolved here, and the connection goes to the address that was judged: a name that leads to a private address,
-to this machine or its neighbours, is refused, and so is everything that is not TCP. It knows no backend.
+It listens on a socket that was made inside the sandbox, so the sandbox needs no path, port or address of the host.
+Names are resolved here, and the connection goes to the very address that was checked: a name that leads to a private
+address, this machine or its neighbours is refused. Only TCP passes.
 """
 
 import asyncio
@@ -23,23 +23,23 @@ CHUNK_BYTES = 65_536
 DETOURS = tuple(
     ipaddress.ip_network(network) for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
 )
-"""IPv6 addresses that hold an IPv4 one, to which they may lead."""
+"""IPv6 ranges whose addresses contain an IPv4 address and may lead to it."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class RefusedError(Exception):
-    """The proxy does not do it; the message is the program's to read."""
+    """The proxy refuses a request; the program reads the message."""
 
 
 def proxy_environment() -> dict[str, str]:
-    """What tells programs of it."""
+    """Return the environment variables that point programs to the proxy."""
     url = f"http://127.0.0.1:{PROXY_PORT}"
     return {name: url for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 
 
 class FilteringProxy:
-    """Make it with `start`, end it with `aclose`."""
+    """The proxy of one sandbox. Make it with `start`, end it with `aclose`."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -48,7 +48,7 @@ class FilteringProxy:
 
     @classmethod
     async def start(cls, listener: socket.socket, network: Network) -> Self:
-        """`listener` becomes its own."""
+        """Start serving on `listener`, which the proxy takes over."""
         proxy = cls(network)
         listener.setblocking(False)
         proxy._server = await asyncio.start_server(proxy.take, sock=listener, limit=MAX_HEAD_BYTES, start_serving=False)
@@ -67,7 +67,7 @@ class FilteringProxy:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One more connection of a program."""
+        """Serve one more connection of a program, or close it if there are too many."""
         if len(self._connections) >= MAX_CONNECTIONS:
             writer.close()
             return
@@ -76,7 +76,7 @@ class FilteringProxy:
         connection.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a program, to its end. What goes wrong with it is the program's to see."""
+        """Serve one connection of a program to its end. Errors on it are for the program to see."""
         with contextlib.suppress(OSError):
             try:
                 await self._forward(reader, writer)
@@ -93,7 +93,7 @@ class FilteringProxy:
             async with asyncio.timeout(HEAD_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            raise RefusedError("no whole HTTP request came") from None
+            raise RefusedError("no complete HTTP request arrived") from None
         host, port, opening = _read_head(head)
         if not self._network.lets(host, port):
             raise RefusedError(f"{host}:{port} is not among the hosts that this sandbox may reach")
@@ -110,7 +110,7 @@ class FilteringProxy:
             there_writer.close()
 
     async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """To the first address of a host that may be reached and answers."""
+        """Connect to the first address of a host that is allowed and answers."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -123,13 +123,13 @@ class FilteringProxy:
         raise RefusedError(f"{host}:{port} cannot be reached at an address that this sandbox may reach")
 
     def _is_allowed(self, host: str, address: Address) -> bool:
-        """An address that the list names is meant; any other must be public."""
+        """Allow an address that the list names literally; any other must be public and not this machine's."""
         is_named = self._network.access is Access.ALLOW and plain_host(host) == str(address)
         return is_named or (is_public(address) and not is_own(address))
 
 
 def is_public(address: Address) -> bool:
-    """Whether anybody on the Internet would reach the same host by it."""
+    """Return whether the address is globally routed, so that everybody on the Internet reaches the same host by it."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
@@ -139,30 +139,30 @@ def is_public(address: Address) -> bool:
 
 
 def is_own(address: Address) -> bool:
-    """Whether it is an address of this machine: it then is where packets to it start."""
+    """Return whether this machine has the address: packets to it then start from it."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as channel:
-            channel.connect((str(address), 9))  # sends nothing
+            channel.connect((str(address), 9))  # connecting a UDP socket sends nothing
             return channel.getsockname()[0] == str(address)
     except OSError:
-        return False  # no way there: connecting will say so
+        return False  # no route: connecting will say so
 
 
 def _read_head(head: bytes) -> tuple[str, int, bytes | None]:
-    """Host and port of a request, and what to send there first: for CONNECT nothing."""
+    """Return a request's host and port, and the head to send there; None for CONNECT, which forwards no head."""
     first, *headers = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     parts = first.split(" ")
     if len(parts) != 3 or any(character in first for character in "\r\n\0"):
-        raise RefusedError("the request line is none of HTTP")
+        raise RefusedError("the request line is not HTTP")
     method, target, version = parts
     try:
         url = urlsplit(f"//{target}" if method == "CONNECT" else target)
         host, port = url.hostname, url.port
     except ValueError:
-        raise RefusedError(f"{target!r} is no address") from None
+        raise RefusedError(f"{target!r} is not an address") from None
     if not host or (method != "CONNECT" and url.scheme != "http"):
-        raise RefusedError(f"{target!r} is no address that a proxy forwards to; name the host")
+        raise RefusedError(f"{target!r} is not an address that a proxy forwards to; name the host")
     if method == "CONNECT":
         return host, port or 443, None
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
@@ -177,7 +177,7 @@ def _is_of_the_proxy(header: str) -> bool:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """To the end of what is read, which ends what is written."""
+    """Copy to the end of the stream, then end the other one."""
     with contextlib.suppress(OSError):
         while chunk := await reader.read(CHUNK_BYTES):
             writer.write(chunk)

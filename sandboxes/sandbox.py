@@ -1,8 +1,8 @@
-"""A sandbox: a cell of any backend in its caller's hands, with what is the same for all of them.
+"""`Sandbox`: a cell of any backend in its caller's hands.
 
-It adds the environment, files and set-up of its spec, sessions, the packing of folders, and the pool's slots: a program
-that is run to its end waits for one, its time begins when it has it. A cell is taken when first needed. It knows no
-backend.
+It adds what is the same for all backends: the environment, files and set-up of its spec, sessions, the packing of
+folders, and the pool's slots. A program that runs to its end first waits for a slot; its time starts once it has one.
+The cell is taken from the pool when it is first needed.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ MAX_DOWNLOAD_BYTES = 64 * 2**20
 
 
 class Sandbox:
-    """A working directory in which programs run; any number at once. It is gone after `close`.
+    """A working directory in which any number of programs run at once. `close` removes it.
 
-    Cancelling a call kills its program. Files that are not as asked (nothing there, a link, too long) raise OSError; a
-    sandbox that does not work raises SandboxError.
+    Cancelling a call kills its program. A file that is missing, is a link or is too long raises OSError; a sandbox that
+    does not work raises SandboxError.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Sandbox:
 
     @property
     def limits(self) -> Limits:
-        """Those of a call that names none."""
+        """The limits of a call that names none."""
         return self._cell_spec.limits
 
     async def prepare(self) -> None:
-        """Files and set-up, if there are any; the pool does this before it hands the sandbox out."""
+        """Write the spec's files and run its set-up. The pool does this before it hands the sandbox out."""
         for path, data in self._spec.files.items():
             await self.write(path, data)
         for command in self._spec.setup:
@@ -69,7 +69,7 @@ class Sandbox:
     ) -> ExecResult:
         """Run a program to its end; `cwd` is relative to the working directory.
 
-        An `argv[0]` that cannot be run ends as in a shell: 127 or 126, the reason on stderr.
+        An `argv[0]` that cannot be run ends as in a shell: exit code 127 or 126, the reason on stderr.
         """
         return await self._run(self._executable(argv, env, cwd), stdin, limits)
 
@@ -85,53 +85,53 @@ class Sandbox:
         cwd: str | None = None,
         limits: Limits | None = None,
     ) -> Process:
-        """Start a program and talk with it while it runs: until its end, `kill`, or the sandbox's `close`.
+        """Start a program and talk with it while it runs; `kill` or the sandbox's `close` ends it.
 
-        Without `limits` its time is not bounded. It takes no slot of the pool: it may idle.
+        Without `limits` its time is not bounded. It takes no slot of the pool, since it may idle.
         """
         program = self._executable(argv, env, cwd)
         return await self._spawn(program, limits)
 
     async def spawn_python(self, source: str, *, limits: Limits | None = None) -> Process:
-        """As `spawn`, of Python source as `__main__`."""
+        """Start Python source as `__main__`, like `spawn`."""
         return await self._spawn(self._python(source), limits)
 
     def shell(self) -> ShellSession:
-        """Bash commands that share variables, functions and the folder they are in; see `shell_session.py`."""
+        """Return a session of bash commands that share variables, functions and the current folder."""
         return ShellSession(self.exec)
 
     def python(self, *, limits: Limits | None = None) -> PythonSession:
-        """Python programs that share one interpreter; see `python_session.py`."""
+        """Return a session of Python programs that share one interpreter."""
         return PythonSession(self._start_interpreter, self._check_open, limits or self.limits, self._slots)
 
     async def read(self, path: str) -> bytes:
-        """The bytes of a regular file in the working directory, of at most `Limits.file_bytes`."""
+        """Return the bytes of a regular file in the working directory, of at most `Limits.file_bytes`."""
         return await (await self._live_cell()).read(path)
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file in the working directory, folders included."""
+        """Write a file in the working directory, and make its parent folders."""
         await (await self._live_cell()).write(path, data)
 
     async def upload(self, source: bytes | Path, path: str = ".") -> None:
-        """A folder of the host, or a tar, into a folder of the sandbox. ValueError when it holds links or the like."""
+        """Copy a host folder, or unpack a tar, into a folder of the sandbox; ValueError for links and the like."""
         make_tar = partial(checked, source) if isinstance(source, bytes) else partial(pack_folder, source)
         tar = await asyncio.to_thread(make_tar)
         await (await self._live_cell()).upload(tar, path)
 
     async def download(self, path: str = ".", *, max_bytes: int = MAX_DOWNLOAD_BYTES) -> bytes:
-        """A folder of the sandbox as a tar of its files and folders; OSError when they are more than `max_bytes`."""
+        """Return a tar of a folder of the sandbox: its files and folders; OSError above `max_bytes`."""
         return await (await self._live_cell()).download(path, max_bytes)
 
     async def health(self) -> bool:
-        """Whether it runs programs."""
+        """Return whether the sandbox runs programs."""
         try:
-            await self.exec(["true"])  # whatever comes of it: a result is the answer
+            await self.exec(["true"])  # any result at all is a yes
         except SandboxError:
             return False
         return True
 
     async def close(self) -> None:
-        """Kill what runs in it and remove its files. Harmless when it is closed already."""
+        """Kill what runs in the sandbox and remove its files. Harmless when it is closed already."""
         self._is_closed = True
         async with self._taking:
             if self._cell is not None:
@@ -145,7 +145,7 @@ class Sandbox:
         return Program(argv=tuple(argv), env={**self._spec.env, **(env or {})}, cwd=cwd or ".")
 
     def _python(self, source: str) -> Program:
-        if not isinstance(source, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # nobody checks a caller's types
+        if not isinstance(source, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
             raise ValueError(f"source is {source!r:.100}; give Python source as text")
         return Program(source=source, env=self._spec.env)
 
@@ -158,7 +158,7 @@ class Sandbox:
         return await cell.spawn(program, limits=limits or self.limits, is_timed=limits is not None)
 
     async def _start_interpreter(self, limits: Limits) -> Process:
-        """Of a session: it has no time of its own, its runs have."""
+        """Start a session's interpreter. It has no deadline; its runs have."""
         cell = await self._live_cell()
         return await cell.spawn(Program(source=SESSION_SOURCE, env=self._spec.env), limits=limits, is_timed=False)
 
@@ -167,7 +167,7 @@ class Sandbox:
             self._check_open()
             if self._cell is None:
                 self._cell = await self._take_cell(self._cell_spec)
-            if self._is_closed:  # meanwhile, by one who was cancelled while waiting for this
+            if self._is_closed:  # closed meanwhile, by a caller that was cancelled while it waited for the lock
                 await self._cell.close()
             self._check_open()
             return self._cell

@@ -1,15 +1,15 @@
-"""Inside a sandbox: a Python interpreter that keeps its state from run to run, and the relay that speaks for it.
+"""A Python interpreter inside a sandbox that keeps its state from run to run, and the relay that speaks for it.
 
-The text of this file is sent to the sandbox as a program; it stands alone and needs little of the standard library.
+The text of this file is sent to the sandbox as a program, so it stands alone and needs little of the standard library.
 
 ::
 
     host ── stdin: RUN, INTERRUPT ──▶ relay ── source ──▶ worker, the interpreter
          ◀── stdout: STDOUT, STDERR, DONE ──  ◀── its stdout, its stderr, done ──
 
-The relay alone holds the pipes to the host, and no program can open them: what a program prints arrives as data
-whatever it holds. That a run is done is told with a number that is new for each run. When the worker dies, the relay
-dies in the same way, so that its end has the status that the kernel gave.
+Only the relay holds the pipes to the host, and no program can open them: whatever a program prints arrives as data.
+The worker reports the end of a run with a ticket that is new for each run. When the worker dies, the relay dies in the
+same way, so that its end has the status that the kernel gave.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ import traceback
 import types
 
 REQUEST = struct.Struct("=BI")
-"""Kind, length of the source that follows."""
+"""The kind, and the length of the source that follows."""
 RUN, INTERRUPT = 1, 2
 REPORT = struct.Struct("=BI")
-"""Kind, length of the data that follows."""
+"""The kind, and the length of the data that follows."""
 STDOUT, STDERR, DONE = 1, 2, 3
 ENDING = struct.Struct("=BdQ")
-"""What DONE holds: exit code, CPU seconds of the run, peak resident bytes of the interpreter."""
+"""The data of DONE: exit code, CPU seconds of the run, peak resident bytes of the interpreter."""
 TO_WORKER = struct.Struct("=8sI")
 TICKET_BYTES = 8
 CHUNK_BYTES = 65_536
@@ -40,7 +40,7 @@ PR_SET_DUMPABLE = 4
 
 
 def work(sources: int, done: int) -> None:
-    """Run what comes until nothing comes."""
+    """Run programs until the relay closes the pipe."""
     program = types.ModuleType("__main__")
     sys.modules["__main__"] = program
     number, pid = 0, os.getpid()
@@ -52,15 +52,15 @@ def work(sources: int, done: int) -> None:
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             code = run(source, name, program.__dict__)
-        except KeyboardInterrupt:  # it came when the run was over
+        except KeyboardInterrupt:  # it came after the run was over
             code = 1
-        if os.getpid() != pid:  # a child that the program forked: the session is its parent's
+        if os.getpid() != pid:  # a child that the program forked: the session belongs to its parent
             os._exit(code)
         os.write(done, ticket + bytes([code]))
 
 
 def run(source: str, name: str, namespace: dict[str, object]) -> int:
-    """The exit code of a run, as if it were a program of its own."""
+    """Run source as if it were a program of its own, and return its exit code."""
     code = 0
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,19 +94,19 @@ def code_of(ending: SystemExit) -> int:
 
 
 class Relay:
-    """Between the host and one worker."""
+    """Passes requests from the host to one worker, and its output and endings back."""
 
     def __init__(self, worker: int, sources: int, stdout: int, stderr: int, done: int) -> None:
         self.worker = worker
         self.sources = sources
         self.kinds = {stdout: STDOUT, stderr: STDERR}
         self.done = done
-        self.said = b""  # on `done`
-        self.ticket = b""  # of the run that is not done
-        self.cpu_s = 0.0  # before this run
+        self.said = b""  # unread data from `done`
+        self.ticket = b""  # of the run in progress
+        self.cpu_s = 0.0  # CPU seconds used before this run
 
     def serve(self) -> None:
-        """Until the host or the worker is gone."""
+        """Relay until the host or the worker is gone."""
         wake_read, wake_write = os.pipe()
         for descriptor in (wake_read, wake_write, self.done, *self.kinds):
             os.set_blocking(descriptor, False)
@@ -133,7 +133,7 @@ class Relay:
             os._exit(0)
         kind, length = REQUEST.unpack(header)
         if kind == INTERRUPT and self.ticket:
-            os.killpg(0, signal.SIGINT)  # what the program waits for too
+            os.killpg(0, signal.SIGINT)  # also the processes that the program waits for
         elif kind == RUN:
             source = read_whole(0, length)
             self.ticket, self.said = os.urandom(TICKET_BYTES), b""
@@ -142,7 +142,7 @@ class Relay:
                 write_whole(self.sources, TO_WORKER.pack(self.ticket, length) + source)
 
     def hear_done(self) -> bool:
-        """False at its end."""
+        """Read from `done`, and report the run's end if its ticket came; False at the end of the pipe."""
         data = read_some(self.done)
         self.said = (self.said + (data or b""))[-4096:]
         place = self.said.find(self.ticket) if self.ticket else -1
@@ -155,7 +155,7 @@ class Relay:
         return data != b""
 
     def forward(self, descriptor: int) -> bool:
-        """Pass on what was printed; False at its end."""
+        """Pass on what was printed; False at the end of the pipe."""
         data = read_some(descriptor)
         if data:
             self.report(self.kinds[descriptor], data)
@@ -182,11 +182,11 @@ class Relay:
 
 
 def ignore_signal(*_: object) -> None:
-    """A handler must exist for the wake-up pipe to be written."""
+    """Do nothing: the wake-up pipe is written only for signals that have a handler."""
 
 
 def usage_of(pid: int) -> tuple[float, int]:
-    """CPU seconds and peak resident bytes of a process; nothing where there is no /proc."""
+    """Return CPU seconds and peak resident bytes of a process; zeros where there is no /proc."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -198,7 +198,7 @@ def usage_of(pid: int) -> tuple[float, int]:
 
 
 def read_some(descriptor: int) -> bytes | None:
-    """What is there; None when there is nothing yet, nothing at the end."""
+    """Return what is there: None if there is nothing yet, b"" at the end."""
     try:
         return os.read(descriptor, CHUNK_BYTES)
     except BlockingIOError:
@@ -206,7 +206,7 @@ def read_some(descriptor: int) -> bytes | None:
 
 
 def read_whole(descriptor: int, length: int) -> bytes:
-    """So many bytes; none when they end before."""
+    """Return `length` bytes, or none if the stream ends before."""
     parts: list[bytes] = []
     while length:
         data = os.read(descriptor, min(length, CHUNK_BYTES))
@@ -224,7 +224,7 @@ def write_whole(descriptor: int, data: bytes) -> None:
 
 
 def hide() -> None:
-    """No other process may look into this one; where that cannot be had, a program may end its own runs falsely."""
+    """Keep other processes from looking into this one; where that fails, a program can fake how its own runs end."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 

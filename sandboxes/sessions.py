@@ -1,21 +1,16 @@
-"""A stateful Python: programs that share one interpreter, as the cells of a notebook do.
+"""Stateful sessions: Python programs that share one interpreter, and bash commands that share a shell's state.
 
-The host's end of `session_inside.py`. A run that is out of time is interrupted as by Ctrl-C; when it does not end then,
-the interpreter is killed and `ExecResult.is_state_lost` says so: the next run gets a fresh one. What a program prints
-can stand for nothing but itself; how an interpreter died is the kernel's word. (Whether a run raised is the word of the
-interpreter that ran it, which a program could bend, as it could catch its own exception.)
+A `PythonSession` is the host's end of `session_inside.py` and behaves as the cells of a notebook do. A run that is out
+of time is interrupted as by Ctrl-C; if it does not end then, the interpreter is killed, `ExecResult.is_state_lost` is
+set, and the next run gets a fresh one. Printed text can never pass for a status. The kernel reports how an interpreter
+died; whether a run raised is what the interpreter itself says, and a program could bend that.
 
-A stateful shell: bash commands that share variables, functions, aliases, options, umask and the folder they are in.
+Each run of a `ShellSession` is a process of its own, with its own limits, and the kernel gives its status. When a run
+ends, bash saves variables, functions, aliases, options, umask and the current folder to a file of the sandbox for the
+next run. A run that is killed, becomes another program (`exec`) or sets its own EXIT trap saves nothing. Background
+jobs end with their run; start what must live on with `Sandbox.spawn`.
 
-Each run is a process of its own, with limits of its own, and its status is the kernel's: nothing that a command prints,
-and nothing that it writes to a descriptor, can stand for one. What the next run is to find is saved by bash when a run
-ends, in a file of the sandbox. A run that is killed, becomes another program (`exec`) or has an EXIT trap of its own
-has saved nothing: the next finds what the last whole one left, and files as they are. Background jobs end with their
-run; what is to live on is started with `Sandbox.spawn`.
-
-Python that is run again and again, as a text that hardly has to be compiled. It runs nothing.
-
-A Python of this one's version takes the code as it is, any other compiles the source that comes with it.
+`precompiled` spares Python that is sent to sandboxes again and again its compilation.
 """
 
 import asyncio
@@ -35,13 +30,13 @@ from sandboxes.spec import ExecResult, Limits, Status
 
 SESSION_SOURCE = Path(__file__).with_name("session_inside.py").read_text()
 INTERRUPT_GRACE_S = 0.5
-"""How long an interrupted run may take to end."""
+"""The time that an interrupted run has to end."""
 
 
 class PythonSession:
-    """One run after another; one that is asked for meanwhile waits. Closed with its sandbox, or before.
+    """Runs one program after another; a call made meanwhile waits. It ends with its sandbox or with `close`.
 
-    As in `async with box.python() as python: await python.run("x = 1"); await python.run("print(x)")`.
+    Use it as `async with box.python() as python: await python.run("x = 1"); await python.run("print(x)")`.
     """
 
     def __init__(
@@ -67,7 +62,7 @@ class PythonSession:
     async def run(self, source: str, *, limits: Limits | None = None) -> ExecResult:
         """Run Python source. Cancelling it kills the interpreter.
 
-        Of `limits`, wall-clock time and output are the run's; the rest holds for the session, from its start.
+        Wall-clock time and output in `limits` may differ per run; the rest is fixed when the session starts.
         """
         limits = limits or self._limits
         if replace(limits, wall_s=1, cpu_s=None, output_bytes=1) != replace(
@@ -84,11 +79,11 @@ class PythonSession:
                 raise
             if result.is_state_lost:
                 await self.close()
-                self._check_open()  # with its sandbox closed, its death says nothing of the program
+                self._check_open()  # if the sandbox was closed, that killed the interpreter, not the program
             return result
 
     async def close(self) -> None:
-        """End the interpreter. Harmless when it has ended; a run after that starts a fresh one."""
+        """End the interpreter. Harmless when it has ended; a later run starts a fresh one."""
         interpreter, self._interpreter = self._interpreter, None
         if interpreter is not None:
             await interpreter.process.kill()
@@ -96,7 +91,7 @@ class PythonSession:
 
 @dataclass(kw_only=True, slots=True)
 class Printed:
-    """What one run has printed, within a bound."""
+    """The output of one run, within a bound."""
 
     room: int
     is_truncated: bool = False
@@ -152,7 +147,7 @@ class Interpreter:
             await self.process.write(REQUEST.pack(kind, len(data)) + data)
 
     async def _interrupt(self, printed: Printed) -> bytes | None:
-        """The ending of a run that takes its interruption; otherwise None, and the interpreter is dead."""
+        """Interrupt a run and return its ending; None if it did not end in time and the interpreter was killed."""
         try:
             async with asyncio.timeout(INTERRUPT_GRACE_S):
                 await self._send(INTERRUPT)
@@ -162,7 +157,7 @@ class Interpreter:
             return None
 
     async def _until_done(self, printed: Printed, *, is_bounded: bool) -> bytes | None:
-        """The ending of a run; None when the interpreter died first, or has printed too much and `is_bounded`."""
+        """Return a run's ending; None if the interpreter died first, or printed too much and `is_bounded`."""
         while True:
             while (report := self._next_report()) is not None:
                 kind, data = report
@@ -201,7 +196,7 @@ class Interpreter:
 
 
 MAX_COMMAND_BYTES = 100_000
-"""A little less than Linux takes as one argument."""
+"""A little less than Linux accepts as one argument."""
 RUN_COMMAND = r"""
 __state=${TMPDIR:-/tmp}/.shell-KEY
 trap '
@@ -228,15 +223,15 @@ $1"
 
 
 class Exec(Protocol):
-    """`Sandbox.exec`."""
+    """The signature of `Sandbox.exec`."""
 
     async def __call__(self, argv: list[str], *, stdin: bytes, limits: Limits | None) -> ExecResult: ...
 
 
 class ShellSession:
-    """One after another; a run that is asked for meanwhile waits. Nothing needs to be closed.
+    """Runs one command after another; a call made meanwhile waits. There is nothing to close.
 
-    As in `async with box.shell() as shell: await shell.run("cd src"); await shell.run("pwd")`.
+    Use it as `async with box.shell() as shell: await shell.run("cd src"); await shell.run("pwd")`.
     """
 
     def __init__(self, execute: Exec) -> None:
@@ -251,7 +246,7 @@ class ShellSession:
         pass
 
     async def run(self, command: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
-        """Run bash commands. A sandbox without bash answers with exit code 127."""
+        """Run bash commands. In a sandbox without bash the exit code is 127."""
         if len(command.encode(errors="surrogateescape")) > MAX_COMMAND_BYTES:
             raise ValueError(f"the command is longer than {MAX_COMMAND_BYTES} bytes; write it to a file, and run that")
         async with self._turn:
@@ -269,9 +264,10 @@ exec(
 
 
 def precompiled(source: str, name: str, version: bytes = MAGIC_NUMBER) -> str:
-    """A text that does what `source` does.
+    """Return source that does what `source` does but hardly has to be compiled.
 
-    `name`: its file, in tracebacks; `version`: of the Python that takes the code.
+    A Python whose bytecode version is `version` runs the code as it is; any other compiles the included source. `name`
+    is the file shown in tracebacks.
 
     >>> exec(precompiled("print(6 * 7)", "<example>"))
     42

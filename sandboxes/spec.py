@@ -1,10 +1,6 @@
-"""What is asked of a sandbox: isolation, network, and all that it starts with. It knows no backend.
+"""What a sandbox is asked for and what it reports: `Limits`, `Network`, `SandboxSpec`, `ExecResult`.
 
-What one program may use. It knows no backend.
-
-How a program ended. It knows no backend.
-
-Paths within a sandbox: relative to its working directory, and never out of it. It opens nothing.
+Every backend takes and returns these records. `relative_parts` and `folder_parts` check paths within a sandbox.
 """
 
 import errno
@@ -18,23 +14,25 @@ from typing import Self
 
 from areal_agent.errors import SandboxError
 
+WEB_PORTS = (80, 443)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one program may use.
+    """The resources that one program may use.
 
     >>> Limits(wall_s=2.0).max_cpu_s
     2
     """
 
     wall_s: float = 5.0
-    cpu_s: float | None = None  # of each process, rounded up to whole seconds; None: as `wall_s`
-    memory_bytes: int = 256 * 2**20  # address space of each process; of all together where the backend can count them
-    file_bytes: int = 16 * 2**20  # length of each file that it writes
+    cpu_s: float | None = None  # per process, rounded up to whole seconds; None: the same as `wall_s`
+    memory_bytes: int = 256 * 2**20  # address space of each process, or memory of all where a backend counts it
+    file_bytes: int = 16 * 2**20  # length of each file that the program writes
     open_files: int = 128
     output_bytes: int = 64 * 2**10  # stdout and stderr together
-    # None: the backend's own. A backend that cannot enforce one refuses a number for it.
-    cpus: float | None = None  # share of the machine's CPUs, of all processes together
+    # None means the backend's own bound. A backend that cannot enforce one of these refuses a number for it.
+    cpus: float | None = None  # number of CPUs' worth of time, for all processes together
     pids: int | None = None  # processes and threads at once
     disk_bytes: int | None = None  # of the whole sandbox, not of one program
     inodes: int | None = None  # files and folders, of the whole sandbox
@@ -51,38 +49,35 @@ class Limits:
         return math.ceil(self.wall_s if self.cpu_s is None else self.cpu_s)
 
 
-WEB_PORTS = (80, 443)
-
-
 class Isolation(StrEnum):
-    """What stands between a program and its host, weakest first."""
+    """The separation between a program and its host, weakest first."""
 
     NONE = "none"
-    PROCESS = "process"  # a process of its own with resource limits, on the host's files and network
+    PROCESS = "process"  # a process of its own with resource limits, on the host's file system and network
     NAMESPACES = "namespaces"
     CONTAINER = "container"
     VM = "vm"
 
     def covers(self, wanted: "Isolation") -> bool:
-        """Whether this is at least as strong as `wanted`."""
+        """Return whether this is at least as strong as `wanted`."""
         order = list(Isolation)
         return order.index(self) >= order.index(wanted)
 
 
 class Access(StrEnum):
-    """How much of the network."""
+    """The part of the network that a sandbox may reach."""
 
     NONE = "none"
-    ALLOW = "allow"  # the hosts of a list
-    FULL = "full"  # every public host; never this machine or its private networks
+    ALLOW = "allow"  # only the hosts in a list
+    FULL = "full"  # every public host, but never this machine or its private networks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """What a sandbox may reach. Make it with `none`, `allow` or `full`.
+    """The hosts that a sandbox may reach. Make one with `none`, `allow` or `full`.
 
-    A host is a name or an address, with a port or for the two of the web. A name that leads to a private address is
-    not followed there: an address of this machine or its neighbours must be named as what it is.
+    A host is a name or an address, with a port or, without one, for ports 80 and 443. A name that resolves to a private
+    address is refused: an address of this machine or its neighbours must be listed as an address.
 
     >>> network = Network.allow(["pypi.org", "10.0.0.7:8080"])
     >>> network.lets("pypi.org", 443), network.lets("pypi.org", 22), network.lets("10.0.0.7", 8080)
@@ -107,12 +102,12 @@ class Network:
         return cls(access=Access.FULL)
 
     def lets(self, host: str, port: int) -> bool:
-        """Whether a connection to this name, or address as text, is granted."""
+        """Return whether a connection to this host name or textual address is allowed."""
         return self.access is Access.FULL or (plain_host(host), port) in self.hosts
 
 
 def plain_host(host: str) -> str:
-    """A name or address in the one way to write it."""
+    """Return a host name or address in its canonical spelling."""
     bare = host.removeprefix("[").removesuffix("]").rstrip(".").lower()
     try:
         return str(ipaddress.ip_address(bare))
@@ -127,32 +122,34 @@ def _host_and_ports(text: str) -> list[tuple[str, int]]:
     name = plain_host(host)
     is_named = bool(name) and not set(name) & set("/@*?[] ")
     if not is_named or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
-        raise ValueError(f"network host {text!r} is none; give 'name', 'name:port', an address or '[address]:port'")
+        raise ValueError(
+            f"network host {text!r} is not valid; give 'name', 'name:port', an address or '[address]:port'"
+        )
     return [(name, int(port))] if port else [(name, web) for web in WEB_PORTS]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxSpec:
-    """What a sandbox starts with. A backend that cannot give what is asked refuses it with `SandboxError`."""
+    """The things that a sandbox starts with. A backend that cannot give one refuses it with `SandboxError`."""
 
-    image: str | None = None  # of containers; None: the backend's own
+    image: str | None = None  # of containers; None: the backend's own image
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # by path in the working directory
-    setup: Sequence[str] = ()  # shell commands, run once, before the sandbox is handed out; a failure is an error
-    setup_wall_s: float = 60.0  # of each
-    env: Mapping[str, str] = field(default_factory=dict[str, str])  # beside PATH, HOME, TMPDIR; nothing of the host's
-    user: str | None = None  # None: the backend's own, which is not root
-    workdir: str | None = None  # an absolute path; None: the backend's own
-    limits: Limits | None = None  # None: the pool's
-    network: Network | None = None  # None: none, where the backend can shut it off
+    setup: Sequence[str] = ()  # shell commands, run once before the sandbox is handed out
+    setup_wall_s: float = 60.0  # per command
+    env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to PATH, HOME and TMPDIR
+    user: str | None = None  # None: the backend's own user, which is not root
+    workdir: str | None = None  # an absolute path; None: the backend's own working directory
+    limits: Limits | None = None  # None: the pool's limits
+    network: Network | None = None  # None: no network, where the backend can shut it off
     runtime: str | None = None  # of containers, for example `runsc`
-    min_isolation: Isolation = Isolation.NONE  # refused by a weaker backend
+    min_isolation: Isolation = Isolation.NONE  # a weaker backend refuses the spec
 
     def __post_init__(self) -> None:
         if isinstance(self.setup, str):
             raise ValueError(f"SandboxSpec.setup is {self.setup!r}; give a list of commands")
 
     def cell(self, limits: Limits) -> "CellSpec":
-        """What its cell starts with; `limits` are those of a spec that names none."""
+        """Return what the cell starts with; `limits` apply when the spec names none."""
         return CellSpec(
             image=self.image,
             user=self.user,
@@ -165,7 +162,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellSpec:
-    """What of a `SandboxSpec` must be known when its cell is started. Cells are kept in stock by it."""
+    """The part of a `SandboxSpec` that must be known when a cell starts. The pool's stock keeps cells by it."""
 
     limits: Limits
     image: str | None = None
@@ -175,7 +172,7 @@ class CellSpec:
     runtime: str | None = None
 
     def refuse(self, backend: str, *names: str) -> None:
-        """SandboxError when one of these is asked for."""
+        """Raise SandboxError when the spec asks for any of the fields `names`."""
         for name in names:
             if (value := getattr(self, name)) is not None:
                 raise SandboxError(
@@ -185,21 +182,21 @@ class CellSpec:
 
 
 class Status(StrEnum):
-    """How a program ended. OK alone means that it ran to its end and exited with 0."""
+    """The way a program ended. Only OK means that it ran to its end and exited with 0."""
 
     OK = "ok"
     NONZERO = "nonzero"  # it exited with another code
-    SIGNALED = "signaled"  # a signal ended it that none of the limits below explains
-    TIMEOUT = "timeout"  # wall-clock or CPU time was over
-    MEMORY = "memory"  # it failed for want of memory
+    SIGNALED = "signaled"  # a signal ended it, and none of the limits below explains why
+    TIMEOUT = "timeout"  # it ran out of wall-clock or CPU time
+    MEMORY = "memory"  # it ran out of memory
     PIDS = "pids"  # it started more processes than allowed
     DISK = "disk"  # it wrote more than allowed
-    OUTPUT_LIMIT = "output_limit"  # it printed more than allowed; what was printed until then is kept
+    OUTPUT_LIMIT = "output_limit"  # it printed more than allowed; the output up to the limit is kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecResult:
-    """How a program ended and what it printed, as raw bytes: nothing in them is ever read as a status.
+    """The end of a program and its output, as raw bytes that are never interpreted as a status.
 
     >>> result = ExecResult(status=Status.NONZERO, exit_code=3, signal=None, stdout=b"", stderr=b"no such city",
     ...                     truncated=False, wall_s=0.01, cpu_s=0.01, peak_memory_bytes=9_000_000)
@@ -215,9 +212,9 @@ class ExecResult:
     truncated: bool  # whether it printed more than is kept here
     wall_s: float
     cpu_s: float
-    peak_memory_bytes: int  # resident, of its largest process
-    oom_kills: int = 0  # processes that the kernel killed for want of memory, where the backend can count them
-    is_state_lost: bool = False  # of a session's run: what the runs before it left is gone as well
+    peak_memory_bytes: int  # resident memory of the largest process
+    oom_kills: int = 0  # processes that the kernel killed because memory ran out, where the backend can count them
+    is_state_lost: bool = False  # of a run in a session: the state that earlier runs left is gone
 
     @property
     def is_ok(self) -> bool:
@@ -225,7 +222,7 @@ class ExecResult:
 
 
 def relative_parts(path: str) -> tuple[str, ...]:
-    """The names of a path within a working directory; PermissionError for one that leads out of it, or nowhere.
+    """Split a path within a working directory into names; PermissionError if it leads outside or names nothing.
 
     >>> relative_parts("./data/input.txt")
     ('data', 'input.txt')
@@ -237,7 +234,7 @@ def relative_parts(path: str) -> tuple[str, ...]:
 
 
 def folder_parts(path: str) -> tuple[str, ...]:
-    """As `relative_parts`, of a folder: the working directory itself is one."""
+    """Split the path of a folder, like `relative_parts`; the working directory itself is allowed."""
     parts = PurePosixPath(path).parts
     if path.startswith("/") or ".." in parts or "\0" in path:
         raise _refusal(path)

@@ -1,10 +1,10 @@
-"""The subprocess backend: programs as processes of the host's user, with the kernel's limits on each.
+"""The subprocess backend: programs run as processes of the host's user, with the kernel's limits on each.
 
-It bounds time, memory, files and output, and, where Linux has Landlock, what a program may change and signal. It does
-not isolate: `capabilities` publishes what it cannot stop, README.md why. One launcher process (`link.py`,
-`inner/`) serves all sandboxes of a provider; when it dies, running programs fail and the next gets a fresh one.
+It bounds time, memory, files and output and, where Linux has Landlock, what a program may change and signal. It does
+not isolate: `capabilities` lists what it cannot stop, and README.md says why. One launcher process (`link.py`,
+`inner/`) serves all sandboxes of a provider; when it dies, running programs fail and a fresh one is started.
 
-(Not the standard library's `subprocess`, which nothing here uses: imports in this project are absolute.)
+(This is not the standard library's `subprocess`, which nothing here uses: imports in this project are absolute.)
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from sandboxes.spec import Access, CellSpec, Isolation, Limits
 logger = logging.getLogger(__name__)
 
 PROCESS_HEADROOM = 1024
-"""Processes that programs may add to those of the user, all programs together."""
+"""Processes that all programs together may add to those of the user."""
 
 Answer = TypeVar("Answer")
 
 
 class SubprocessProvider:
-    """Make it with `start`, end it with `close`."""
+    """The provider of plain processes. Make it with `start`, end it with `close`."""
 
     def __init__(self, link: LauncherLink, root: Path) -> None:
         self._link = link
@@ -47,7 +47,7 @@ class SubprocessProvider:
 
     @classmethod
     async def start(cls) -> Self:
-        """Start the launcher and say loudly what it cannot stop."""
+        """Start the launcher and log a warning that lists what the backend cannot stop."""
         root = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{own_tag()}-"))
         try:
             link = await start_launcher(root)
@@ -96,7 +96,7 @@ class SubprocessProvider:
         await asyncio.to_thread(remove_tree, self._root)
 
     async def live_link(self) -> LauncherLink:
-        """The launcher, a fresh one when the last has died. For this backend's cells."""
+        """Return the launcher, a fresh one if the last has died. For this backend's cells."""
         async with self._starting:
             if self._closing is None and not self._link.is_alive:
                 await self._link.aclose()
@@ -105,7 +105,7 @@ class SubprocessProvider:
 
 
 class SharedGround:
-    """A folder of its own on the host's file system; the launcher is shared by all of them."""
+    """A ground with its own folder on the host's file system and the launcher that all cells share."""
 
     def __init__(self, provider: SubprocessProvider, folder: WorkingFolder) -> None:
         self.home = str(folder.path)
@@ -148,13 +148,13 @@ class SharedGround:
 
 
 async def start_launcher(root: Path) -> LauncherLink:
-    """A launcher whose last act is to remove `root`."""
+    """Start a launcher, whose last act is to remove `root`."""
     python = python_on("launcher", sys.executable)
     return await LauncherLink.start(lambda control: [*python, str(control), str(root)])
 
 
 def refuse_what_is_not_enforced(limits: Limits) -> None:
-    """SandboxError for a limit that was asked for and that this backend could only ignore."""
+    """Raise SandboxError if a limit is asked for that this backend could only ignore."""
     for name in ("cpus", "pids", "disk_bytes", "inodes"):
         if (value := getattr(limits, name)) is not None:
             raise SandboxError(
@@ -163,7 +163,7 @@ def refuse_what_is_not_enforced(limits: Limits) -> None:
 
 
 def capabilities_of(landlock_version: int) -> Capabilities:
-    """What this backend enforces, given the version of Landlock (0: none) that the launcher found."""
+    """Return what this backend enforces with the version of Landlock that the launcher found (0: none)."""
     enforced = ["wall-clock time", "CPU time, address space, file length and open files of each process", "output"]
     not_stopped = [
         "reading your files",

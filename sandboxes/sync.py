@@ -1,7 +1,6 @@
-"""Sandboxes without asyncio: the same names, and every call waits for its end.
+"""Sandboxes without asyncio: the same names, and every call blocks until it is done.
 
-Programs run on an event loop in a thread of its own, which lives as long as its pool. Calls may come from any number of
-threads. It knows no backend.
+Programs run on an event loop in a thread of its own, which lives as long as its pool. Any number of threads may call.
 """
 
 import asyncio
@@ -190,7 +189,7 @@ class Process:
 
 
 class _Chunks:
-    """An asynchronous iterator as a plain one."""
+    """An asynchronous iterator turned into a plain one."""
 
     def __init__(self, loop: LoopThread, chunks: AsyncIterator[bytes]) -> None:
         self._loop = loop
@@ -209,7 +208,7 @@ class _Chunks:
 
 
 class ShellSession:
-    """See `shell_session.ShellSession`."""
+    """See `sessions.ShellSession`."""
 
     def __init__(self, loop: LoopThread, session: sessions.ShellSession) -> None:
         self._loop = loop
@@ -220,7 +219,7 @@ class ShellSession:
 
 
 class PythonSession:
-    """See `python_session.PythonSession`."""
+    """See `sessions.PythonSession`."""
 
     def __init__(self, loop: LoopThread, session: sessions.PythonSession) -> None:
         self._loop = loop

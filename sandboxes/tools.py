@@ -1,7 +1,7 @@
-"""Tools for an agent, over a sandbox: their definitions as OpenAI has them, and what a call of one says.
+"""Tools that let an agent use a sandbox: their OpenAI definitions, and the text that a call returns.
 
-What the model does wrong (a tool that is not there, arguments that are none, a program that fails) is text for it to
-read; a sandbox that fails raises SandboxError, and the rollout with it. It knows no model and no client.
+A mistake of the model (an unknown tool, malformed arguments, a failing program) becomes text for it to read. A sandbox
+that fails raises SandboxError and ends the rollout.
 """
 
 import json
@@ -13,21 +13,21 @@ from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Status
 
 MAX_CHARACTERS = 8_000
-"""Of what a call says, so many are kept: its beginning and its end."""
+"""The longest text that a call returns; of a longer one, the beginning and the end are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """What a model may call; every parameter is a text. `act` gives what the model gets to read."""
+    """A tool that a model may call. All parameters are strings; `act` returns the text that the model reads."""
 
     name: str
     description: str
-    parameters: Mapping[str, str]  # what each is
+    parameters: Mapping[str, str]  # description by name
     act: Callable[["Toolbox", Mapping[str, str]], Awaitable[str]]
 
     @property
     def definition(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """The tool's definition in OpenAI's format."""
         properties = {name: {"type": "string", "description": what} for name, what in self.parameters.items()}
         schema = {
             "type": "object",
@@ -48,7 +48,7 @@ class Tool:
 
 
 class Toolbox:
-    """The tools of one rollout. `open_box` gives the sandbox when a call first needs it:
+    """The tools of one rollout. `open_box` opens the sandbox when a call first needs it, for example:
 
     `Toolbox(lambda: rollout.enter(pool.acquire()))`
     """
@@ -61,11 +61,11 @@ class Toolbox:
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """The `tools` of a chat completion."""
+        """The `tools` field of a chat completion request."""
         return [tool.definition for tool in self._tools.values()]
 
     async def call(self, name: str, arguments: str) -> str:
-        """What the model gets to read; `arguments` is the JSON that it wrote."""
+        """Run a call and return the text for the model; `arguments` is the JSON that the model wrote."""
         tool = self._tools.get(name)
         if tool is None:
             return f"Error: there is no tool {name!r}; there are {', '.join(self._tools)}"
@@ -73,7 +73,7 @@ class Toolbox:
         return f"Error: {tool.usage}" if values is None else shortened(await tool.act(self, values))
 
     async def box(self) -> Sandbox:
-        """The sandbox of this rollout. For its tools."""
+        """Return the sandbox of this rollout, opening it if needed. For its tools."""
         if self._box is None:
             self._box = await self._open_box()
         return self._box
@@ -81,7 +81,7 @@ class Toolbox:
 
 async def run_bash(toolbox: Toolbox, values: Mapping[str, str]) -> str:
     box = await toolbox.box()
-    command = values["command"].replace("\0", "").encode(errors="replace").decode()  # as an argument can be
+    command = values["command"].replace("\0", "").encode(errors="replace").decode()  # only what an argument can hold
     return said(await box.exec(["bash", "-c", command]))
 
 
@@ -94,7 +94,7 @@ async def read_file(toolbox: Toolbox, values: Mapping[str, str]) -> str:
     box = await toolbox.box()
     try:
         return (await box.read(values["path"])).decode(errors="replace")
-    except (OSError, ValueError) as error:  # no such file; or no such name, by its characters
+    except (OSError, ValueError) as error:  # no such file, or characters that a name cannot hold
         return f"Error: {reason_of(error)}: {values['path']}"
 
 
@@ -109,7 +109,7 @@ async def write_file(toolbox: Toolbox, values: Mapping[str, str]) -> str:
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    return (error.strerror or "") if isinstance(error, OSError) else "no path"
+    return (error.strerror or "") if isinstance(error, OSError) else "not a valid path"
 
 
 async def submit(toolbox: Toolbox, values: Mapping[str, str]) -> str:
@@ -147,7 +147,7 @@ STANDARD = (BASH, PYTHON, READ_FILE, WRITE_FILE, SUBMIT)
 
 
 def texts_of(arguments: str, names: Sequence[str]) -> dict[str, str] | None:
-    """The texts of these names, and no others; None when the model wrote anything else.
+    """Parse JSON arguments that hold exactly `names`, all strings; None when the model wrote anything else.
 
     >>> texts_of('{"code": "1"}', ["code"]), texts_of('{"code": 1}', ["code"]), texts_of("{", ["code"])
     ({'code': '1'}, None, None)
@@ -162,7 +162,7 @@ def texts_of(arguments: str, names: Sequence[str]) -> dict[str, str] | None:
 
 
 def said(result: ExecResult) -> str:
-    """What a program printed; where it failed, how."""
+    """Return what a program printed and, if it failed, how."""
     text = result.stdout.decode(errors="replace")
     if result.status is Status.OK:
         return text.rstrip()
@@ -172,7 +172,7 @@ def said(result: ExecResult) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text with its middle left out when it is long.
+    """Return a text with its middle left out if it is long.
 
     >>> len(shortened("x" * 100_000))
     8033

@@ -15,9 +15,9 @@ from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, State
 from areal_agent.doctor.model import ModelShape
 from areal_agent.errors import RequestError
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
-from areal_agent.tokens.answers.parsed import ToolCall
 from areal_agent.tokens.forest import Forest, Reply
+from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 from areal_agent.types import ForkReason, JsonObject

@@ -1,4 +1,4 @@
-"""The client of an engine on SGLang's wire. It knows no JSON field (`wire/`), no socket (transport.py) and no model.
+"""The client of an engine on SGLang's wire: `wire/` has the fields of its bodies, transport.py carries them.
 
 Every failure becomes one of three errors: `EngineRejected` (the request is wrong), `WeightUpdateError` (the old
 version still serves), `EngineUnreachable` (no answer, or none that can be read).
@@ -39,15 +39,11 @@ class HttpEngine:
 
     def __init__(self, base_url: str, *, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         self._transport = Transport(base_url, control_timeout_s=control_timeout_s)
+        self.base_url = self._transport.base_url
         self._info: EngineInfo | None = None
         self._paused: PauseMode | None = None
         self._push_id: str | None = None  # that was begun last: pauses are its, as long as it is open
         self._aborts: set[asyncio.Task[None]] = set()  # of cancelled calls; aclose waits for them
-
-    @property
-    def base_url(self) -> str:
-        """Where the engine listens."""
-        return self._transport.base_url
 
     # ------------------------------------------------------------------------------------ protocols.Engine
 
@@ -59,7 +55,7 @@ class HttpEngine:
         try:
             if on_chunk is not None:
                 return await self._stream(request, on_chunk)
-            body = await self._transport.ask(wire.GENERATE, wire.encode_request(request))
+            body = await self._transport.sample(wire.GENERATE, wire.encode_request(request))
         except asyncio.CancelledError:
             self._abort_in_background(request.request_id)
             raise

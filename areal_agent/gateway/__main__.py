@@ -21,7 +21,7 @@ from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S
 from areal_agent.gateway.online.groups import Bound
 from areal_agent.gateway.standalone import VARIABLE, AdminKey, Place, Standalone, open_standalone
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
 from areal_agent.tokens.template import HistoryThinking
 
 DEFAULT_LEDGER = Path("runs/gateway")

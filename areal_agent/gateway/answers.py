@@ -24,8 +24,8 @@ from areal_agent.gateway.draft import TokenRow
 from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import MAX_SEED
 from areal_agent.protocols import Sampler
-from areal_agent.tokens.answers.parsed import ParsedAnswer
 from areal_agent.tokens.forest import Reply
+from areal_agent.tokens.formats.base import ParsedAnswer
 from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import (
     Completion,
@@ -55,8 +55,7 @@ class Choice:
     @property
     def finish_reason(self) -> str:
         """OpenAI's: an answer with a call ends for it, whatever came after the call."""
-        has_call = any(not call.is_broken for call in self.parsed.tool_calls)
-        return "tool_calls" if has_call else self.completion.finish_reason.value
+        return "tool_calls" if self.parsed.tool_calls else self.completion.finish_reason.value
 
     @property
     def message(self) -> JsonObject:

@@ -13,7 +13,9 @@ How the answer to an exchange leaves: as one JSON object, or as server-sent even
     session.begin ─▶ outlet ─▶ chunks ─▶ (the turns are in the journal) ─▶ finish reasons, usage, [DONE]
 
 Who hangs up stops the engine; what was sampled until then is recorded. A stream begins with the first token: what fails
-before has a status of its own. What fails later becomes the last event, for the status has left already.
+before has a status of its own. What fails later becomes the last event, for the status has left already. Whenever a
+stream has been silent for a while, because a tool call is held back until it is whole or because nothing is sampled, it
+sends a comment, which clients ignore, so that nobody's read times out.
 """
 
 import asyncio
@@ -99,6 +101,7 @@ class About:
 
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class AnswerBody(Protocol):
@@ -114,11 +117,16 @@ class AnswerBody(Protocol):
 
 
 async def deliver(
-    http: web.Request, session: Session, exchange: Exchange, body: AnswerBody, counters: Counters
+    http: web.Request,
+    session: Session,
+    exchange: Exchange,
+    body: AnswerBody,
+    counters: Counters,
+    keep_alive_s: float,
 ) -> web.StreamResponse:
     """Answer a request, to the last byte; what reaches the agent is marked as delivered."""
     if exchange.order.is_streamed:
-        return await _deliver_in_chunks(http, session, exchange, body, counters)
+        return await _deliver_in_chunks(http, session, exchange, body, counters, keep_alive_s)
     answer = await _until_hung_up(session.begin(exchange), exchange)
     reply = json_reply(body.whole(answer))
     await reply.prepare(http)
@@ -128,7 +136,12 @@ async def deliver(
 
 
 async def _deliver_in_chunks(
-    http: web.Request, session: Session, exchange: Exchange, body: AnswerBody, counters: Counters
+    http: web.Request,
+    session: Session,
+    exchange: Exchange,
+    body: AnswerBody,
+    counters: Counters,
+    keep_alive_s: float,
 ) -> web.StreamResponse:
     outlet = Outlet()
     answering = session.begin(exchange, outlet)
@@ -138,8 +151,9 @@ async def _deliver_in_chunks(
             await asyncio.shield(answering)
         await reply.prepare(http)
         await reply.write(_events(body.first(exchange.prompt_ids)))
-        async for pieces in outlet.batches():
-            await reply.write(b"".join(_events(body.piece(piece)) for piece in pieces))
+        async for pieces in outlet.batches(keep_alive_s):
+            events = b"".join(_events(body.piece(piece)) for piece in pieces)
+            await reply.write(events if pieces else KEEP_ALIVE)
         answer = await asyncio.shield(answering)
         await reply.write(_events(body.last(answer)) + DONE)
         await reply.write_eof()
@@ -300,7 +314,7 @@ class Gateway:
         with session.deliveries.one():
             exchange = await session.place(request, num_bytes=len(await http.read()))
             answer_body = ChatBody(exchange, self._services.renderer.detokenizer)
-            return await deliver(http, session, exchange, answer_body, self._counters)
+            return await deliver(http, session, exchange, answer_body, self._counters, self._limits.keep_alive_s)
 
     async def _completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request = CompletionsRequest.read(body)
@@ -309,7 +323,7 @@ class Gateway:
         with session.deliveries.one():
             exchange = await session.place(request, num_bytes=len(await http.read()))
             answer_body = CompletionsBody(exchange, renderer.detokenizer, request.echoes(renderer))
-            return await deliver(http, session, exchange, answer_body, self._counters)
+            return await deliver(http, session, exchange, answer_body, self._counters, self._limits.keep_alive_s)
 
     def _require_model(self, model: str) -> None:
         if model not in (self._model_name, DEFAULT_MODEL):

@@ -4,7 +4,7 @@ Reading decoded JSON strictly: what is wrong is a `RequestError` that names the 
 
 Null means left out, as with OpenAI. Knows nothing of what the fields mean.
 
-What bounds a gateway: sizes, numbers and times. It knows nothing of who keeps them.
+What bounds a gateway: sizes, numbers and times.
 """
 
 import asyncio
@@ -122,6 +122,7 @@ class Limits:
     session_timeout_s: float | None = None  # a session without a call for so long ends as `timeout`; None: never
     idle_timeout_s: float = 75.0  # a connection that sends no whole request head for so long is closed
     body_timeout_s: float = 60.0  # from the head of a request to the end of its body
+    keep_alive_s: float = 3.0  # a stream that has been silent for so long says that it is alive
     stall_timeout_s: float = 60.0  # a client that takes nothing of its answer for so long is hung up on
 
 

@@ -39,9 +39,9 @@ from areal_agent.gateway.order import (
     refuse_unsupported,
 )
 from areal_agent.gateway.turn import Exchange
-from areal_agent.tokens.answers.parsed import AnswerDelta, ToolCall
-from areal_agent.tokens.answers.reader import THINK_END
 from areal_agent.tokens.forest import Forest, Opening, Prompt
+from areal_agent.tokens.formats.base import AnswerDelta, ToolCall
+from areal_agent.tokens.formats.reader import THINK_END
 from areal_agent.tokens.renderer import Detokenizer, Renderer
 from areal_agent.types import JsonObject
 
@@ -149,21 +149,10 @@ def _delta(delta: AnswerDelta, completion_id: str) -> JsonObject:
         body["reasoning_content"] = delta.reasoning
     if delta.content:
         body["content"] = delta.content
-    if delta.call_index is not None:
-        body["tool_calls"] = [_call_delta(delta, delta.call_index, completion_id)]
+    if delta.call is not None:
+        call = _call(delta.call, call_id(completion_id, delta.call_index))
+        body["tool_calls"] = [{"index": delta.call_index, **call}]
     return body
-
-
-def _call_delta(delta: AnswerDelta, index: int, completion_id: str) -> JsonObject:
-    """The first piece of a call names it; the others add to its arguments."""
-    if delta.call_name is None:
-        return {"index": index, "function": {"arguments": delta.arguments}}
-    return {
-        "index": index,
-        "id": call_id(completion_id, index),
-        "type": "function",
-        "function": {"name": delta.call_name, "arguments": delta.arguments},
-    }
 
 
 ANY_OBJECT = '{"type":"object"}'

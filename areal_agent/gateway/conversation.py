@@ -33,8 +33,8 @@ from areal_agent.gateway.bodies import (
     refuse,
     refuse_unknown,
 )
-from areal_agent.tokens.answers.parsed import ToolCall
 from areal_agent.tokens.canonical import parse_json_object
+from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.types import JsonObject
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -1,25 +1,24 @@
 """One answer while it is sampled: tokens come in, text leaves, until a stop text or its one call ends it.
 
-Owns where an answer ends and which token brought which text. It knows no engine, no HTTP and no session.
+This decides where an answer ends, and which token brought which text.
 
 Finds stop texts in text that comes in pieces. It knows no tokens.
 
-How the text of an answer is to be read: as a chat's, with reasoning and tool calls, or as plain text.
+How the text of an answer is read: as a chat's, with reasoning and tool calls, or as plain text.
 
-It knows no tokens: what is read is text, whole or as it comes.
-
-What answers gain, on its way from the engine to whoever writes it. It knows neither.
+What answers gain, on its way from the engine to the stream that writes it.
 """
 
 import asyncio
+import contextlib
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer, ToolCall
-from areal_agent.tokens.answers.reader import AnswerReader
+from areal_agent.tokens.formats.answer_format import AnswerFormat
+from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer, ToolCall
+from areal_agent.tokens.formats.reader import AnswerReader
 from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import FinishReason, GenerateResult, TokenChunk, TopLogprobs
 
@@ -69,31 +68,27 @@ class StopFinder:
 
 
 class Reader(Protocol):
-    """Reads one answer as it comes."""
+    """Reads one answer, as it comes or whole. `AnswerReader` is one, `PlainReader` the other."""
 
     @property
     def has_call(self) -> bool:
-        """Whether a tool call has been read: a whole one, or in a stream one that broke after it had begun to leave."""
+        """Whether a tool call has been read."""
         ...
 
-    def open(self) -> tuple[AnswerDelta, ...]:
-        """What is said before any text has come."""
+    def feed(self, text: str) -> tuple[AnswerDelta, ...]:
+        """Read more of the answer; returns what leaves with it."""
         ...
 
-    def feed(self, text: str) -> tuple[AnswerDelta, ...]: ...
-
-    def finish(self) -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]: ...
+    def finish(self, text: str = "") -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
+        """Read the end of the answer; returns what leaves last, and all that the answer says."""
+        ...
 
 
 class Reading(Protocol):
     """How the answers of one request are read."""
 
-    def parse(self, text: str) -> ParsedAnswer:
-        """Read a whole answer."""
-        ...
-
-    def reader(self, *, is_streamed: bool) -> Reader:
-        """Read an answer as it comes. What is not streamed leaves as it would from the whole answer."""
+    def reader(self) -> Reader:
+        """Begin to read an answer."""
         ...
 
 
@@ -108,55 +103,21 @@ class ChatReading:
     only_tool: str | None = None  # a call of another is malformed
     accepts: Callable[[ToolCall], bool] | None = None  # a call that it refuses is malformed
 
-    def parse(self, text: str) -> ParsedAnswer:
-        return self.answer_format.parse(
-            self.opening + text,
-            may_call_tools=self.may_call_tools,
-            is_thinking=self.is_thinking,
-            only_tool=self.only_tool,
-            accepts=self.accepts,
-        )
-
-    def reader(self, *, is_streamed: bool) -> "ChatReader":
+    def reader(self) -> AnswerReader:
         reader = self.answer_format.reader(
             may_call_tools=self.may_call_tools,
             is_thinking=self.is_thinking,
-            are_calls_whole=not is_streamed,
             only_tool=self.only_tool,
             accepts=self.accepts,
         )
-        return ChatReader(reader, self.opening)
-
-
-class ChatReader:
-    """Reads an answer of a chat as it comes."""
-
-    def __init__(self, reader: AnswerReader, opening: str) -> None:
-        self._reader = reader
-        self._opening = opening
-
-    @property
-    def has_call(self) -> bool:
-        return self._reader.num_calls > 0
-
-    def open(self) -> tuple[AnswerDelta, ...]:
-        return self._reader.feed(self._opening) if self._opening else ()
-
-    def feed(self, text: str) -> tuple[AnswerDelta, ...]:
-        return self._reader.feed(text)
-
-    def finish(self) -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
-        return self._reader.finish()
+        reader.feed(self.opening)  # nothing leaves: a call has begun
+        return reader
 
 
 class PlainReading:
     """Text is text."""
 
-    def parse(self, text: str) -> ParsedAnswer:
-        return ParsedAnswer(content=text)
-
-    def reader(self, *, is_streamed: bool) -> "PlainReader":
-        del is_streamed
+    def reader(self) -> "PlainReader":
         return PlainReader()
 
 
@@ -168,15 +129,12 @@ class PlainReader:
     def __init__(self) -> None:
         self._texts: list[str] = []
 
-    def open(self) -> tuple[AnswerDelta, ...]:
-        return ()
-
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
         self._texts.append(text)
-        return (AnswerDelta(content=text),)
+        return (AnswerDelta(content=text),) if text else ()
 
-    def finish(self) -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
-        return (), ParsedAnswer(content="".join(self._texts))
+    def finish(self, text: str = "") -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
+        return self.feed(text), ParsedAnswer(content="".join(self._texts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +188,6 @@ class Draft:
         self._num_decoded = 0  # characters
         self._num_out = 0  # characters that are past the stop texts
         self._texts: list[str] = []
-        self._is_open = False
         self._num_fed = 0  # tokens, those after the end included
         self._num_told = 0  # tokens in the gains so far
         self._num_rows_told = 0
@@ -242,9 +199,8 @@ class Draft:
         return "".join(self._texts)
 
     def feed(self, chunk: TokenChunk) -> tuple[AnswerDelta, ...]:
-        """Take tokens; tells what may leave. The beginning of a forced call leaves with the first of them."""
-        deltas = [] if self._is_open else [*self._reader.open()]
-        self._is_open = True
+        """Take tokens; returns what may leave."""
+        deltas: list[AnswerDelta] = []
         top_logprobs = chunk.top_logprobs or ((),) * len(chunk.token_ids)
         for row in zip(chunk.token_ids, chunk.logprobs, top_logprobs, strict=True):
             deltas += () if self.has_ended else self._take(*row)
@@ -369,28 +325,39 @@ class Outlet:
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
+        self._is_begun = False
         self._is_closed = False
+        self._has_begun = asyncio.Event()  # or has been closed
         self._has_news = asyncio.Event()
+
+    def begin(self) -> None:
+        """Tokens have come, though perhaps none that may leave yet."""
+        self._is_begun = True
+        self._has_begun.set()
 
     def put(self, piece: Piece) -> None:
         self._pieces.append(piece)
+        self.begin()
         self._has_news.set()
 
     def close(self) -> None:
         """Nothing more comes."""
         self._is_closed = True
+        self._has_begun.set()
         self._has_news.set()
 
     async def has_begun(self) -> bool:
-        """Wait for the first piece; false when it was closed without one."""
-        await self._has_news.wait()
-        return bool(self._pieces)
+        """Wait for the first token; false when it was closed without one."""
+        await self._has_begun.wait()
+        return self._is_begun
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
-        """All pieces, until it is closed and empty."""
+    async def batches(self, silence_s: float) -> AsyncIterator[list[Piece]]:
+        """All pieces, until it is closed and empty; an empty batch whenever none has come for `silence_s`."""
         while self._pieces or not self._is_closed:
-            await self._has_news.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(silence_s):
+                    await self._has_news.wait()
             self._has_news.clear()
             pieces, self._pieces = self._pieces, []
-            if pieces:
+            if pieces or not self._is_closed:
                 yield pieces

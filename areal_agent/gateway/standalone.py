@@ -26,7 +26,7 @@ from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.gateway.online.groups import Bound
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 

@@ -33,9 +33,9 @@ from areal_agent.gateway.draft import Draft, Outlet, Piece, PlainReader, Reading
 from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import Order, Question
 from areal_agent.protocols import Journal, Sampler
-from areal_agent.tokens.answers.parsed import AnswerDelta, ParsedAnswer
-from areal_agent.tokens.answers.reader import THINK_END
 from areal_agent.tokens.forest import Forest, Prompt
+from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer
+from areal_agent.tokens.formats.reader import THINK_END
 from areal_agent.tokens.prompt import packed
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, SamplingParams, TokenChunk, Turn
@@ -340,14 +340,12 @@ class PendingTurn:
         return [draft.kept(result) for draft, result in zip(self._drafts, results, strict=True)]
 
     def _draft(self) -> Draft:
-        """What is not streamed is read when it is whole; until then only its end matters."""
+        """An answer that is not streamed is read when it is whole, unless its first call ends it."""
         plan = self._plan
-        is_streamed = self._outlet is not None
+        is_read = self._outlet is not None or plan.is_single_call
         return Draft(
             detokenizer=self._services.renderer.detokenizer,
-            reader=plan.reading.reader(is_streamed=is_streamed)
-            if is_streamed or plan.is_single_call
-            else PlainReader(),
+            reader=plan.reading.reader() if is_read else PlainReader(),
             stop_token_ids=plan.sampling.stop_token_ids,
             stops=plan.order.stops,
             is_single_call=plan.is_single_call,
@@ -356,6 +354,8 @@ class PendingTurn:
     def _on_chunk(self, index: int, chunk: TokenChunk) -> None:
         draft = self._drafts[index]
         had_ended = draft.has_ended
+        if self._outlet is not None:
+            self._outlet.begin()
         self._put(index, draft.feed(chunk))
         if draft.has_ended and not had_ended:
             self._calls.abort_soon(self._requests[index].request_id)
@@ -377,7 +377,7 @@ class PendingTurn:
     def _choice(self, index: int, result: GenerateResult) -> Choice:
         plan, draft = self._plan, self._drafts[index] if self._drafts else None
         text = self._text_of(result) if draft is None else draft.text
-        parsed = plan.reading.parse(text) if self._outlet is None else self._streamed[index]
+        parsed = plan.reading.reader().finish(text)[1] if self._outlet is None else self._streamed[index]
         return Choice(
             index=plan.first_index + index,
             completion=self._completion(index, result),

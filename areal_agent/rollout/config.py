@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_agent.rollout.tasks.config import TasksConfig
 from areal_agent.section import Section
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
 from areal_agent.tokens.template import HistoryThinking
 
 

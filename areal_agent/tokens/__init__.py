@@ -14,7 +14,7 @@
       template.py          the template in its sandbox; keep_thinking.py derives one that strips no thinking
       control.py           special-token text in messages is said as plain text
     detokenizer.py     ids to text, at once or as they are sampled
-    answers/           an answer's text <-> reasoning, content and tool calls, whole or as it streams
+    formats/           an answer's text <-> reasoning, content and tool calls, whole or as it streams
     json_text.py       the JSON inside an answer's text
     records.py         a closed trajectory -> what the trainer eats
 

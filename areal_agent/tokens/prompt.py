@@ -11,9 +11,8 @@ A short conversation in the place of a long one: what the template writes at the
 
 Rendering a whole history for each turn costs time in proportion to it. Most of it can be left out: whole periods of a
 tool loop or of a chat are cut from the middle, so that the messages on both sides of the cut fit together as before.
-What a template writes behind depends on the head (system message, tools, first question) and on the last messages. This
-is true of the templates in use, not of all that can be written: so texts made this way are audited (forest.py).
-Knows messages in the form of the template, and no tokens.
+What a template writes at the end depends on the head (system message, tools, first question) and on the last messages.
+This is true of the templates in use, not of all that can be written, so texts made this way are audited (`tree.py`).
 """
 
 from array import array

@@ -13,13 +13,6 @@ Token ids back to text, at once or as they are sampled. It knows no template and
 
 A byte-level BPE gives each id its exact bytes, so text leaves with the token that completes it. Other tokenizers
 decide by context (SentencePiece drops a leading space): there a window of recent ids is decoded again.
-
-The ids of words that have been tokenised before: most of a text, at a quarter of the tokenizer's cost.
-
-A byte-level BPE cuts a text at its added tokens, then into words by a pattern, and merges within each word alone. So
-the ids of a text are those of its words, one after the other, and a word needs the tokenizer once. Only for text of
-ASCII characters, where the pattern means the same here and there; `WordCache.of` takes only tokenizers that are known
-to work so, and a word is kept only if the pattern leaves it whole by itself.
 """
 
 import codecs
@@ -36,8 +29,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
-from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
 from areal_agent.tokens.template import STAND_INS, ChatTemplate, HistoryThinking, keep_template
 from areal_agent.types import JsonObject
 
@@ -228,151 +220,6 @@ def _bytes_of_token(token: str) -> bytes:
         return token.encode()
 
 
-MAX_WORDS = 65_536
-"""Beyond that the cache begins anew: about 10 MB."""
-
-MAX_CHARACTERS = 64
-"""Longer words are not kept: they seldom come again."""
-
-MAX_MERGED = 4096
-"""A text with a longer word is left to the tokenizer: merging a megabyte takes a second, in which no thread can run."""
-
-NUM_LEARNT = 8192
-"""Tokens of the vocabulary whose words are looked up when a tokenizer is loaded: some 30 ms."""
-
-_BYTE_LEVEL = {**{byte: 256 + byte for byte in range(33)}, 127: 289}
-"""How a byte-level vocabulary writes the ASCII characters that cannot be seen; those that can, as they are."""
-
-_ASCII_OF_BYTE_LEVEL = {written: byte for byte, written in _BYTE_LEVEL.items()}
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_IN_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
-_ASCII_OF = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
-
-
-class WordCache:
-    """Tokenises ASCII text word by word. Safe to use from several threads."""
-
-    def __init__(self, tokenizer: Tokenizer, words: re.Pattern[str], added: Sequence[re.Pattern[str]]) -> None:
-        self._tokenizer = tokenizer
-        self._model = tokenizer.model
-        self._words = words
-        self._added = added
-        self._ids: dict[str, Sequence[int]] = {}  # by word
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self | None:
-        """A cache in front of a tokenizer; None for one whose words are not certain to be tokenised alone."""
-        made_of: dict[str, Any] = orjson.loads(tokenizer.to_str())
-        pattern = _pattern_of(made_of)
-        added = cast("list[dict[str, Any]]", made_of["added_tokens"])
-        if pattern is None or any(one["single_word"] or one["lstrip"] or one["rstrip"] for one in added):
-            return None
-        cache = cls(tokenizer, pattern, _in_order_of_search(added))
-        cache._learn(made_of["model"]["vocab"], {one["content"] for one in added})
-        return cache
-
-    def ids_of(self, text: str) -> list[int] | None:
-        """The ids of a text; None when the tokenizer has to be asked for the whole."""
-        if not text.isascii():
-            return None
-        token_ids: list[int] = []
-        for piece, is_added in self._pieces(text):
-            words = [piece] if is_added else self._words.findall(piece)
-            if "".join(words) != piece:
-                return None
-            for word in words:
-                known = self._ids.get(word) or self._look_up(word, is_added=is_added)
-                if known is None:
-                    return None
-                token_ids += known
-        return token_ids
-
-    def _learn(self, vocabulary: dict[str, int], added: set[str]) -> None:
-        """The commonest words, so that a process is quick from its first call on.
-
-        Added tokens may stand in the vocabulary and be one word by the pattern: merged they would be something else.
-        """
-        oldest_first = sorted(vocabulary, key=vocabulary.__getitem__)  # a BPE learns what is common first
-        for token in oldest_first[:NUM_LEARNT]:
-            word = token.translate(_ASCII_OF_BYTE_LEVEL)
-            if word.isascii() and word not in added:
-                self._look_up(word, is_added=False)
-
-    def _pieces(self, text: str) -> list[tuple[str, bool]]:
-        """A text cut at its added tokens, and which pieces those are."""
-        pieces = [(text, False)]
-        for added in self._added:
-            pieces = [
-                part for piece, is_added in pieces for part in ([(piece, True)] if is_added else _cut(piece, added))
-            ]
-        return pieces
-
-    def _look_up(self, word: str, *, is_added: bool) -> Sequence[int] | None:
-        if not is_added and (len(word) > MAX_MERGED or self._words.findall(word) != [word]):
-            return None
-        known = self._tokenizer.encode(word, add_special_tokens=False).ids if is_added else self._merged(word)
-        if len(word) <= MAX_CHARACTERS:
-            if len(self._ids) >= MAX_WORDS:
-                self._ids.clear()
-            self._ids[word] = known
-        return known
-
-    def _merged(self, word: str) -> Sequence[int]:
-        """By the model alone: the tokenizer's own way there costs five times as much."""
-        return [token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))]
-
-
-def _in_order_of_search(added: Sequence[dict[str, Any]]) -> list[re.Pattern[str]]:
-    """A tokenizer looks for its added tokens twice: for those of the text as it is, then for those of what is left."""
-    searches = [[one["content"] for one in added if one["normalized"] is late] for late in (False, True)]
-    return [re.compile(f"({any_of(texts)})") for texts in searches if texts]
-
-
-def _cut(text: str, added: re.Pattern[str]) -> list[tuple[str, bool]]:
-    return [(part, index % 2 == 1) for index, part in enumerate(added.split(text))]
-
-
-def _pattern_of(made_of: dict[str, Any]) -> re.Pattern[str] | None:
-    """How a tokenizer cuts ASCII text into words that it merges alone; None if that is not certain."""
-    normalizer, model = made_of["normalizer"], made_of["model"]
-    if normalizer is not None and normalizer["type"] != "NFC":  # NFC leaves ASCII as it is
-        return None
-    if model["type"] != "BPE" or model["dropout"]:
-        return None
-    match made_of["pre_tokenizer"]:
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
-            return _ascii(_GPT2)
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ],
-        }:
-            return _ascii(pattern)
-        case _:
-            return None
-
-
-def _ascii(pattern: str) -> re.Pattern[str] | None:
-    """A tokenizer's pattern as Python's, for ASCII text. Of Unicode's classes, letters and numbers are understood."""
-    inside = _IN_CLASS.sub(lambda found: _replaced(found[0], "{}"), pattern)
-    translated = _replaced(inside, "[{}]")
-    if re.search(r"\\[pPXRKGhH]|&&|\[\[|[*+?}]\+|\(\?[>|#<]", translated):
-        return None
-    try:
-        compiled = re.compile(translated, re.ASCII)
-    except re.error:
-        return None
-    return None if compiled.groups else compiled
-
-
-def _replaced(text: str, form: str) -> str:
-    for name, characters in _ASCII_OF.items():
-        text = text.replace(name, form.format(characters))
-    return text
-
-
 _OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
@@ -431,7 +278,6 @@ class Renderer:
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a training script leaves such things in tokenizer.json: no prompt is cut here
         self._backend.no_padding()
-        self._words = WordCache.of(self._backend)
         self.detokenizer = Detokenizer(self._backend)
         self._secret = secrets.token_hex(16)  # no message can contain it
         texts = control_texts(tokenizer, source) | (STAND_INS if is_kept else frozenset())
@@ -551,11 +397,8 @@ class Renderer:
         return self.detokenizer.text_of(token_ids[:-1] if has_ended else token_ids)
 
     def _encode(self, text: str) -> list[int]:
-        token_ids = self._words.ids_of(text) if self._words else None
-        if token_ids is None:
-            # Without offsets: cheaper.
-            token_ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return token_ids
+        # Without offsets: cheaper.
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _id_of(self, token: str) -> int:
         return cast("int", self._backend.token_to_id(token))

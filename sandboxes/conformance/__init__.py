@@ -2,15 +2,14 @@
 
 ::
 
-    row.py         a row, the verdict on it
-    resources.py   1 to 9: using up what there is
-    files.py       10 to 13: files that the host handles
-    walls.py       14 to 20: getting out
-    grading.py     21 to 24: wrong programs that want full reward
-    statuses.py    25: what a program says of its own end
+    row.py         a row, and the verdict on it
+    resources.py   rows 1 to 9: using up resources; row 25: faking one's own end
+    files.py       rows 10 to 13: files that the host handles
+    walls.py       rows 14 to 20: getting out
+    grading.py     rows 21 to 24: wrong programs that want full reward
 
-`check` tells what was seen where it was not what is required. A row that is beyond what a backend promises is not run,
-since it would do its harm. `python -m sandboxes check` prints the table; a backend's tests call `ROWS`.
+`check` runs a row and reports what was seen if it is not what is required. A row beyond what a backend promises is not
+run, since it would do its harm. `python -m sandboxes check` prints the table; the tests of the backends use `ROWS`.
 """
 
 from sandboxes.conformance import files, grading, resources, walls

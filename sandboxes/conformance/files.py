@@ -1,4 +1,4 @@
-"""Rows 10 to 13: files that the host handles."""
+"""Rows 10 to 13: hostile files that the host must handle."""
 
 import contextlib
 import io
@@ -108,7 +108,7 @@ async def hostile_tars(box: Sandbox) -> str:
 
 
 async def links_for_writers(box: Sandbox) -> str:
-    """A link where the host is about to write: the write fails or replaces it, and never goes through."""
+    """Put links where the host is about to write: the write must fail or replace the link, never follow it."""
     await box.exec_python(LINKS)
     for path in ("root/planted", "folder/planted"):
         with contextlib.suppress(OSError):

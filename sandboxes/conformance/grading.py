@@ -1,4 +1,4 @@
-"""Rows 21 to 24: wrong programs that want full reward, by every way of grading."""
+"""Rows 21 to 24: wrong programs that want full reward, under every way of grading."""
 
 from collections.abc import Awaitable, Callable
 
@@ -10,7 +10,7 @@ from sandboxes.spec import Isolation
 
 JAILED = Isolation.NAMESPACES
 NUMBER = 7
-WORD = f"needle-{10_000_000 + NUMBER}"  # not to be read in this file, which a jail may show
+WORD = f"needle-{10_000_000 + NUMBER}"  # assembled, as a jail may show this file
 TEST = f"import solution\ndef test_it(): assert solution.secret({NUMBER}) == {WORD!r}\n"
 WAYS = {
     "text": (SCRIPT, [StdinCase(stdin=f"{NUMBER}\n", expected=f"{WORD}\n")]),
@@ -24,7 +24,7 @@ PATCHES = ("patches", "plants", "forges", "writes")
 
 
 def earn_nothing(*beginnings: str) -> Callable[[Pool], Awaitable[str]]:
-    """The tricks whose names begin so earn nothing, and a right program everything, by each way of grading."""
+    """Return a `Row.run`: tricks whose names begin so must earn nothing, and a right program everything."""
 
     async def run(pool: Pool) -> str:
         tricks = {name: code for name, code in TRICKS.items() if name.startswith(beginnings)}

@@ -1,7 +1,4 @@
-"""Rows 1 to 9: using up what there is.
-
-Row 25: what a program says of its own end.
-"""
+"""Rows 1 to 9: programs that use up resources. Row 25: programs that fake how they ended."""
 
 from sandboxes.conformance.row import MIB, Row, ends_with, in_box, prints, told
 from sandboxes.sandbox import Sandbox
@@ -131,7 +128,7 @@ exit 9
 
 
 async def fake_frames(box: Sandbox) -> str:
-    """To every descriptor that it finds, in a program, a shell and an interpreter."""
+    """Write fake frames to every descriptor, in a program, a shell and an interpreter."""
     source = FAKE_FRAMES.replace("{data}", repr(FAKE))
     result = await box.exec_python(source)
     if (result.status, result.exit_code, result.stdout) != (Status.NONZERO, 9, FAKE):

@@ -1,4 +1,4 @@
-"""One row of the hostile suite, the verdict on it, and the ways in which most rows are put to a backend."""
+"""A row of the hostile suite, the verdict on it, and the ways in which most rows are run."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ print(*set(mine) - {1, os.getpid()} if os.getppid() == 1 else '')
 """
 
 Act = Callable[[Sandbox], Awaitable[str]]
-"""Does harm in a sandbox; gives what was seen instead of what is required, or nothing."""
+"""Does harm in a sandbox, and returns what was seen if it is not what is required, else nothing."""
 
 
 class Verdict(StrEnum):
-    """What a row showed."""
+    """The outcome of a row."""
 
     HELD = "held"
     BEYOND = "beyond"  # the backend says that it cannot stop this
@@ -30,24 +30,24 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One kind of harm. `run` gives what was seen instead of what is required, or nothing."""
+    """One kind of harm. `run` returns what was seen if it is not what is required, else nothing."""
 
     number: int
     harm: str
     required: str
     run: Callable[[Pool], Awaitable[str]]
     needs: Isolation = Isolation.PROCESS
-    needs_groups: bool = False  # that all processes of a program are bounded together
+    needs_groups: bool = False  # whether all processes of a program must be bounded together
 
     def is_within(self, pool: Pool) -> bool:
-        """Whether the backend promises this."""
+        """Return whether the backend promises to stop this."""
         capabilities = pool.capabilities()
         has_groups = "memory of many processes together" not in capabilities.cannot_stop
         return capabilities.isolation.covers(self.needs) and (has_groups or not self.needs_groups)
 
 
 async def check(row: Row, pool: Pool) -> tuple[Verdict, str]:
-    """The verdict on one row, and what was seen."""
+    """Return the verdict on a row, and what was seen if it failed."""
     if not row.is_within(pool):
         return Verdict.BEYOND, ""
     seen = await row.run(pool)
@@ -55,7 +55,7 @@ async def check(row: Row, pool: Pool) -> tuple[Verdict, str]:
 
 
 def in_box(act: Act) -> Callable[[Pool], Awaitable[str]]:
-    """In a sandbox of its own, which must work afterwards, with nothing left in it."""
+    """Return a `Row.run` that acts in its own sandbox, which must still work afterwards, with no process left."""
 
     async def run(pool: Pool) -> str:
         async with pool.acquire() as box:
@@ -70,13 +70,13 @@ def in_box(act: Act) -> Callable[[Pool], Awaitable[str]]:
 
 
 def told(result: ExecResult) -> str:
-    """A result in one line."""
+    """Describe a result in one line."""
     last = (result.stderr or result.stdout).rstrip().rpartition(b"\n")[2]
     return f"{result.status.value}, exit code {result.exit_code}, oom kills {result.oom_kills}, {last[-200:]!r}"
 
 
 def ends_with(source: str, status: Status, limits: Limits) -> Callable[[Pool], Awaitable[str]]:
-    """The program must end with a status."""
+    """Return a `Row.run` whose program must end with this status."""
 
     async def act(box: Sandbox) -> str:
         result = await box.exec_python(source, limits=limits)
@@ -86,7 +86,7 @@ def ends_with(source: str, status: Status, limits: Limits) -> Callable[[Pool], A
 
 
 def prints(source: str, output: bytes) -> Callable[[Pool], Awaitable[str]]:
-    """The program, which tries things and tells what it reached, must end well and print just this."""
+    """Return a `Row.run` whose program, which prints what it reached, must end well and print exactly `output`."""
 
     async def act(box: Sandbox) -> str:
         result = await box.exec_python(source)
@@ -98,6 +98,6 @@ def prints(source: str, output: bytes) -> Callable[[Pool], Awaitable[str]]:
 
 
 async def processes_left(box: Sandbox) -> str:
-    """Processes beside the first one of a jail and the one that looks; elsewhere a program cannot tell."""
+    """Report processes other than a jail's first one and the one that looks; without a jail a program cannot tell."""
     result = await box.exec_python(OTHER_PROCESSES)
     return f"processes are left: {result.stdout!r}" if result.stdout.strip() else ""

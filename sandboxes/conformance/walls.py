@@ -1,4 +1,4 @@
-"""Rows 14 to 20: getting out of a sandbox."""
+"""Rows 14 to 20: programs that try to get out of a sandbox."""
 
 import contextlib
 import os
@@ -130,7 +130,7 @@ for path in ('/etc/shadow', '/etc/ssh'):
 
 @contextlib.contextmanager
 def listeners() -> Generator[tuple[int, str], None, None]:
-    """On the host, a TCP port of the loopback interface and an abstract socket: both must be out of reach."""
+    """Open a loopback TCP port and an abstract socket on the host; both must be out of reach."""
     name = f"areal-agent-{os.getpid()}-{os.urandom(4).hex()}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(f"\0{name}")
@@ -146,7 +146,7 @@ async def reaching_out(box: Sandbox) -> str:
 
 
 async def against_the_launcher(box: Sandbox) -> str:
-    """The program may kill itself; whether the launcher lives shows in what runs afterwards."""
+    """Attack the launcher. The program may kill itself; what runs afterwards shows whether the launcher lives."""
     result = await box.exec_python(AGAINST_THE_LAUNCHER)
     if b"traced" in result.stdout:
         return told(result)
@@ -154,7 +154,7 @@ async def against_the_launcher(box: Sandbox) -> str:
 
 
 async def host_is_absent(box: Sandbox) -> str:
-    """Neither a file of the host, nor its name, nor its environment."""
+    """Look for the host's files, name and environment; none may be there."""
     with tempfile.NamedTemporaryFile() as canary:
         source = HOST_FILES.replace("{paths}", repr([canary.name, os.getcwd(), __file__]))
         result = await box.exec_python(source.replace("{host}", repr(socket.gethostname())))

@@ -1,22 +1,16 @@
-"""The docker backend: every sandbox a container, with an agent of ours beside its programs.
+"""The docker backend: every sandbox is a container, with an agent of ours beside its programs.
 
 ::
 
-    provider.py      makes cells, and leaves none behind
-      confinement.py   how a container is closed: the configuration that the engine is given
-      engine.py        the engine's daemon, asked by the `docker` package, in threads
-      ownership.py     whose a container is; keeper.py removes what a killed host leaves
-    cell.py          a container as a cell: programs, files
-      process.py       a program whose output is read as it comes
-      bounds.py        what all programs of a container share
-      request.py       what an agent is asked, packed; judgement.py, how a program ended
-      tunnel_host.py   its way to the network, if it has one: the outer end of agent/tunnel.py
-    agent_link.py    the host's end of an agent; stream.py, the engine's stream under it
-      boot.py          how an agent gets into a container
-    agent/           what runs there
+    provider.py      makes cells, and leaves none behind; keeper.py removes what a killed host leaves
+    confinement.py   what a container may do: its configuration, the bounds its programs share, its owner
+    engine.py        the engine's daemon, and its raw streams
+    images.py        images made of folders and Dockerfiles, and the default image
+    cell.py          a container as a cell: programs and files, through its agent
+    plain_cell.py    a container without python3 as a cell, through the engine's exec
+    agent_link.py    the host's end of an agent, and how the agent gets into a container
+    tunnel_host.py   a container's way to the network: the outer end of agent/tunnel.py
+    agent/           the agent, which runs inside
 
-    base_image.py    the default image; images.py, those of Dockerfiles and folders, as far as dockerfile.py lets
-      build.py         one build, and what it may use
-
-Named so as not to be taken for the `docker` package, which `engine.py` alone imports.
+The package is not called `docker` so that nobody takes it for the `docker` package, which only `engine.py` imports.
 """

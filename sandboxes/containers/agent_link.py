@@ -1,11 +1,10 @@
-"""The host's end of an agent: starts runs, feeds them, and hands out what comes of each. It knows no sandbox.
+"""The host's end of an agent: it starts runs, feeds them, and hands out what comes of each; and how an agent is sent.
 
-What comes out of a container is not trusted: a frame that cannot be, or more output than was allowed, is the end of it.
+What comes out of a container is not trusted: a malformed frame, or more output than was allowed, ends the container.
 
-How the agent gets into a container: a command line that reads modules from its standard input, and these modules.
-
-So an image needs a python3 and nothing of ours, and a container always has the agent of its host. A Python of the
-host's own version is spared the compilation, some 12 ms.
+The agent gets into a container through a command line (`COMMAND`) that reads modules from its standard input
+(`boot_data`). So an image needs a python3 and nothing of ours, and a container always has its host's agent. A Python of
+the host's own version is spared the compilation, some 12 ms.
 """
 
 import asyncio
@@ -25,28 +24,29 @@ from sandboxes.containers.engine import EngineStream
 
 READY_TIMEOUT_S = 60.0
 MAX_ON_THE_WAY = 32
-"""Programs that are sent and not started: an agent holds several descriptors for each."""
+"""The most programs that are sent but not started: an agent holds several descriptors for each."""
 DEADLINE_GRACE_S = 0.5
-"""The agent keeps the deadline; the host has the program killed so much later, in case it does not."""
+"""The agent keeps the deadline; the host has the program killed this much later, in case the agent does not."""
 SILENCE_S = 30.0
-"""An agent that owes the start or the end of a program and says nothing at all for so long is given up: among many
-programs on few CPUs it is slow, and not dead."""
+"""An agent that owes the start or end of a program, and sends nothing at all for this long, is given up. This is long
+because an agent among many programs on few CPUs is slow, not dead.
+"""
 MAX_SILENCES = 4
-"""One that talks of others is given up after so many times as long."""
+"""An agent that sends only other things is given up after this many times `SILENCE_S`."""
 END_PATIENCE_S = 5.0
-"""An agent ends with its stream, within milliseconds; one that does not is killed with its container by the engine."""
+"""An agent ends with its stream, within milliseconds; otherwise the engine kills it with its container."""
 CHUNK_BYTES = 65_536
 MAX_DIAGNOSIS_BYTES = 4096
 
 
 class AgentEnd:
-    """How a run ended, as its agent and the kernel tell."""
+    """The end of a run, as its agent and the kernel report it."""
 
     def __init__(self, body: bytes) -> None:
         numbers = ENDED.unpack(body)
         self.wait_status: int = numbers[0]
-        os.waitstatus_to_exitcode(self.wait_status)  # ValueError for what is none
-        self.wall_s: float = numbers[1] / 1e6  # as the agent felt it: its host hears of a start late
+        os.waitstatus_to_exitcode(self.wait_status)  # ValueError for an invalid status
+        self.wall_s: float = numbers[1] / 1e6  # as the agent measured it: the host hears of a start late
         self.cpu_s: float = numbers[2] / 1e6
         self.peak_memory_bytes: int = numbers[3]
         self.oom_kills: int = numbers[4]
@@ -60,27 +60,27 @@ class AgentRun:
 
     def __init__(self, number: int, wall_s: float, on_output: Callable[[Tell, bytes], None]) -> None:
         self.number = number
-        self.wall_s = wall_s  # from its start; 0: any time
-        self.on_output = on_output  # a chunk of stdout or stderr; an empty one: it is closed
+        self.wall_s = wall_s  # from its start; 0: no deadline
+        self.on_output = on_output  # takes a chunk of stdout or stderr; an empty one means closed
         self.ended: asyncio.Future[AgentEnd] = asyncio.get_running_loop().create_future()
         self.taken: asyncio.Future[bool] | None = None  # whether stdin took what it was given
         self.is_killed = False
         self.has_started = False
-        self.timer: asyncio.TimerHandle | None = None  # of what is done next if nothing is heard of it
+        self.timer: asyncio.TimerHandle | None = None  # for the next step if nothing is heard of the run
 
 
 class AgentLink:
-    """Make it with `open`, end it with `aclose`; with the link ends the container."""
+    """The connection to one agent. Make it with `open`, end it with `aclose`; the container ends with it."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
         self.has = 0
-        self.is_given_up = False  # its stream was closed from here, and it may still live
+        self.is_given_up = False  # its stream was closed from here, so it may still live
         self._loop = asyncio.get_running_loop()
         self.ended = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stream: EngineStream | None = None
-        self._is_over = asyncio.Event()  # the stream has ended, from there or from here
+        self._is_over = asyncio.Event()  # the stream has ended, at either end
         self._runs: dict[int, AgentRun] = {}
         self._next_number = 1
         self._room = asyncio.Semaphore(MAX_ON_THE_WAY)
@@ -91,7 +91,7 @@ class AgentLink:
 
     @classmethod
     async def open(cls, socket_path: str, container: str, *, silence_s: float = SILENCE_S) -> Self:
-        """To a container that is not started yet."""
+        """Attach to a container that is not started yet."""
         link = cls(silence_s)
         link._stream = await EngineStream.open(
             socket_path,
@@ -127,10 +127,10 @@ class AgentLink:
         on_output: Callable[[Tell, bytes], None],
         stdin: bytes | None = None,
     ) -> AgentRun:
-        """`request` is what `agent/program.py` reads; 0 and -1 are no deadline and no bound. `stdin`: all of it, at
-        most `CHUNK_BYTES`; None: it comes by `feed` or `offer`.
+        """Start a run; waits while many are on their way.
 
-        It waits while many are on their way. The deadline counts from the program's start.
+        `request` is what `agent/program.py` reads. `wall_s` counts from the program's start; 0 is no deadline, and
+        `output_bytes` of -1 no bound. `stdin` is all of it, at most `CHUNK_BYTES`; None: it comes by `feed` or `offer`.
         """
         await self._room.acquire()
         if not self.is_alive:
@@ -145,7 +145,7 @@ class AgentLink:
         return run
 
     async def feed(self, run: AgentRun, data: bytes) -> None:
-        """All of stdin, which is closed after it."""
+        """Send all of stdin, then close it."""
         for at in range(0, len(data), CHUNK_BYTES):
             if at:
                 await self._drain(run)
@@ -153,7 +153,7 @@ class AgentLink:
         self._ask(Ask.CLOSE_STDIN, run)
 
     async def offer(self, run: AgentRun, data: bytes) -> bool:
-        """Some of stdin, one call at a time; whether it was taken, or will be read by nobody."""
+        """Send some of stdin, one call at a time; return whether it was taken, rather than having lost its reader."""
         run.taken = asyncio.get_running_loop().create_future()
         self._ask(Ask.STDIN, run, data)
         await asyncio.wait([run.taken, run.ended], return_when=asyncio.FIRST_COMPLETED)
@@ -166,14 +166,14 @@ class AgentLink:
         self._ask(Ask.MORE, run, bytes([stream]))
 
     def kill(self, run: AgentRun) -> None:
-        """Harmless when it has ended. The container goes with one that does not die."""
+        """Kill a run; harmless when it has ended. The container is given up if the run does not die."""
         if run.number in self._runs and not run.is_killed:
             run.is_killed = True
             self._ask(Ask.KILL, run)
             self._expect(run)
 
     async def aclose(self) -> None:
-        """Returns when the agent is dead, and with it every process of the container, or `is_given_up`."""
+        """End the agent. On return all processes of the container are dead, or `is_given_up` is set."""
         self._fail("it was closed")
         if self._stream is None:
             return
@@ -184,7 +184,7 @@ class AgentLink:
         self._give_up()
 
     def fail(self, reason: str) -> None:
-        """The container is of no more use."""
+        """Give the container up."""
         self._fail(reason)
         self._give_up()
 
@@ -203,7 +203,7 @@ class AgentLink:
         if run.number not in self._runs:
             return
         if not self._unsent:
-            self._loop.call_soon(self._send)  # all of one moment together
+            self._loop.call_soon(self._send)  # batch what is sent in one moment
         self._unsent += HEADER.pack(kind, run.number, len(body)) + body
 
     def _send(self) -> None:
@@ -214,7 +214,7 @@ class AgentLink:
     # ── what is waited for ────────────────────────────────────────────────────────────────────────────────────────
 
     def _expect(self, run: AgentRun, num_silences: int = 0) -> None:
-        """Its start, or its end when it is killed."""
+        """Expect the run's start or, once it is killed, its end."""
         set_timer(run, self._loop.call_later(self._silence_s, self._on_silence, run, self._num_heard, num_silences))
 
     def _on_silence(self, run: AgentRun, num_heard: int, num_silences: int) -> None:
@@ -234,7 +234,7 @@ class AgentLink:
             set_timer(run, self._loop.call_later(run.wall_s + DEADLINE_GRACE_S, self.kill, run) if is_timed else None)
 
     def _settle(self, run: AgentRun, outcome: AgentEnd | SandboxError) -> None:
-        """Give a run, which is none of ours any more, its outcome, unless its waiter has gone."""
+        """Give a run, which was removed from `_runs`, its outcome, unless its waiter has gone."""
         set_timer(run, None)
         if not run.has_started:
             self._room.release()
@@ -242,7 +242,7 @@ class AgentLink:
             return
         if isinstance(outcome, SandboxError):
             run.ended.set_exception(outcome)
-            run.ended.exception()  # who was cancelled meanwhile does not ask for it
+            run.ended.exception()  # mark it as retrieved: a cancelled waiter does not ask for it
         else:
             run.ended.set_result(outcome)
 
@@ -305,18 +305,18 @@ class AgentLink:
             self._settle(run, SandboxError(f"the container of this sandbox is gone: {reason}"))
         if not self._ready.done():
             self._ready.set_exception(SandboxError(f"a container did not start: {reason}"))
-            self._ready.exception()  # who was cancelled meanwhile does not ask for it
+            self._ready.exception()  # mark it as retrieved: a cancelled waiter does not ask for it
 
 
 def set_timer(run: AgentRun, timer: asyncio.TimerHandle | None) -> None:
-    """In the place of the one that it has."""
+    """Replace the timer of a run."""
     if run.timer is not None:
         run.timer.cancel()
     run.timer = timer
 
 
 def refusal(number: int) -> SandboxError:
-    """Of a program that could not be set up."""
+    """Return the error for a program that could not be set up."""
     hint = "; there are too many processes in this sandbox" if number == errno.EAGAIN else ""
     return SandboxError(f"the program could not be set up: {os.strerror(number) if number else 'no error'}{hint}")
 
@@ -333,7 +333,7 @@ MODULES = (
     "containers.agent.relay",
     "containers.agent.main",
 )
-"""In the order of their imports. The first two fail where Python has no `ctypes`, and are done without."""
+"""In the order of their imports. The first two fail where Python has no `ctypes`, and the agent does without them."""
 PACKAGES = ("", "inner", "containers", "containers.agent")
 READER = """
 import marshal, os, sys, types
@@ -363,7 +363,7 @@ COMMAND = ("python3", "-I", "-S", "-X", "utf8", "-c", READER)
 
 
 def boot_data(system_call_filter: bytes, version: bytes = MAGIC_NUMBER) -> bytes:
-    """What `COMMAND` reads first. `version`: of the Python that may take what is compiled here."""
+    """Return what `COMMAND` reads first. A Python whose bytecode version is `version` takes what is compiled here."""
     texts = [system_call_filter, version]
     for package in PACKAGES:
         texts += module_texts(f"sandboxes.{package}".rstrip("."), b"")
@@ -375,6 +375,6 @@ def boot_data(system_call_filter: bytes, version: bytes = MAGIC_NUMBER) -> bytes
 
 
 def module_texts(name: str, source: bytes) -> list[bytes]:
-    """Its name, its source, and its code without docstrings."""
+    """Return a module's name, its source, and its code without docstrings."""
     code = compile(source, name, "exec", dont_inherit=True, optimize=2)
     return [name.encode(), source, marshal.dumps(code)]

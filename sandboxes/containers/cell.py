@@ -1,10 +1,8 @@
-"""A container as a cell: programs and files by its agent, over one stream.
+"""A container as a cell: its agent runs programs and handles files over one stream.
 
-How a program in a container ended, by what the kernel told the agent. Nothing that it printed makes it OK.
-
-A program in a container whose output is read as it comes.
-
-What the agent is asked to do, packed: a program, or something with files.
+`AgentCell` is the cell, `ContainerProcess` a program whose output is read as it comes. `result_of` judges how a program
+ended from what the kernel told the agent; nothing that the program printed can make it OK. The request functions pack
+what the agent is asked to do.
 """
 
 import asyncio
@@ -55,11 +53,12 @@ def _status(code: int, end: AgentEnd, stderr: bytes, limits: Limits) -> Status:
 
 
 MAX_WAITING_BYTES = 4 * 2**20
-"""An agent sends a chunk when the last was taken, and at a program's end what its pipes hold. More is no agent's."""
+"""An honest agent never has more in flight: it sends a chunk once the last was taken, and at the end what pipes hold.
+"""
 
 
 class Chunks:
-    """What came of one stream and nobody has read. `on_taken` asks for the next."""
+    """The unread output of one stream. `on_taken` asks the agent for the next chunk."""
 
     def __init__(self, on_taken: Callable[[], None]) -> None:
         self.num_bytes = 0
@@ -67,7 +66,7 @@ class Chunks:
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()
 
     def put(self, data: bytes) -> None:
-        """An empty one is the end."""
+        """Add a chunk; an empty one marks the end."""
         self.num_bytes += len(data)
         self._queue.put_nowait(data)
 
@@ -77,7 +76,7 @@ class Chunks:
     async def __anext__(self) -> bytes:
         data = await self._queue.get()
         if not data:
-            self._queue.put_nowait(data)  # for whoever asks again
+            self._queue.put_nowait(data)  # for another reader
             raise StopAsyncIteration
         self.num_bytes -= len(data)
         self._on_taken()
@@ -85,7 +84,7 @@ class Chunks:
 
 
 class ContainerProcess:
-    """Make it with `start`."""
+    """A program that the host talks with. Make it with `start`."""
 
     def __init__(self, link: AgentLink, limits: Limits) -> None:
         self._link = link
@@ -123,7 +122,7 @@ class ContainerProcess:
     async def write(self, data: bytes) -> None:
         async with self._writing:
             if data and not await self._link.offer(self.run, data):
-                raise BrokenPipeError("the program reads its stdin no more")
+                raise BrokenPipeError("the program no longer reads its stdin")
 
     async def close_stdin(self) -> None:
         self._link.close_stdin(self.run)
@@ -154,11 +153,11 @@ UNBOUNDED = 2**63 - 1
 
 
 def program_request(program: Program, env: Mapping[str, str], user: User, limits: Limits, *, is_timed: bool) -> bytes:
-    """`env` is all of its environment."""
+    """Pack the request to run a program; `env` is its whole environment."""
     operation = Operation.EXECUTABLE if program.source is None else Operation.SOURCE
     if program.source is None:
         arguments = [encoded(argument) for argument in program.argv]
-    else:  # as it is: what is no Python in it, half a character too, its own interpreter says
+    else:  # unchecked: its interpreter reports what is not Python, even half a character
         arguments = [program.source.encode(errors="surrogatepass")]
     cpu_s = limits.max_cpu_s if is_timed else 0
     numbers = (operation, user.uid, user.gid, cpu_s, -1, limits.file_bytes, limits.open_files)
@@ -171,15 +170,15 @@ def file_request(operation: Operation, user: User, *arguments: bytes, open_files
 
 
 def folder_of(path: str) -> bytes:
-    """PermissionError for one outside of the working directory."""
+    """Return the path of a folder as bytes; PermissionError for one outside of the working directory."""
     return encoded("/".join(folder_parts(path)) or ".")
 
 
 def encoded(text: str) -> bytes:
-    """As it reaches the kernel; ValueError for what cannot."""
+    """Return a text as the kernel gets it; ValueError for one with a NUL byte."""
     data = os.fsencode(text)
     if b"\0" in data:
-        raise ValueError(f"{text[:200]!r} holds a NUL byte, which no argument, path or variable can")
+        raise ValueError(f"{text[:200]!r} holds a NUL byte, which no argument, path or variable may")
     return data
 
 
@@ -195,7 +194,7 @@ FILES_TIMEOUT_S = 60.0
 
 
 class AgentCell:
-    """`close` of the provider ends the container."""
+    """The cell of a container with an agent. `remove` disposes of the container after the agent has ended."""
 
     def __init__(
         self,
@@ -307,20 +306,20 @@ class AgentCell:
     async def _do_files(
         self, operation: Operation, arguments: list[bytes], path: str, max_bytes: int, data: bytes = b""
     ) -> bytes:
-        """OSError with the number that is the exit code."""
-        slack = 64 * 1024  # of what is packed
+        """Run a file operation; the errno, which the exit code holds, is raised as OSError."""
+        slack = 64 * 1024  # for the packing
         limits = Limits(wall_s=FILES_TIMEOUT_S, output_bytes=max_bytes * 2 + slack)
         async with self._bounds.slot():
             result = await self._run(file_request(operation, self._user, *arguments), data, limits)
         if result.exit_code:
             raise OSError(result.exit_code, os.strerror(result.exit_code), path)
         if not result.is_ok:
-            raise OSError(f"the files of this sandbox cannot be reached: {result.status.value}")
+            raise OSError(f"the files of this sandbox cannot be accessed: {result.status.value}")
         return result.stdout
 
 
 def tar_of(packed: bytes) -> bytes:
-    """The tar of what an agent lists; what is none of it raises SandboxError."""
+    """Make a tar of what an agent lists; SandboxError when the list is malformed."""
     try:
         texts = unpack(packed)
         entries = [
@@ -329,4 +328,4 @@ def tar_of(packed: bytes) -> bytes:
         ]
         return checked(pack_tar(entries))
     except ValueError as error:
-        raise SandboxError(f"the container lists no files but {error}") from error
+        raise SandboxError(f"the container sent a malformed list of files: {error}") from error

@@ -1,14 +1,13 @@
-"""How a container is closed: from what is asked of a cell to the configuration that the engine is given.
+"""How a container is confined: its configuration, the bounds that its programs share, and the labels of its owner.
 
-Nothing of a spec reaches the configuration but what is named here: there is no way to ask for privileges, devices,
-capabilities, mounts of the host or its namespaces. It starts nothing.
+`container_config` translates a spec. Only what is named here reaches the engine: there is no way to ask for privileges,
+devices, capabilities, mounts of the host or its namespaces.
 
-What bounds all programs of one container together: memory, processes, CPUs; as the program that runs asks for it.
+`SharedBounds` bounds the memory, processes and CPUs of all programs of a container together, as its programs ask. As
+many programs run at once as there may be processes; others wait their turn, which comes because all these programs have
+deadlines. A program that the host talks with has none, so it takes no turn.
 
-As many programs run at once as there may be processes; others wait, first come first served, and not for ever, for all
-of these have deadlines. A program that is talked with has none: it neither waits nor is waited for.
-
-Whose a container is: labels that outlive its maker, and what is done when the maker is dead. It starts nothing.
+`Ownership` is labels that outlive the maker of a container; `is_orphan` tells from them that the maker is dead.
 """
 
 import asyncio
@@ -31,22 +30,22 @@ WORKDIR = "/work"
 DEFAULT_RUNTIME = "runc"
 NOBODY = 65534
 AGENT_BYTES = 32 * 2**20
-"""The agent's own memory, and what the kernel keeps for it: beside that of the programs."""
+"""Memory added to that of the programs, for the agent and what the kernel keeps for it."""
 AGENT_PIDS = 2
 TUNNEL_BYTES = 24 * 2**20
-"""Of the process that carries a container's connections, where there are any."""
+"""Memory for the process that carries a container's connections, if it has a network."""
 SANDBOXED_BYTES, SANDBOXED_PIDS = 128 * 2**20, 256
-"""Of a runtime that is a kernel of its own, such as gVisor's: it lives within the container's bounds."""
-AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill what is that user's
+"""Added for a runtime with a kernel of its own, such as gVisor's, which lives within the container's bounds."""
+AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill its processes
 AGENT_OPEN_FILES = 4096
 SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
-"""Sixteenths: each is a file system of its own, and together they are what `Limits.disk_bytes` and `inodes` allow."""
+"""Shares, in sixteenths, of `Limits.disk_bytes` and `inodes` that each of these file systems gets."""
 NOT_A_WORKDIR = ("/", "/proc", "/sys", "/dev", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class User:
-    """Who the programs are."""
+    """The user and group that programs run as."""
 
     uid: int
     gid: int
@@ -54,7 +53,7 @@ class User:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What bounds all programs of a container together, and can be changed while it runs."""
+    """The bounds on all programs of a container together. They can be changed while it runs."""
 
     memory_bytes: int
     pids: int
@@ -65,7 +64,7 @@ class Bounds:
         return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
 
     def config(self, spec: CellSpec) -> dict[str, Any]:
-        """As the engine takes it, without swap, with what our own processes and the runtime need beside."""
+        """Return the engine's settings, without swap, and with room for our own processes and the runtime."""
         has_way_out, is_kernel = has_tunnel(spec), spec.runtime not in (None, DEFAULT_RUNTIME)
         memory_bytes = self.memory_bytes + AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
         return {
@@ -77,27 +76,27 @@ class Bounds:
 
 
 def user_of(spec: CellSpec) -> User:
-    """SandboxError for root, and for a name, which only the image could tell."""
+    """Return the programs' user; SandboxError for root, and for a name, which only the image could resolve."""
     if spec.user is None:
         return User(uid=NOBODY, gid=NOBODY)
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", spec.user)
     if match is None or int(match[1]) == 0 or int(match[2] or 1) == 0:
-        raise SandboxError(f"SandboxSpec.user is {spec.user!r}; give 'uid' or 'uid:gid' as numbers, and not root's")
+        raise SandboxError(f"SandboxSpec.user is {spec.user!r}; give 'uid' or 'uid:gid' as numbers, but not root's")
     return User(uid=int(match[1]), gid=int(match[2] or match[1]))
 
 
 def workdir_of(spec: CellSpec) -> str:
-    """SandboxError for a path that cannot be a file system of its own."""
+    """Return the working directory; SandboxError for a path that cannot be a file system of its own."""
     if spec.workdir is None:
         return WORKDIR
     path = posixpath.normpath(spec.workdir)
     if not path.startswith("/") or path in NOT_A_WORKDIR or path.startswith(("/proc/", "/sys/", "/dev/", "//")):
-        raise SandboxError(f"SandboxSpec.workdir is {spec.workdir!r}; give an absolute path that is no system folder")
+        raise SandboxError(f"SandboxSpec.workdir is {spec.workdir!r}; give an absolute path outside the system folders")
     return path
 
 
 def check(spec: CellSpec, runtimes: frozenset[str]) -> None:
-    """SandboxError for what a container is not given."""
+    """Raise SandboxError for what a container cannot have."""
     user_of(spec)
     workdir_of(spec)
     if spec.runtime is not None and spec.runtime not in runtimes:
@@ -108,25 +107,25 @@ def check(spec: CellSpec, runtimes: frozenset[str]) -> None:
 
 
 def refuse_volumes(spec: CellSpec, volumes: Sequence[str]) -> None:
-    """SandboxError for volumes that the image declares: each would be a place on the host's disk without bounds.
+    """Raise SandboxError if the image declares volumes, each of which would be an unbounded place on the host's disk.
 
-    Where a disk of ours is mounted instead, there is none.
+    A volume at the place of one of our disks does not matter: the disk is mounted instead.
     """
     left = {posixpath.normpath(place) for place in volumes} - set(disks(spec, user_of(spec)))
     if left:
         raise SandboxError(
             f"the image {spec.image!r} declares volumes, {', '.join(sorted(left))}: nothing bounds what is written "
-            "there on this machine's disk; make it anew without VOLUME, or by `docker export` and `docker import`"
+            "there on this machine's disk; rebuild it without VOLUME, or by `docker export` and `docker import`"
         )
 
 
 def has_tunnel(spec: CellSpec) -> bool:
-    """Whether there is a way to the network: never an interface of it, see `agent/tunnel.py`."""
+    """Return whether programs reach the network, by a tunnel and never an interface (see `agent/tunnel.py`)."""
     return spec.network is not None and spec.network.access is not Access.NONE
 
 
 def tunnel_user(spec: CellSpec) -> User:
-    """Neither root nor the programs'."""
+    """Return the tunnel's user, which is neither root nor the programs' user."""
     uid = NOBODY - 1 if user_of(spec).uid != NOBODY - 1 else NOBODY - 2
     return User(uid=uid, gid=uid)
 
@@ -134,7 +133,7 @@ def tunnel_user(spec: CellSpec) -> User:
 def container_config(
     spec: CellSpec, *, image: str, command: Sequence[str], labels: Mapping[str, str], is_agent: bool
 ) -> dict[str, Any]:
-    """Of a container whose first process is `command`: the agent, as root without its powers, or a bystander."""
+    """Configure a container whose first process is `command`: the agent, as root without its powers, or a bystander."""
     user = user_of(spec)
     return {
         "Image": image,
@@ -174,7 +173,7 @@ def container_config(
 
 
 def disks(spec: CellSpec, user: User) -> dict[str, str]:
-    """The places that programs may write to, in memory."""
+    """Return the places, all in memory, that programs may write to."""
     num_bytes, num_inodes = spec.limits.disk_bytes or DEFAULT_DISK_BYTES, spec.limits.inodes or DEFAULT_INODES
     return {
         place.format(workdir=workdir_of(spec)): (
@@ -186,7 +185,7 @@ def disks(spec: CellSpec, user: User) -> dict[str, str]:
 
 
 class SharedBounds:
-    """The bounds of one container. `change` makes the engine change them."""
+    """The current bounds of one container. `change` makes the engine change them."""
 
     def __init__(self, bounds: Bounds, change: Callable[[Bounds], Awaitable[None]]) -> None:
         self._bounds = bounds
@@ -197,7 +196,7 @@ class SharedBounds:
 
     @asynccontextmanager
     async def held(self, limits: Limits) -> AsyncGenerator[None, None]:
-        """For one program that is run to its end."""
+        """Hold the bounds and a slot for one program that runs to its end."""
         await self.hold(limits)
         try:
             async with self.slot():
@@ -206,11 +205,11 @@ class SharedBounds:
             self.release()
 
     def slot(self) -> asyncio.Semaphore:
-        """To be held by what needs a process."""
+        """Return the semaphore to hold while a process is needed."""
         return self._slots
 
     async def hold(self, limits: Limits) -> None:
-        """For one program, until `release`. ValueError when others run within other bounds."""
+        """Hold the bounds for one program until `release`. ValueError when others run within other bounds."""
         async with self._changing:
             bounds = Bounds.of(limits)
             if bounds != self._bounds:
@@ -225,7 +224,7 @@ class SharedBounds:
             self._num_held += 1
 
     def release(self) -> None:
-        """It has ended."""
+        """End the hold of one program."""
         self._num_held -= 1
 
 
@@ -233,7 +232,8 @@ OWNER_LABEL = "areal-agent.sandboxes.owner"
 HOLDER_LABEL = "areal-agent.sandboxes.holder"
 LEASE_LABEL = "areal-agent.sandboxes.lease"
 START_LEASE_S = 600.0
-"""How long a container may stay unstarted. A longer one has no maker, even if nobody here can tell who that was."""
+"""How long a container may stay unstarted. After that it counts as abandoned, even if its maker cannot be identified.
+"""
 
 
 class Ownership:
@@ -245,7 +245,7 @@ class Ownership:
 
     @property
     def filter(self) -> str:
-        """What finds them, and no other provider's."""
+        """A label that this provider's containers have, and no others."""
         return f"{HOLDER_LABEL}={self._holder}"
 
     def labels(self) -> dict[str, str]:
@@ -257,7 +257,7 @@ class Ownership:
 
 
 def is_orphan(container: Mapping[str, Any]) -> bool:
-    """Whether its maker is known to be dead, or it was never started and its lease is over."""
+    """Return whether a container's maker is known to be dead, or it was never started and its lease has expired."""
     labels = container.get("Labels") or {}
     lease = labels.get(LEASE_LABEL, "")
     is_over = container.get("State") == "created" and lease.isdecimal() and int(lease) < time.time()

@@ -1,11 +1,8 @@
-"""The container engine: what is asked of its daemon once in a container's life, by the `docker` package, in threads.
+"""The container engine: calls to its daemon, and raw streams to its containers.
 
-What is said to a running container goes another way (`stream.py`). It knows no sandbox.
-
-A stream of the container engine: one HTTP request on its socket that turns into raw bytes both ways.
-
-It takes the engine's frames apart, which tell a container's stdout and stderr from each other, and knows nothing of
-what is in them. All of it runs on the event loop; no thread waits for a container.
+`Engine` makes the few calls of a container's life through the `docker` package, in threads. `EngineStream` is what runs
+between: one HTTP request on the engine's socket that turns into raw bytes both ways. It unpacks the engine's frames,
+which separate stdout from stderr, on the event loop; no thread waits for a container.
 """
 
 import asyncio
@@ -32,7 +29,7 @@ Answer = TypeVar("Answer")
 
 
 NUM_THREADS = 4
-"""Calls at once: the daemon makes no more than a few containers a second, however many ask it."""
+"""The number of concurrent calls: the daemon makes only a few containers a second, however many callers there are."""
 CALL_TIMEOUT_S = 60
 SIGNS_OF_NO_PROGRAM = ("executable file not found", "no such file or directory")
 CONFLICT = 409
@@ -41,25 +38,25 @@ DEFAULT_HOST = f"{UNIX_SCHEME}/var/run/docker.sock"
 
 
 class NoSuchProgram(SandboxError):
-    """The image has not the program that a container is to begin with."""
+    """The image lacks the program that the container is to start."""
 
 
 class EngineSilent(SandboxError):
-    """The daemon does not answer: it may be starting anew."""
+    """The daemon does not answer: it may be restarting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
-    """What of an image matters to a container of it."""
+    """The properties of an image that matter to a container of it."""
 
     id: str
     num_bytes: int  # of all its layers
     env: Mapping[str, str]
-    volumes: tuple[str, ...] = ()  # places that it declares as volumes
+    volumes: tuple[str, ...] = ()  # paths that it declares as volumes
 
 
 class Engine:
-    """Make it with `connect`, end it with `aclose`. Every failure is a SandboxError."""
+    """The engine's daemon. Make it with `connect`, end it with `aclose`. Every failure is a SandboxError."""
 
     def __init__(self, client: Any, path: str, info: Mapping[str, Any]) -> None:
         self.socket_path = path
@@ -71,7 +68,7 @@ class Engine:
 
     @classmethod
     async def connect(cls) -> Self:
-        """To the daemon that `DOCKER_HOST` names, or the one of this machine."""
+        """Connect to the daemon that `DOCKER_HOST` names, or to this machine's."""
         path = socket_path()
         try:
             await asyncio.to_thread(knock, path)
@@ -81,21 +78,21 @@ class Engine:
             raise EngineSilent(f"no Docker engine answers: {error}; start dockerd, or set DOCKER_HOST") from error
 
     async def is_there(self) -> bool:
-        """Whether the daemon answers."""
+        """Return whether the daemon answers."""
         try:
             return await self._call(lambda: self._client.ping())
         except SandboxError:
             return False
 
     async def image(self, name: str) -> Image:
-        """SandboxError when there is no such image here; none is fetched."""
+        """Look an image up; SandboxError when it is not on this machine, as none is fetched."""
         try:
             found = await self._call(lambda: self._client.inspect_image(name))
         except SandboxError as error:
             if not isinstance(error.__cause__, ImageNotFound):
                 raise
             raise SandboxError(
-                f"there is no image {name!r} on this machine, and none is fetched; build it "
+                f"there is no image {name!r} on this machine, and images are not fetched; build it "
                 "(`python -m sandboxes image` makes the default one) or `docker pull` it"
             ) from None
         config = found.get("Config") or {}
@@ -111,12 +108,12 @@ class Engine:
         return bool(await self._call(lambda: self._client.images(name)))
 
     async def label_of_image(self, name: str, label: str) -> str | None:
-        """None where there is no such image, or no such label."""
+        """Return an image's label; None where there is no such image or label."""
         found = await self._call(lambda: self._client.images(name))
         return (found[0].get("Labels") or {}).get(label) if found else None
 
     async def import_image(self, files: Path, name: str, labels: Mapping[str, str]) -> None:
-        """An image of one layer, from the tar of its root folder."""
+        """Make an image of one layer from a tar of its root folder."""
         repository, _, tag = name.partition(":")
         changes = [f'LABEL {label}="{value}"' for label, value in labels.items()]
         await self._call(
@@ -124,11 +121,11 @@ class Engine:
         )
 
     async def remove_image(self, name: str) -> None:
-        """With what nothing else is made of."""
+        """Remove an image, and the layers that nothing else uses."""
         await self._call(lambda: self._client.remove_image(name, force=True))
 
     async def create(self, config: Mapping[str, Any]) -> str:
-        """A container of this configuration, not started; its id."""
+        """Make a container, without starting it, and return its id."""
         made = await self._call(lambda: self._client.create_container_from_config(dict(config)))
         for warning in made.get("Warnings") or ():
             logger.debug("container engine: %s", warning)
@@ -143,14 +140,14 @@ class Engine:
             raise
 
     async def limit(self, container: str, limits: Mapping[str, Any]) -> None:
-        """Change what bounds all of a running container."""
+        """Change the bounds on all of a running container."""
         url = f"{self._client.base_url}/v{self._client.api_version}/containers/{container}/update"
         response = await self._call(lambda: self._client.post(url, json=dict(limits), timeout=CALL_TIMEOUT_S))
         if not response.ok:
-            raise SandboxError(f"the container engine refused other limits: {response.text.strip()}")
+            raise SandboxError(f"the container engine refused to change the limits: {response.text.strip()}")
 
     async def new_exec(self, container: str, argv: Sequence[str], env: Mapping[str, str], folder: str) -> str:
-        """Its id; `folder` is below the working directory."""
+        """Make an exec and return its id; `folder` is relative to the working directory."""
         details = await self._call(lambda: self._client.inspect_container(container))
         workdir = posixpath.join(details["Config"]["WorkingDir"], folder)
         made = await self._call(
@@ -159,15 +156,15 @@ class Engine:
         return made["Id"]
 
     async def exit_code(self, number: str) -> int | None:
-        """Of an exec; None while it runs."""
+        """Return the exit code of an exec; None while it runs."""
         return (await self._call(lambda: self._client.exec_inspect(number)))["ExitCode"]
 
     async def remove(self, container: str) -> None:
-        """Kill and remove it; returns when it is gone. Harmless when it is."""
+        """Kill and remove a container; returns when it is gone. Harmless when it is."""
         await self._call(lambda: remove_and_wait(self._client, container))
 
     async def containers(self, label: str) -> list[Mapping[str, Any]]:
-        """All that bear a label, running or not."""
+        """Return all containers that bear a label, running or not."""
         return await self._call(lambda: self._client.containers(all=True, filters={"label": label}))
 
     async def aclose(self) -> None:
@@ -175,7 +172,7 @@ class Engine:
         self._client.close()
 
     async def _call(self, act: Callable[[], Answer]) -> Answer:
-        """In a thread. A cancelled caller does not wait for it."""
+        """Run `act` in a thread. A cancelled caller does not wait for it."""
 
         def knock_and_act() -> Answer:
             knock(self.socket_path)
@@ -190,7 +187,7 @@ class Engine:
 
 
 def socket_path() -> str:
-    """The socket of the daemon that `DOCKER_HOST` names, or of this machine's."""
+    """Return the socket of the daemon that `DOCKER_HOST` names, or of this machine's."""
     host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
     if not host.startswith(UNIX_SCHEME):
         raise SandboxError(f"DOCKER_HOST is {host!r}; only an engine of this machine is used: give unix:///path")
@@ -198,7 +195,7 @@ def socket_path() -> str:
 
 
 def knock(path: str) -> None:
-    """requests.ConnectionError where nobody listens: the docker package would leave the refused socket unclosed."""
+    """Raise requests.ConnectionError if nobody listens; the docker package would leave the refused socket unclosed."""
     with socket.socket(socket.AF_UNIX) as door:
         door.settimeout(CALL_TIMEOUT_S)
         try:
@@ -208,12 +205,12 @@ def knock(path: str) -> None:
 
 
 def open_client(path: str) -> Any:
-    """A `docker.APIClient`, a class without types. It asks the daemon for its version."""
+    """Return a `docker.APIClient`, which has no type stubs. It asks the daemon for its version."""
     return docker.APIClient(base_url=f"{UNIX_SCHEME}{path}", version="auto", timeout=CALL_TIMEOUT_S)
 
 
 def remove_and_wait(client: Any, container: str) -> None:
-    """Blocking."""
+    """Kill and remove a container; blocks until it is gone."""
     with contextlib.suppress(NotFound):
         try:
             client.remove_container(container, force=True, v=True)
@@ -224,13 +221,13 @@ def remove_and_wait(client: Any, container: str) -> None:
 
 
 CONNECT_TIMEOUT_S = 60.0
-FRAME_HEADER_BYTES = 8  # the stream's number, three zeros, how many bytes follow
+FRAME_HEADER_BYTES = 8  # stream number, three zero bytes, length of what follows
 STDERR = 2
 MAX_HEAD_BYTES = 65_536
 
 
 class EngineStream(asyncio.Protocol):
-    """Make it with `open`. `on_data` gets stdout, `on_error` stderr, `on_end` is called once, when it has ended."""
+    """One stream, made with `open`. `on_data` gets stdout, `on_error` stderr; `on_end` is called once, at the end."""
 
     def __init__(
         self,
@@ -268,18 +265,18 @@ class EngineStream(asyncio.Protocol):
                 await stream._answered
         except BaseException as error:
             stream.close()
-            if isinstance(error, OSError):  # a TimeoutError too
-                raise SandboxError(f"the container engine gives no stream: {error or 'no answer'}") from error
+            if isinstance(error, OSError):  # this includes TimeoutError
+                raise SandboxError(f"the container engine did not open a stream: {error or 'no answer'}") from error
             raise
         return stream
 
     def write(self, data: bytes) -> None:
-        """Nothing happens when it has ended."""
+        """Send data; does nothing when the stream has ended."""
         if self._transport is not None:
             self._transport.write(data)
 
     async def drain(self) -> None:
-        """Until the engine has room for more."""
+        """Wait until the engine has room for more."""
         await self._has_room.wait()
 
     def close_write(self) -> None:
@@ -330,7 +327,7 @@ class EngineStream(asyncio.Protocol):
         head, end, _ = bytes(self._received).partition(b"\r\n\r\n")
         if not end:
             if len(self._received) > MAX_HEAD_BYTES:
-                self._answered.set_exception(ConnectionResetError("it speaks no HTTP"))
+                self._answered.set_exception(ConnectionResetError("it does not speak HTTP"))
             return
         status = head.split(b" ", 2)[1:2]
         if status in ([b"101"], [b"200"]):

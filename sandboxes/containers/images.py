@@ -1,24 +1,16 @@
-"""Images of a folder or a Dockerfile: made once of the same content, found by it ever after.
+"""Images: built from a folder or a Dockerfile, and the default image. The same content is built only once.
 
-Their makers may be task data: `dockerfile.py` says what they may ask for. A build has no network, the rights of any
-container and bounds on what it uses (`build.py`), and builds upon images that are here.
+`build_image` takes folders and Dockerfiles that may be task data. `images_of` therefore refuses any Dockerfile that
+asks for more than files and settings: other files than the folder's, volumes, triggers, parser directives, and flags
+for mounts, networks or privileges. It may only build upon images that are on this machine.
 
-One build of an image by the engine's own builder: what it may use, and what it says. It knows no Dockerfile.
+`run_build` lets the engine's own builder do one build, without network and within `BuildBounds`. The builder bounds
+memory, CPUs, file length and open files. It does not bound the processes of steps that run as root, so they are bounded
+here as soon as the builder names a step's container. The time is bounded here too: closing the connection ends a build.
 
-The builder bounds memory, share of CPUs, length of files and open files. Processes it does not bound where a step is
-root, whom the kernel does not count: when it says in which container a step runs, that container is bounded here. The
-time of the whole is kept here too: a client that goes away ends its build. How large an image may be its maker sees to
-(`images.py`).
-
-Which Dockerfiles are built: those that cannot ask for anything but files and a way to run. It builds nothing.
-
-They may come from task data. What is not on the list is refused, whatever it would do: other files than the folder's,
-volumes, triggers, flags that ask for mounts, networks or privileges, and directives that choose another reader.
-
-The default image: Debian with Python, C, C++ and JavaScript, made on this machine from its own package mirror.
-
-`python -m sandboxes image` makes it, as root, with debootstrap. What was made once is kept: the image by the engine,
-its files in the user's cache.
+`make_default_image` makes the default image (Debian with Python, C, C++ and JavaScript) from this machine's package
+mirror, by debootstrap, as root; `python -m sandboxes image` calls it. The engine keeps the image, the user's cache its
+files.
 """
 
 import asyncio
@@ -40,32 +32,34 @@ import aiohttp
 
 from areal_agent.errors import SandboxError
 from sandboxes.containers.engine import Engine
-from sandboxes.folder import Entry, pack, pack_folder
-from sandboxes.folder import entries_of as members_of
+from sandboxes.folder import Entry, entries_of, pack, pack_folder
 
+DEFAULT_IMAGE = "areal-agent-sandbox:latest"
+NAME = "areal-agent-sandbox-of"
+DOCKERFILE = "Dockerfile"
+FILES_ONLY = f"FROM {DEFAULT_IMAGE}\nCOPY . /files\n"
+"""The Dockerfile of a folder that has none."""
+DOCKERFILE_INSIDE = ".areal-agent.Dockerfile"
+"""Our file in the build's folder; the folder may not hold another of that name."""
 CPU_PERIOD_US = 100_000
-MAX_SAID_LINES = 50
-RUNNING = re.compile(r" ---> Running in ([0-9a-f]{12,64})\n")
 SHM_BYTES = 2**26 + 7 * 2**12
-"""Of /dev/shm in the containers of a build and in no others: what a step prints names no other container to us."""
-READ_AHEAD_BYTES = 4 * 2**20
-"""A line of the engine's is a chunk of what a step prints, escaped."""
+"""The size of /dev/shm in containers of builds and no others, which tells them apart: a step may print any name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildBounds:
-    """What one build may use."""
+    """The resources that one build may use."""
 
     wall_s: float = 1800.0
-    memory_bytes: int = 4 * 2**30  # of each step
+    memory_bytes: int = 4 * 2**30  # per step
     cpus: float = 2.0
     file_bytes: int = 4 * 2**30  # length of each file
     open_files: int = 4096
-    processes: int = 4096  # of each step, and of its user if that is not root, also outside
-    added_bytes: int = 8 * 2**30  # by which the image may be larger than the images that it builds upon
+    processes: int = 4096  # per step; also counts processes of the step's user outside, if that is not root
+    added_bytes: int = 8 * 2**30  # how much larger than its base images the image may be
 
     def as_asked(self) -> dict[str, str | int]:
-        """As the builder reads them."""
+        """Return the bounds as the builder's parameters."""
         bounds = {"fsize": self.file_bytes, "nofile": self.open_files, "nproc": self.processes, "core": 0}
         ulimits = [{"Name": name, "Soft": value, "Hard": value} for name, value in bounds.items()]
         return {
@@ -78,8 +72,161 @@ class BuildBounds:
         }
 
 
+BOUNDS = BuildBounds()
+
+
+async def build_image(
+    folder: Path | None = None, *, dockerfile: str | None = None, bounds: BuildBounds = BOUNDS
+) -> str:
+    """Build an image unless it exists, and return its name, for `SandboxSpec.image`.
+
+    Give a folder with its own `Dockerfile`, a folder and a Dockerfile's text, such a text alone, or a folder whose
+    files go to `/files` of the default image. SandboxError for a Dockerfile that asks for what is not allowed.
+    """
+    engine = await Engine.connect()
+    try:
+        return await build_image_with(engine, folder, dockerfile, bounds)
+    finally:
+        await engine.aclose()
+
+
+async def build_image_with(
+    engine: Engine, folder: Path | None, dockerfile: str | None, bounds: BuildBounds = BOUNDS
+) -> str:
+    files = files_of(folder)
+    text = dockerfile or dockerfile_of(files)
+    bases = [await engine.image(name) for name in images_of(text)]
+    built = as_read(text)
+    content = pack([*files, Entry(path=DOCKERFILE_INSIDE, data=built.encode())])
+    name = f"{NAME}:{hashlib.sha256(repr([base.id for base in bases]).encode() + content).hexdigest()[:32]}"
+    if not await engine.has_image(name):
+        await run_build(engine.socket_path, content, DOCKERFILE_INSIDE, name, bounds)
+        await refuse_too_large(engine, name, sum(base.num_bytes for base in bases) + bounds.added_bytes)
+    return name
+
+
+async def refuse_too_large(engine: Engine, name: str, max_bytes: int) -> None:
+    """Remove an image that is larger, and raise SandboxError."""
+    num_bytes = (await engine.image(name)).num_bytes
+    if num_bytes > max_bytes:
+        await engine.remove_image(name)
+        raise SandboxError(f"the image has {num_bytes} bytes, but only {max_bytes} are allowed; leave files out of it")
+
+
+def files_of(folder: Path | None) -> list[Entry]:
+    """Return a folder's entries by name, so that equal files make an equal image. ValueError for links and the like."""
+    if folder is None:
+        return []
+    entries = entries_of(pack_folder(folder))
+    if any(entry.path == DOCKERFILE_INSIDE for entry in entries):
+        raise SandboxError(f"{str(folder)!r} holds a file {DOCKERFILE_INSIDE!r}, a reserved name; rename it")
+    return sorted(entries, key=lambda entry: entry.path)
+
+
+def dockerfile_of(files: list[Entry]) -> str:
+    found = next((entry.data for entry in files if entry.path == DOCKERFILE and entry.data is not None), None)
+    if found is not None:
+        return found.decode(errors="replace")
+    if not files:
+        raise SandboxError("there is nothing to build: give a folder, or the text of a Dockerfile")
+    return FILES_ONLY
+
+
+ALLOWED = ("FROM", "RUN", "COPY", "ENV", "ARG", "WORKDIR", "USER", "LABEL", "SHELL", "CMD", "ENTRYPOINT")
+ALLOWED_FLAGS = {"COPY": ("--from=", "--chown=", "--chmod="), "FROM": ()}
+IMAGE = re.compile(r"[a-z0-9][a-z0-9._/-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
+OWN_LABELS = "areal-agent."
+
+
+def images_of(text: str) -> list[str]:
+    """Return the images that a Dockerfile builds upon; SandboxError, with the line, for what is not allowed."""
+    images: list[str] = []
+    stages: set[str] = set()  # by name and number
+    num_stages = 0
+    for instruction, rest in instructions_of(text):
+        if instruction not in ALLOWED:
+            raise refusal(f"{instruction} {rest}", f"only {', '.join(ALLOWED)} are allowed")
+        words = rest.split()
+        flags = [word for word in words if word.startswith("--")] if instruction != "RUN" else leading_flags(words)
+        for flag in flags:
+            if not flag.startswith(ALLOWED_FLAGS.get(instruction, ()) or ("\0",)):
+                raise refusal(f"{instruction} {rest}", f"the flag {flag!r} is not allowed")
+            if flag.startswith("--from=") and flag.removeprefix("--from=") not in stages:
+                images.append(image_of(flag.removeprefix("--from="), rest))
+        if instruction == "LABEL" and OWN_LABELS in rest:
+            raise refusal(f"{instruction} {rest}", f"labels of {OWN_LABELS!r} are reserved")
+        if instruction == "FROM":
+            if words[0] not in stages:
+                images.append(image_of(words[0], rest))
+            if len(words) == 3 and words[1].upper() == "AS":
+                stages.add(words[2])
+            stages.add(str(num_stages))
+            num_stages += 1
+    if not images:
+        raise SandboxError("the Dockerfile has no FROM; begin it with the image that it builds upon")
+    return images
+
+
+def instructions_of(text: str) -> list[tuple[str, str]]:
+    """Return the name and the rest of every instruction, with continued lines joined and comments left out."""
+    found: list[tuple[str, str]] = []
+    going_on = ""
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            if not found and not going_on and re.match(r"\s*#\s*\w+\s*=", line):
+                raise refusal(line, "parser directives are not allowed")
+            continue
+        going_on += line.rstrip().removesuffix("\\")
+        if line.rstrip().endswith("\\"):
+            continue
+        if going_on.strip():
+            name, _, rest = going_on.strip().partition(" ")
+            if rest.rstrip().endswith("\\"):
+                raise refusal(going_on, "it ends in a backslash, and parsers differ on whether it continues")
+            found.append((name.upper(), rest.strip()))
+        going_on = ""
+    if going_on.strip():
+        raise refusal(going_on, "its last line ends in a backslash")
+    return found
+
+
+def as_read(text: str) -> str:
+    r"""Return the same Dockerfile with one instruction per line, so that any engine builds exactly what was checked.
+
+    >>> as_read("FROM a\nRUN true \\\n  # and then\n  && false")
+    'FROM a\nRUN true   && false\n'
+    """
+    return "".join(f"{name} {rest}\n" for name, rest in instructions_of(text))
+
+
+def leading_flags(words: list[str]) -> list[str]:
+    """Return the flags of RUN itself: they come first, the rest belong to its command."""
+    flags: list[str] = []
+    for word in words:
+        if not word.startswith("--"):
+            break
+        flags.append(word)
+    return flags
+
+
+def image_of(name: str, rest: str) -> str:
+    if not IMAGE.fullmatch(name):
+        raise refusal(rest, f"{name!r} is not the name of an image")
+    return name
+
+
+def refusal(line: str, reason: str) -> SandboxError:
+    return SandboxError(f"the Dockerfile asks for {line.strip()[:200]!r}: {reason}")
+
+
+MAX_SAID_LINES = 50
+RUNNING = re.compile(r" ---> Running in ([0-9a-f]{12,64})\n")
+READ_AHEAD_BYTES = 4 * 2**20
+"""The longest line of the engine: an escaped chunk of what a step prints."""
+
+
 async def run_build(socket_path: str, content: bytes, dockerfile: str, name: str, bounds: BuildBounds) -> None:
-    """An image of a tar and the Dockerfile in it, without network; SandboxError with what the build said."""
+    """Build an image from a tar and the Dockerfile in it, without network; SandboxError with the end of the log."""
     asked = {"dockerfile": dockerfile, "t": name, "rm": 1, "forcerm": 1, "networkmode": "none", **bounds.as_asked()}
     timeout = aiohttp.ClientTimeout(total=bounds.wall_s)
     try:
@@ -98,12 +245,12 @@ async def run_build(socket_path: str, content: bytes, dockerfile: str, name: str
         raise SandboxError(
             f"the image was not built within {bounds.wall_s:g} s; ask for less, or build it by hand"
         ) from None
-    except (aiohttp.ClientError, ValueError) as error:  # the second: it says what is no line of its own
-        raise SandboxError(f"the container engine broke the build off: {error}; is dockerd running?") from error
+    except (aiohttp.ClientError, ValueError) as error:  # ValueError: a line that is not JSON, or too long
+        raise SandboxError(f"the container engine aborted the build: {error}; is dockerd running?") from error
 
 
 async def follow(session: aiohttp.ClientSession, response: aiohttp.ClientResponse, bounds: BuildBounds) -> None:
-    """To the build's end; SandboxError when it failed."""
+    """Follow the build to its end; SandboxError when it fails."""
     said: deque[str] = deque(maxlen=MAX_SAID_LINES)
     async for line in response.content:
         told: dict[str, Any] = json.loads(line)
@@ -115,7 +262,7 @@ async def follow(session: aiohttp.ClientSession, response: aiohttp.ClientRespons
 
 
 async def bound_processes(session: aiohttp.ClientSession, container: str, num_processes: int) -> None:
-    """Of a step's container, which is about to start; it may have ended already."""
+    """Bound the processes of a step's container, which is about to start or may have ended already."""
     details = await details_of(session, container)
     if details is None or details["HostConfig"]["ShmSize"] != SHM_BYTES:
         return
@@ -126,99 +273,11 @@ async def bound_processes(session: aiohttp.ClientSession, container: str, num_pr
 
 
 async def details_of(session: aiohttp.ClientSession, container: str) -> dict[str, Any] | None:
-    """None: it is gone."""
+    """Return the engine's description of a container, or None if it is gone."""
     async with session.get(f"{container}/json") as response:
         return await response.json() if response.ok else None
 
 
-ALLOWED = ("FROM", "RUN", "COPY", "ENV", "ARG", "WORKDIR", "USER", "LABEL", "SHELL", "CMD", "ENTRYPOINT")
-ALLOWED_FLAGS = {"COPY": ("--from=", "--chown=", "--chmod="), "FROM": ()}
-IMAGE = re.compile(r"[a-z0-9][a-z0-9._/-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
-OWN_LABELS = "areal-agent."
-
-
-def images_of(text: str) -> list[str]:
-    """The images that it builds upon; SandboxError, with the line, for what is not allowed."""
-    images: list[str] = []
-    stages: set[str] = set()  # by their names and numbers
-    num_stages = 0
-    for instruction, rest in instructions_of(text):
-        if instruction not in ALLOWED:
-            raise refusal(f"{instruction} {rest}", f"only {', '.join(ALLOWED)} are built")
-        words = rest.split()
-        flags = [word for word in words if word.startswith("--")] if instruction != "RUN" else leading_flags(words)
-        for flag in flags:
-            if not flag.startswith(ALLOWED_FLAGS.get(instruction, ()) or ("\0",)):
-                raise refusal(f"{instruction} {rest}", f"the flag {flag!r} is not allowed")
-            if flag.startswith("--from=") and flag.removeprefix("--from=") not in stages:
-                images.append(image_of(flag.removeprefix("--from="), rest))
-        if instruction == "LABEL" and OWN_LABELS in rest:
-            raise refusal(f"{instruction} {rest}", f"labels of {OWN_LABELS!r} are the host's")
-        if instruction == "FROM":
-            if words[0] not in stages:
-                images.append(image_of(words[0], rest))
-            if len(words) == 3 and words[1].upper() == "AS":
-                stages.add(words[2])
-            stages.add(str(num_stages))
-            num_stages += 1
-    if not images:
-        raise SandboxError("the Dockerfile has no FROM; begin it with the image that it builds upon")
-    return images
-
-
-def instructions_of(text: str) -> list[tuple[str, str]]:
-    """Name and rest of every instruction. Lines that end in a backslash go on; comments between them are left out."""
-    found: list[tuple[str, str]] = []
-    going_on = ""
-    for line in text.splitlines():
-        if line.lstrip().startswith("#"):
-            if not found and not going_on and re.match(r"\s*#\s*\w+\s*=", line):
-                raise refusal(line, "directives choose another reader")
-            continue
-        going_on += line.rstrip().removesuffix("\\")
-        if line.rstrip().endswith("\\"):
-            continue
-        if going_on.strip():
-            name, _, rest = going_on.strip().partition(" ")
-            if rest.rstrip().endswith("\\"):
-                raise refusal(going_on, "it ends in a backslash, and whether it goes on depends on the reader")
-            found.append((name.upper(), rest.strip()))
-        going_on = ""
-    if going_on.strip():
-        raise refusal(going_on, "its last line goes on, and nothing comes")
-    return found
-
-
-def as_read(text: str) -> str:
-    """The same Dockerfile with an instruction a line: what was checked is what is built, however an engine reads lines.
-
-    >>> as_read("FROM a\\nRUN true \\\\\\n  # and then\\n  && false")
-    'FROM a\\nRUN true   && false\\n'
-    """
-    return "".join(f"{name} {rest}\n" for name, rest in instructions_of(text))
-
-
-def leading_flags(words: list[str]) -> list[str]:
-    """Of RUN: its own come first, the rest are its command's."""
-    flags: list[str] = []
-    for word in words:
-        if not word.startswith("--"):
-            break
-        flags.append(word)
-    return flags
-
-
-def image_of(name: str, rest: str) -> str:
-    if not IMAGE.fullmatch(name):
-        raise refusal(rest, f"{name!r} is no name of an image")
-    return name
-
-
-def refusal(line: str, reason: str) -> SandboxError:
-    return SandboxError(f"the Dockerfile asks for {line.strip()[:200]!r}: {reason}")
-
-
-DEFAULT_IMAGE = "areal-agent-sandbox:latest"
 RECIPE_LABEL = "areal-agent.sandboxes.recipe"
 PACKAGES = ("python3", "gcc", "g++", "libc6-dev", "nodejs")
 OF_NO_USE = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale", "var/log")
@@ -227,19 +286,19 @@ DEBOOTSTRAP_TIMEOUT_S = 1800
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mirror:
-    """Where this machine's own packages come from."""
+    """The source of this machine's own packages."""
 
     uri: str
     suite: str
 
     @property
     def recipe(self) -> str:
-        """Names what the image is made of."""
+        """A hash of everything that determines the image's content."""
         return hashlib.sha256(repr((self.suite, PACKAGES, OF_NO_USE)).encode()).hexdigest()[:16]
 
 
 async def make_default_image(engine: Engine) -> bool:
-    """Whether there was anything to do."""
+    """Make the default image unless it is up to date; return whether it was made."""
     mirror = mirror_here()
     if await engine.label_of_image(DEFAULT_IMAGE, RECIPE_LABEL) == mirror.recipe:
         return False
@@ -258,7 +317,7 @@ def cache_folder() -> Path:
 
 
 def make_files(mirror: Mirror, target: Path) -> None:
-    """Minutes of work. The tar appears whole or not at all."""
+    """Write the image's files to a tar, which takes minutes. The tar appears whole or not at all."""
     program = shutil.which("debootstrap")
     if program is None or os.getuid() != 0:
         raise SandboxError("the default image is made by debootstrap, as root; install the package `debootstrap`")
@@ -279,10 +338,10 @@ def make_files(mirror: Mirror, target: Path) -> None:
 
 
 def mirror_here() -> Mirror:
-    """SandboxError on a system that has no Debian mirror."""
+    """Return this machine's mirror; SandboxError on a system that has no Debian mirror."""
     codename = release_of(Path("/etc/os-release").read_text()) if Path("/etc/os-release").exists() else ""
     texts = [(path.suffix, path.read_text()) for path in source_files() if path.is_file()]
-    for uri, suite, components in (entry for suffix, text in texts for entry in entries_of_image(text, suffix)):
+    for uri, suite, components in (entry for suffix, text in texts for entry in apt_entries(text, suffix)):
         if suite == codename and "main" in components:
             return Mirror(uri=uri, suite=suite)
     raise SandboxError(
@@ -298,19 +357,19 @@ def source_files() -> Iterator[Path]:
 
 
 def release_of(os_release: str) -> str:
-    """The codename in /etc/os-release.
+    r"""Return the codename in /etc/os-release.
 
-    >>> release_of('NAME="Debian GNU/Linux"\\nVERSION_CODENAME=bookworm')
+    >>> release_of('NAME="Debian GNU/Linux"\nVERSION_CODENAME=bookworm')
     'bookworm'
     """
     pairs = dict(line.split("=", 1) for line in os_release.splitlines() if "=" in line)
     return pairs.get("VERSION_CODENAME", "").strip('"')
 
 
-def entries_of_image(text: str, suffix: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """URI, suite and components, from either way in which apt's sources are written.
+def apt_entries(text: str, suffix: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield URI, suite and components of apt's sources, from either of their two formats.
 
-    >>> list(entries_of("deb [arch=amd64] http://mirror/debian bookworm main contrib", ".list"))
+    >>> list(apt_entries("deb [arch=amd64] http://mirror/debian bookworm main contrib", ".list"))
     [('http://mirror/debian', 'bookworm', ('main', 'contrib'))]
     """
     if suffix != ".sources":
@@ -326,69 +385,3 @@ def entries_of_image(text: str, suffix: str) -> Iterator[tuple[str, str, tuple[s
             for uri in fields.get("URIs", []):
                 for suite in fields.get("Suites", []):
                     yield uri, suite, tuple(fields.get("Components", []))
-
-
-NAME = "areal-agent-sandbox-of"
-DOCKERFILE = "Dockerfile"
-BOUNDS = BuildBounds()
-FILES_ONLY = f"FROM {DEFAULT_IMAGE}\nCOPY . /files\n"
-"""Of a folder without a Dockerfile."""
-DOCKERFILE_INSIDE = ".areal-agent.Dockerfile"
-"""Ours in the build's folder, where any other of that name is refused."""
-
-
-async def build_image(
-    folder: Path | None = None, *, dockerfile: str | None = None, bounds: BuildBounds = BOUNDS
-) -> str:
-    """The name of the image, for `SandboxSpec.image`.
-
-    Of a folder with its own `Dockerfile`, of a folder and the text of one, of such a text alone, or of a folder whose
-    files are put beneath `/files` of the default image. SandboxError for what a Dockerfile may not ask for.
-    """
-    engine = await Engine.connect()
-    try:
-        return await build_image_with(engine, folder, dockerfile, bounds)
-    finally:
-        await engine.aclose()
-
-
-async def build_image_with(
-    engine: Engine, folder: Path | None, dockerfile: str | None, bounds: BuildBounds = BOUNDS
-) -> str:
-    files = entries_of(folder)
-    text = dockerfile or dockerfile_of(files)
-    bases = [await engine.image(name) for name in images_of(text)]
-    built = as_read(text)
-    content = pack([*files, Entry(path=DOCKERFILE_INSIDE, data=built.encode())])
-    name = f"{NAME}:{hashlib.sha256(repr([base.id for base in bases]).encode() + content).hexdigest()[:32]}"
-    if not await engine.has_image(name):
-        await run_build(engine.socket_path, content, DOCKERFILE_INSIDE, name, bounds)
-        await refuse_too_large(engine, name, sum(base.num_bytes for base in bases) + bounds.added_bytes)
-    return name
-
-
-async def refuse_too_large(engine: Engine, name: str, max_bytes: int) -> None:
-    """SandboxError for an image that was built and is larger; it is removed."""
-    num_bytes = (await engine.image(name)).num_bytes
-    if num_bytes > max_bytes:
-        await engine.remove_image(name)
-        raise SandboxError(f"the image has {num_bytes} bytes and may have {max_bytes}; leave files out of it")
-
-
-def entries_of(folder: Path | None) -> list[Entry]:
-    """In the order of their names, so that the same files make the same image. ValueError for links and the like."""
-    if folder is None:
-        return []
-    entries = members_of(pack_folder(folder))
-    if any(entry.path == DOCKERFILE_INSIDE for entry in entries):
-        raise SandboxError(f"{str(folder)!r} holds a file {DOCKERFILE_INSIDE!r}, a name that is taken; rename it")
-    return sorted(entries, key=lambda entry: entry.path)
-
-
-def dockerfile_of(files: list[Entry]) -> str:
-    found = next((entry.data for entry in files if entry.path == DOCKERFILE and entry.data is not None), None)
-    if found is not None:
-        return found.decode(errors="replace")
-    if not files:
-        raise SandboxError("there is nothing to build: give a folder, or the text of a Dockerfile")
-    return FILES_ONLY

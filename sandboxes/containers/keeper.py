@@ -1,8 +1,7 @@
 """The keeper: waits for the end of its host, then removes the host's containers, started or not.
 
-Run as `python -I -S keeper.py SOCKET LABEL`. An agent ends its container by itself when its host is gone; this is for
-the containers that had no agent yet, or whose agent is stopped. It stands alone (standard library only), so that it is
-small.
+Run as `python -I -S keeper.py SOCKET LABEL`. When a host ends, an agent ends its container by itself; the keeper is for
+containers that have no agent yet or whose agent is stopped. It uses only the standard library, so that it stays small.
 """
 
 import http.client
@@ -15,11 +14,12 @@ import urllib.parse
 PATIENCE_S = 25.0
 PAUSE_S = 0.5
 NUM_CLEAN_LOOKS = 3
-"""So often in a row there must be nothing: what the daemon was making in the moment of the end comes later."""
+"""The number of consecutive empty listings to wait for: the daemon may still be making a container when the host ends.
+"""
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """HTTP on a socket of this machine."""
+    """HTTP over a Unix socket."""
 
     def __init__(self, path: str) -> None:
         super().__init__("engine", timeout=PATIENCE_S)
@@ -41,7 +41,7 @@ def ask(path: str, method: str, target: str) -> bytes:
 
 
 def remove_all(path: str, label: str) -> int:
-    """How many there were."""
+    """Remove the containers with a label, and return their number."""
     filters = urllib.parse.quote(json.dumps({"label": [label]}))
     containers = json.loads(ask(path, "GET", f"/containers/json?all=1&filters={filters}"))
     for container in containers:
@@ -57,7 +57,7 @@ def main() -> None:
     while num_clean < NUM_CLEAN_LOOKS and time.monotonic() < deadline_s:
         try:
             num_clean = 0 if remove_all(path, label) else num_clean + 1
-        except (OSError, http.client.HTTPException, ValueError):  # the daemon is down, for the moment
+        except (OSError, http.client.HTTPException, ValueError):  # the daemon is down for the moment
             num_clean = 0
         time.sleep(PAUSE_S)
 

@@ -1,7 +1,7 @@
-"""A container whose image has no Python, as a cell: every program an exec of the engine's, one at a time.
+"""A container whose image has no Python, as a cell: every program is an exec of the engine's, one at a time.
 
-It needs `sh`, `cat` and `kill` in the image. What it cannot give it refuses: output as it comes, folders as tars. After
-every program all other processes of the container are killed by a shell of the same user, which the kernel spares.
+The image needs `sh`, `cat` and `kill`. Reading output as it comes, and tars of folders, are refused. After each program
+a shell of the same user kills all other processes of the container; the kernel spares the shell itself.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from sandboxes.link import Ended
 from sandboxes.spec import ExecResult, Limits, Status, relative_parts
 
 COMMAND = ("cat",)
-"""The first process: it ends with the stream to the host, which sends nothing, and with it the container."""
+"""The container's first process. It ends when the stream to the host ends, and the container with it."""
 LIMITED = 'ulimit -c 0 && ulimit -t "$1" && ulimit -f "$2" && ulimit -n "$3" && shift 3 && exec "$@"'
 KILL_THE_REST = "kill -9 -1; cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events 2> /dev/null"
 WRITE = 'case "$1" in */*) mkdir -p "${1%/*}";; esac && rm -f "$1" && cat > "$1"'
@@ -30,7 +30,7 @@ FILES_WALL_S = 60.0
 
 
 class Exec:
-    """One exec of the engine's: what it printed, and its end."""
+    """One exec of the engine: its output, and an event for its end."""
 
     def __init__(self, max_bytes: int) -> None:
         self.ended = asyncio.Event()
@@ -47,7 +47,7 @@ class Exec:
 
 
 class PlainCell:
-    """Make it with `open`."""
+    """The cell of a container without an agent. Run `start` first."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PlainCell:
         self._num_oom_kills = 0
 
     async def start(self) -> Self:
-        """Its container, which was made with `COMMAND`."""
+        """Start the container, which was made with `COMMAND`."""
         self._stream = await EngineStream.open(
             self._engine.socket_path,
             f"/containers/{self._container}/attach?stream=1&stdin=1&stdout=1&stderr=1",
@@ -106,10 +106,10 @@ class PlainCell:
         await self._do(WRITE, path, data, 1)
 
     async def upload(self, tar: bytes, path: str) -> None:
-        raise SandboxError("an image without python3 takes no folders; write its files one by one")
+        raise SandboxError("folders cannot be uploaded to an image without python3; write the files one by one")
 
     async def download(self, path: str, max_bytes: int) -> bytes:
-        raise SandboxError("an image without python3 gives no folders; read its files one by one")
+        raise SandboxError("folders cannot be downloaded from an image without python3; read the files one by one")
 
     async def close(self) -> None:
         if self._stream is not None:
@@ -161,7 +161,7 @@ class PlainCell:
         return run, number
 
     async def _kill_the_rest(self) -> int:
-        """How many were killed for want of memory since the last time."""
+        """Kill what a program left, and return how many processes ran out of memory since the last call."""
         run, _ = await self._start_exec(["sh", "-c", KILL_THE_REST], b"", self._env, "", 4096)
         try:
             async with asyncio.timeout(CLEAN_UP_TIMEOUT_S):
@@ -178,7 +178,7 @@ class PlainCell:
 def result_of(
     run: Exec, code: int | None, verdict: Status | None, oom_kills: int, limits: Limits, wall_s: float
 ) -> ExecResult:
-    """The engine tells a signal as 128 and its number, as a shell does; None: it was still running when killed."""
+    """Return the result of an exec; a `code` above 128 means a signal, as in a shell, and None that it was killed."""
     stdout, stderr = (b"".join(chunks) for chunks in run.output)
     if code is None:
         code = -signal.SIGKILL

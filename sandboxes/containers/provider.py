@@ -1,7 +1,7 @@
-"""The docker backend: every cell a container, which its programs cannot leave and which its host cannot leave behind.
+"""The docker backend: every cell is a container that its programs cannot leave and that does not outlive its host.
 
 The engine makes and removes containers (`engine.py`), an agent in each runs programs (`agent/`), and a keeper removes
-what there is when this process is killed (`keeper.py`).
+what is left when this process is killed (`keeper.py`).
 """
 
 import asyncio
@@ -52,7 +52,7 @@ ContainerCell = AgentCell | PlainCell
 
 
 class DockerProvider:
-    """Make it with `start`, end it with `close`."""
+    """The provider of containers. Make it with `start`, end it with `close`."""
 
     def __init__(self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership) -> None:
         self._engine = engine
@@ -60,14 +60,14 @@ class DockerProvider:
         self.ownership = ownership
         self._boot_data = boot_data(denying_filter(engine.machine))
         self._cells: dict[str, ContainerCell] = {}  # by container
-        self._without_python: set[str] = set()  # images, by id
-        self._left: set[str] = set()  # containers that could not be removed: there was no daemon
-        self._discards: set[asyncio.Task[None]] = set()  # of containers that are dead, or should be
+        self._without_python: set[str] = set()  # image ids
+        self._left: set[str] = set()  # containers that could not be removed because the daemon was down
+        self._discards: set[asyncio.Task[None]] = set()  # removals under way
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls) -> Self:
-        """SandboxError where no engine answers."""
+        """Start the provider; SandboxError where no engine answers."""
         engine = await Engine.connect()
         ownership = Ownership()
         try:
@@ -81,7 +81,7 @@ class DockerProvider:
 
     @classmethod
     async def start_with_default_image(cls) -> Self:
-        """SandboxError as well where the default image was not made."""
+        """Start the provider; SandboxError also where the default image has not been made."""
         provider = await cls.start()
         try:
             await provider._engine.image(DEFAULT_IMAGE)
@@ -97,7 +97,7 @@ class DockerProvider:
         check(spec, self._engine.runtimes)
 
     async def create(self, spec: CellSpec) -> ContainerCell:
-        """While the daemon starts anew it is waited for, and what failed for its end is done again."""
+        """Make a cell. While the daemon restarts, wait for it and try again."""
         self.check(spec)
         deadline_s = asyncio.get_running_loop().time() + RESTART_PATIENCE_S
         while True:
@@ -111,7 +111,7 @@ class DockerProvider:
                 await asyncio.sleep(RESTART_PAUSE_S)
 
     async def reap(self) -> int:
-        """Containers whose owners are dead."""
+        """Remove the containers of dead owners, and return their number."""
         orphans = [found["Id"] for found in await self._engine.containers(OWNER_LABEL) if is_orphan(found)]
         await asyncio.gather(*(self._engine.remove(container) for container in orphans))
         return len(orphans)
@@ -131,7 +131,7 @@ class DockerProvider:
                 logger.warning("image %r has no python3: its programs are slow to start, one at a time", spec.image)
                 self._without_python.add(image.id)
         if has_tunnel(spec):
-            raise SandboxError("an image without python3 is given no network; leave SandboxSpec.network out")
+            raise SandboxError("an image without python3 cannot have a network; leave SandboxSpec.network out")
         return await self._create_of(image, spec, has_agent=False)
 
     async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> ContainerCell:
@@ -162,13 +162,13 @@ class DockerProvider:
         try:
             tunnel = await open_tunnel(link, spec)
         except BaseException:
-            link.fail("it was not wanted after all")
+            link.fail("its start was given up")
             raise
 
         async def remove() -> None:
             if tunnel is not None:
                 await tunnel.aclose()
-            if link.is_given_up:  # the engine kills what its agent does not
+            if link.is_given_up:  # the engine kills what its agent did not
                 await self._discard(container)
             else:
                 self._discard_soon(container)
@@ -192,21 +192,21 @@ class DockerProvider:
             await self._engine.start(container)
             await link.boot(self._boot_data)
         except BaseException:
-            link.fail("it was not wanted after all")
+            link.fail("its start was given up")
             raise
         if not link.has & Has.FILTER:
             logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
         return link
 
     def _discard_soon(self, container: str) -> None:
-        """Who closes a cell waits until its programs are dead, and not for what the engine has to tidy up."""
+        """Remove a dead container in the background: whoever closes a cell need not wait for the engine to tidy up."""
         self._cells.pop(container, None)
         task = asyncio.create_task(self._discard(container))
         self._discards.add(task)
         task.add_done_callback(self._discards.discard)
 
     async def _discard(self, container: str) -> None:
-        """Should it fail, it is done again when the daemon makes another; the keeper remains, and `close`."""
+        """Remove a container. A failure is retried when the next one is made; `close` and the keeper also catch it."""
         self._cells.pop(container, None)
         try:
             await self._engine.remove(container)
@@ -215,7 +215,7 @@ class DockerProvider:
             self._left.add(container)
 
     async def _remove_left(self) -> None:
-        """A daemon that was killed leaves them running, and so does one with `live-restore`."""
+        """Retry removals: a daemon that was killed leaves containers running, and so does one with `live-restore`."""
         left, self._left = self._left, set()
         await asyncio.gather(*(self._discard(container) for container in left))
 
@@ -226,7 +226,7 @@ class DockerProvider:
     async def _close(self) -> None:
         await asyncio.gather(*(cell.close() for cell in tuple(self._cells.values())))
         await asyncio.gather(*self._discards)
-        with contextlib.suppress(SandboxError):  # then there is no daemon, or the keeper has more patience than we
+        with contextlib.suppress(SandboxError):  # there is no daemon, or the keeper has more patience than we
             left = await self._engine.containers(self.ownership.filter)
             await asyncio.gather(*(self._discard(container["Id"]) for container in left))
         self._keeper.kill()
@@ -235,7 +235,7 @@ class DockerProvider:
 
 
 async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
-    """The way to the network, where one is asked for."""
+    """Open a container's way to the network, if its spec asks for one."""
     if spec.network is None or not has_tunnel(spec):
         return None
     limits = Limits(open_files=TUNNEL_OPEN_FILES)

@@ -1,6 +1,6 @@
 """The host's end of a container's way to the network: each connection of a program becomes one of the proxy's.
 
-What comes out of the container is bytes of numbered connections; where they lead the proxy decides (`proxy.py`).
+The container sends bytes of numbered connections; the proxy (`proxy.py`) decides where each may lead.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from sandboxes.spec import Network
 
 TUNNEL_SOURCE = Path(__file__).parent.joinpath("agent", "tunnel.py").read_text()
 AHEAD_BYTES = 256 * 1024
-"""What one connection is sent before its program has taken any of it."""
+"""The most that one connection is sent before its program has taken any of it."""
 READY_TIMEOUT_S = 30.0
 
 
 class Connection:
-    """One connection of a program: our end of a pair whose other end the proxy has."""
+    """One connection of a program: the host's end of a socket pair whose other end the proxy has."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -33,7 +33,7 @@ class Connection:
 
 
 class NetworkTunnel:
-    """Make it with `start`, end it with `aclose`; it does not outlive its process in the container."""
+    """A container's tunnel. Make it with `start`, end it with `aclose`; it ends with its process in the container."""
 
     def __init__(self, process: ContainerProcess, network: Network) -> None:
         self._process = process
@@ -64,7 +64,7 @@ class NetworkTunnel:
         await self._proxy.aclose()
 
     async def _serve(self) -> None:
-        """Frames from the container, until it ends."""
+        """Read frames from the container until it ends."""
         received = bytearray()
         async for chunk in self._process.stdout:
             received += chunk
@@ -72,7 +72,7 @@ class NetworkTunnel:
                 kind, number, size = FRAME.unpack_from(received)
                 length = FRAME.size + (size if kind == DATA else 0)
                 if kind == DATA and size > CHUNK_BYTES:
-                    return  # no frame of the tunnel's: nothing more is carried
+                    return  # not a frame of our tunnel: carry nothing more
                 if len(received) < length:
                     break
                 body = bytes(received[FRAME.size : length])
@@ -109,7 +109,7 @@ class NetworkTunnel:
         connection.pump = asyncio.create_task(self._pump(number, connection))
 
     async def _pump(self, number: int, connection: Connection) -> None:
-        """What the proxy answers, as far as the program takes it."""
+        """Send what the proxy answers, as fast as the program takes it."""
         with contextlib.suppress(OSError, SandboxError):
             while data := await connection.reader.read(CHUNK_BYTES):
                 connection.num_ahead += len(data)

@@ -1,17 +1,19 @@
-"""What runs in a process of its own, in a jail or beside the host: the launcher, and the walls of jails.
+"""The launcher and the walls of jails, which run in processes of their own, in a jail or beside the host.
 
 ::
 
-    wire.py       what host and launcher say to each other
+    wire.py       the frames between host and launcher
     launcher.py   the launcher: forks, confines and reaps programs
-      program.py    a forked child becomes a program
+      program.py    turns a forked child into a program
       bounds.py     the kernel's limits on each process
-      landlock.py   what a program may change, where there are no walls
-      processes.py  children, groups, the dead
+      landlock.py   confines what a program may change where there are no walls
+      processes.py  children, groups, exits
       kernel.py     system calls that Python has no function for
-    enter.py      the walls of a jail by system calls
-    inside.py     the last steps inside a jail; then the launcher serves
+    enter.py      the walls around all jails, by system calls
+      namespaces.py  namespaces and mounts
+    zygote.py     behind those walls, forks the first process of each jail
+    inside.py     the walls between jails; then the launcher serves
 
-It stands alone: standard library only, nothing of the rest of the package, since nothing of the host may be in these
-processes. A jail is shown this folder.
+The package uses only the standard library and nothing else of ours, since nothing of the host may be in these
+processes. A jail shows this folder to its programs.
 """

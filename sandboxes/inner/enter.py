@@ -1,7 +1,7 @@
 """The walls around jails without bubblewrap: namespaces by system calls, a root of their own, then `zygote.py`.
 
-Run on the host, as root or, where the kernel lets users make namespaces, as anybody. It stands alone (standard library,
-and its neighbours). The process that is started stays outside and waits; its child is the first process inside.
+It runs on the host, as root or, where the kernel lets users make namespaces, as anybody. It uses only the standard
+library and its neighbours. The process that is started waits outside; its child is the first process inside.
 """
 
 import json
@@ -43,14 +43,14 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 
 
 def leave_the_host(uid: int) -> None:
-    """Namespaces of its own. A user without root needs one of users first."""
+    """Enter namespaces of its own. A user without root needs a user namespace first."""
     if os.getuid() != 0:
         own_users(uid)
     unshare(NEW_MOUNTS | NEW_CGROUP | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NET)
 
 
 def build_root(shown: dict[str, str], devices: list[str], links: dict[str, str], workdir: str) -> None:
-    """A root with `shown` (place: path of the host), read-only, and with nothing else of the host's."""
+    """Make a root that holds only `shown` (read-only; place: host path) and the devices, links and folders named."""
     keep_mounts_here()
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=0755")
     os.mkdir("/tmp/host")

@@ -1,7 +1,7 @@
-"""The walls of one jail among others, between its first process and its first program; then the launcher serves.
+"""The walls between one jail and the others, built in its first process; then the launcher serves.
 
-The zygote has forked this process into a namespace of processes of its own, with the capabilities that these steps
-need; none is left after them. Nothing of the host is in this process.
+The zygote forked this process into a PID namespace of its own, with the capabilities that these steps need; none is
+left afterwards. Nothing of the host is in this process.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from sandboxes.inner.wire import REPORT, ReportKind
 
 
 def leave_the_others() -> None:
-    """Nothing of another jail is seen or reached."""
+    """Enter namespaces in which nothing of another jail can be seen or reached."""
     os.setsid()
     unshare(NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_NET)
     keep_mounts_here()
@@ -43,7 +43,7 @@ def leave_the_others() -> None:
 
 
 def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
-    """One file system in memory, shared by all places that a program may write to, so that one limit bounds them."""
+    """Make one file system in memory for all places that a program may write to, so that one limit bounds them."""
     options = f"size={num_bytes},nr_inodes={num_inodes},mode=0755"
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
     for name, place in (("work", workdir), ("shm", "/dev/shm"), ("tmp", "/tmp")):  # /tmp last: it hides the others
@@ -55,9 +55,9 @@ def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
 
 
 def be_counted_alone(uid: int) -> None:
-    """The kernel counts the processes of a user in each namespace of users. Further ones are forbidden.
+    """Enter a user namespace, in which the kernel counts this jail's processes alone, and forbid further ones.
 
-    Under root there is none: control groups count, and the filter forbids.
+    As root it does nothing: control groups count, and the filter forbids.
     """
     if os.getuid() != 0:
         own_users(uid)
@@ -65,7 +65,7 @@ def be_counted_alone(uid: int) -> None:
 
 
 def become_nobody(uid: int) -> None:
-    """Give up root for good; without it there is nothing to give up."""
+    """Give up root for good; without root there is nothing to give up."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -74,14 +74,14 @@ def become_nobody(uid: int) -> None:
 
 
 def tell_failure(control: socket.socket, error: OSError) -> None:
-    """The host learns what the system has refused."""
-    with contextlib.suppress(ConnectionError):  # it is gone
+    """Tell the host which error the system reported."""
+    with contextlib.suppress(ConnectionError):  # the host is gone
         control.sendall(REPORT.pack(ReportKind.FAILED, 0, error.errno or 0, 0, 0))
 
 
 @contextlib.contextmanager
 def telling_the_host(control: socket.socket) -> Generator[None, None, None]:
-    """A step that the system refuses is the end of this process."""
+    """Report an OSError in the block to the host, and end this process."""
     try:
         yield
     except OSError as error:
@@ -90,7 +90,7 @@ def telling_the_host(control: socket.socket) -> Generator[None, None, None]:
 
 
 def serve_cell(control: socket.socket, interpreter: Interpreter, config: dict[str, Any]) -> NoReturn:
-    """Close the jail from inside and serve until the host is gone: the end of this process ends all others in it."""
+    """Finish the jail from inside and serve until the host is gone; the jail's other processes end with this one."""
     with telling_the_host(control):
         leave_the_others()
         listeners: list[int] = []
@@ -100,7 +100,7 @@ def serve_cell(control: socket.socket, interpreter: Interpreter, config: dict[st
         be_counted_alone(config["uid"])
         become_nobody(config["uid"])
         prctl(PR_SET_DUMPABLE, 0)  # no program may look into this process, though it has the same user
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which forgets it
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
         process = os.pidfd_open(os.getpid())
         load_filter(bytes.fromhex(config["filter"]))
         os.chdir(config["workdir"])

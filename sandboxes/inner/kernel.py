@@ -1,4 +1,4 @@
-"""System calls that Python has no function for, and what gives up the power to make them. It knows no launcher."""
+"""System calls that Python has no function for, and the dropping of privileges."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ CAPABILITY_VERSION_3 = 0x20080522
 
 
 def check(result: int) -> int:
-    """The result of a libc call, or OSError with its errno."""
+    """Return the result of a libc call, or raise OSError with its errno."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
@@ -28,20 +28,20 @@ def prctl(option: int, value: int) -> None:
 
 
 def syscall(number: int, *arguments: Any) -> int:
-    """A system call that libc has no function for; integers go as C longs."""
+    """Make a system call that libc has no function for; integers are passed as C longs."""
     longs = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in (number, *arguments)]
     return check(LIBC.syscall(*longs))
 
 
 def drop_privileges() -> None:
-    """No capability, not even root's, and none to be had from a setuid program."""
+    """Drop every capability, even as root, and gain none from setuid programs."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header, nothing = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
     check(LIBC.capset(header, nothing))
 
 
 def load_filter(program: bytes) -> None:
-    """For this process and all that come of it; it must have given up gaining privileges."""
+    """Load a filter for this process and its descendants; it must have given up gaining privileges."""
     instructions = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
     check(LIBC.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), header, 0, 0))

@@ -1,4 +1,4 @@
-"""Landlock: a program without walls changes its own folder alone, and signals and traces nobody else."""
+"""Landlock: without walls, it lets a program change only its own folder, and signal and trace nobody else."""
 
 import os
 import struct
@@ -12,7 +12,7 @@ LANDLOCK_RULE_PATH_BENEATH = 1
 
 
 def landlock_version() -> int:
-    """The version of Landlock that this kernel has, 0 for none."""
+    """Return the version of Landlock that this kernel has, 0 for none."""
     if not IS_LINUX:
         return 0
     try:
@@ -22,10 +22,10 @@ def landlock_version() -> int:
 
 
 def restrict_to_folder(version: int) -> None:
-    """Landlock: change files beneath the current folder only, and no process outside may be signalled or traced.
+    """Allow changes only beneath the current folder, and no signalling or tracing of outside processes.
 
-    Signals need version 6 (Linux 6.12); tracing, and with it the environment and memory of other processes, is
-    denied to any process under Landlock.
+    Signals need version 6 (Linux 6.12). Landlock always denies tracing, and with it reading the environment and memory
+    of other processes.
     """
     writes = LANDLOCK_WRITE_FILE | LANDLOCK_REMOVE_AND_MAKE
     writes |= (LANDLOCK_REFER if version >= 2 else 0) | (LANDLOCK_TRUNCATE if version >= 3 else 0)

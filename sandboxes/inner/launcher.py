@@ -7,15 +7,14 @@ Nothing of the host is in this process, so a forked program inherits nothing of 
     host ── START id + 4 descriptors, KILL id ──▶ launcher ── fork, confine, run ──▶ program
          ◀── HELLO, STARTED, ENDED, FAILED ─────           ◀── SIGCHLD, wait status ──
 
-What to run, its stdin and its output travel by the four descriptors (request, stdin, stdout, stderr), straight
-between host and program. The launcher reads none of them: it holds no data that one program could take from
-another, and a program that got here could forge nothing, for a control frame carries no text.
+What to run, its stdin and its output travel through the four descriptors (request, stdin, stdout, stderr), straight
+between host and program. The launcher reads none of them, so it holds no data that one program could take from
+another; and a program that took over the launcher could forge no text, since control frames carry none.
 
-When the host goes, however it goes, the control socket closes: the launcher kills every program, removes ROOT,
-and is gone.
+When the host ends, however it ends, the control socket closes: the launcher kills every program, removes ROOT and ends.
 
-In a jail (`inside.py`) it is the first process, and walls stand around it: it then needs no Landlock, hands its host
-the folder in which programs work and itself, and ends without sweeping, for all else ends with it.
+In a jail (`inside.py`) the launcher is the first process, and walls stand around it. It then needs no Landlock, hands
+its host descriptors of the working folder and of itself, and ends without sweeping, since everything ends with it.
 """
 
 import contextlib
@@ -50,11 +49,11 @@ REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
 """The launcher's last act, in shell: a program may have locked its folders."""
 PROCESS_COUNT_AGE_S = 10.0
 MAX_SWEEPS = 100
-"""A program that forks faster than it can be killed is given up after so many rounds (see README.md)."""
+"""After this many rounds the launcher stops chasing a program that forks faster than it is killed (see README.md)."""
 
 
 class Launcher:
-    """Forks programs, and answers for every process that comes of them."""
+    """Forks programs, and is responsible for every process that comes of them."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Launcher:
         interpreter: Interpreter,
         handed: Sequence[int] = (),
     ) -> None:
-        """`handed`: in a jail, the descriptors that the host gets."""
+        """`handed` are the descriptors that a jail's launcher gives to the host."""
         self._control = control
         self._interpreter = interpreter
         self._decoder = json.JSONDecoder()
@@ -77,14 +76,14 @@ class Launcher:
         self._wake_read, self._wake_write = os.pipe()
 
     def serve(self) -> None:
-        """Until the host is gone."""
+        """Serve until the host is gone."""
         if IS_LINUX:
-            prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans, daemons too, come to us to be killed
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans and daemons become our children, so that we can kill them
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         signal.signal(signal.SIGCHLD, ignore_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's own handler would let a program of this jail end us
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it: a program's tells that files were too long
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # with Python's own handler, a program of this jail could end us
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it, but it reports files that grow too long
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._greet()
         while True:
@@ -97,7 +96,7 @@ class Launcher:
                 return
 
     def kill_all(self) -> None:
-        """Every program, and what is left of them."""
+        """Kill every program, and what is left of them."""
         pids = list(self._runs)
         self._runs.clear()
         for pid in pids:
@@ -107,7 +106,7 @@ class Launcher:
         self._kill_strays()
 
     def _take_request(self) -> bool:
-        """Do what the host asks; False when it is gone."""
+        """Do what the host asks; False when the host is gone."""
         try:
             frame, descriptors, _, _ = socket.recv_fds(self._control, REQUEST.size, MAX_DESCRIPTORS)
         except ConnectionError:
@@ -137,7 +136,7 @@ class Launcher:
             os.close(descriptor)
 
     def _set_up(self, run_id: int, descriptors: list[int]) -> dict[str, Any]:
-        """In the child: give up everything, and return what to run."""
+        """Give up everything in the child, and return what to run."""
         try:
             os.setsid()
             signal.set_wakeup_fd(-1)
@@ -147,7 +146,7 @@ class Launcher:
             text = os.pread(request_fd, os.fstat(request_fd).st_size, 0).decode()
             request, _ = self._decoder.raw_decode(text)
             for group in descriptors[4:]:
-                os.write(group, b"0")  # this process, and with it all that come of it
+                os.write(group, b"0")  # this process, and all its descendants with it
             for target, descriptor in enumerate(standard):
                 os.dup2(descriptor, target)
             enter(request["folder"])
@@ -155,31 +154,31 @@ class Launcher:
         except BaseException as error:  # the boundary: nothing of the program has run, so the host is told
             self._report(ReportKind.FAILED, run_id, (error.errno if isinstance(error, OSError) else None) or 0)
             os._exit(1)
-        os.closerange(3, 256)  # the launcher opens a dozen descriptors, of the lowest numbers that are free
+        os.closerange(3, 256)  # the launcher opens a dozen descriptors, with the lowest free numbers
         return request
 
     def _confine(self, request: dict[str, Any]) -> None:
         if self._is_jailed:  # there the launcher has no privilege itself, and nothing survives it
-            prctl(PR_SET_DUMPABLE, 1)  # as the launcher is not
+            prctl(PR_SET_DUMPABLE, 1)  # unlike the launcher
         elif IS_LINUX:
             drop_privileges()
             if self._landlock:
                 restrict_to_folder(self._landlock)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self._pid:
-                os._exit(1)  # the launcher died before it could be watched
+                os._exit(1)  # the launcher died before this could watch it
         os.chdir(request["cwd"])
         set_limits(request, self._num_processes)
 
     def _count_processes(self) -> None:
-        """Root has no limit of processes in the kernel, and macOS no /proc: published in README.md."""
+        """Count the user's processes. The kernel does not limit root's, and macOS has no /proc (see README.md)."""
         now_s = time.monotonic()
         if IS_LINUX and os.getuid() != 0 and now_s - self._counted_s > PROCESS_COUNT_AGE_S:
             self._counted_s = now_s
             self._num_processes = count_user_tasks()
 
     def _reap(self) -> None:
-        """Take the status of what has ended; report a program only when the rest of it is dead as well."""
+        """Take the status of what has ended; report a program only once all its descendants are dead too."""
         ended: list[tuple[int, int, resource.struct_rusage]] = []
         for pid, status, usage in exited_children():
             run_id = self._runs.pop(pid, None)
@@ -206,7 +205,9 @@ class Launcher:
                     os.waitpid(pid, 0)
 
     def _is_stray(self, pid: int) -> bool:
-        """An orphan that is in the group of a running program dies with that program."""
+        """Return whether a child is an orphan outside the group of every running program; one inside dies with its
+        program.
+        """
         if pid in self._runs:
             return False
         try:
@@ -215,36 +216,36 @@ class Launcher:
             return False
 
     def _greet(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
+        with contextlib.suppress(ConnectionError):  # the host is gone, which the next read will show
             socket.send_fds(self._control, [REPORT.pack(ReportKind.HELLO, 0, self._landlock, 0, 0)], self._handed)
         for descriptor in self._handed:
             os.close(descriptor)
 
     def _report(self, kind: ReportKind, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
-        with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
+        with contextlib.suppress(ConnectionError):  # the host is gone, which the next read will show
             self._control.sendall(REPORT.pack(kind, run_id, value, cpu_us, peak_bytes))
 
 
 def enter(folder: str) -> None:
-    """The working directory, which a program before may have locked, as its owner may: that must not stop the next."""
+    """Enter the working directory, even if an earlier program locked it, as its owner may."""
     if not os.stat(folder).st_mode & stat.S_IXUSR:
         os.chmod(folder, 0o700)
     os.chdir(folder)
 
 
 def ignore_signal(_number: int, _frame: types.FrameType | None) -> None:
-    """A handler must exist for the wake-up pipe to be written."""
+    """Do nothing: the wake-up pipe is written only for signals that have a handler."""
 
 
 def control_socket(inherited: int) -> socket.socket:
-    """The inherited socket under a low number, see `_set_up`."""
+    """Return the inherited socket under a low number, since `_set_up` closes only numbers from 3 to 255."""
     control = socket.socket(fileno=os.dup(inherited))
     os.close(inherited)
     return control
 
 
 def forget_package() -> None:
-    """A program may have a module of that name."""
+    """Remove our modules: a program may have a module named `sandboxes`."""
     for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
         del sys.modules[name]
 

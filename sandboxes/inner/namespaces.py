@@ -1,4 +1,4 @@
-"""Namespaces and mounts by system calls, and the network of a namespace. It knows no jail."""
+"""Namespaces and mounts by system calls, and the loopback network of a namespace."""
 
 import ctypes
 import fcntl
@@ -28,7 +28,7 @@ def unshare(flags: int) -> None:
 
 
 def own_users(uid: int) -> None:
-    """A namespace of users with one of them, who is this user outside; this process has every capability in it."""
+    """Enter a user namespace that maps only `uid`, to this user outside; this process gets every capability in it."""
     host_uid, host_gid = os.getuid(), os.getgid()
     unshare(NEW_USER)
     write("/proc/self/setgroups", "deny")
@@ -37,12 +37,12 @@ def own_users(uid: int) -> None:
 
 
 def own_processes() -> int:
-    """The namespace of processes that this one is in, open."""
+    """Return a descriptor of this process's PID namespace."""
     return os.open("/proc/self/ns/pid", os.O_RDONLY)
 
 
 def start_children_in(processes: int) -> None:
-    """From now on, children of this process start in that namespace of processes."""
+    """Make this process's next children start in that PID namespace."""
     check(LIBC.setns(ctypes.c_int(processes), ctypes.c_int(NEW_PIDS)))
 
 
@@ -52,12 +52,12 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def mount_processes(target: str) -> None:
-    """The processes of this namespace, and no others."""
+    """Mount /proc with the processes of this namespace and no others."""
     mount("proc", target, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
 def keep_mounts_here() -> None:
-    """What is mounted from now on is seen by this namespace alone."""
+    """Keep later mounts from being seen outside this namespace."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
 
 
@@ -66,6 +66,6 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def start_loopback() -> None:
-    """The only network interface of a new namespace, its own."""
+    """Start the loopback interface, the only one of a new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
         fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP_AND_RUNNING))

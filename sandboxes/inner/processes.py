@@ -1,4 +1,4 @@
-"""Processes as their parent sees them: children, groups, the dead. It knows no program."""
+"""Processes as their parent sees them: children, groups, exits."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process of one thread; empty where the kernel does not tell."""
+    """Return the children of a single-threaded process; empty where the kernel does not list them."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as file:
             return [int(child) for child in file.read().split()]
@@ -17,20 +17,20 @@ def children_of(pid: int) -> list[int]:
 
 
 def kill_group(pid: int) -> None:
-    """A process and its group: it is killed by its own id too, for it may not have made its group yet."""
+    """Kill a process and its group; by its own id too, since it may not have made its group yet."""
     for kill in (os.kill, os.killpg):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def kill_rest_of_group(pid: int) -> None:
-    """Of a process that was waited for: its id may be another's by now, its group's is not while it has members."""
+    """Kill the group of a reaped process: its id may be reused by now, but a group id is not while it has members."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def exited_children() -> Iterator[tuple[int, int, resource.struct_rusage]]:
-    """Reap what has ended by now."""
+    """Reap the children that have ended by now."""
     while True:
         try:
             pid, status, usage = os.wait4(-1, os.WNOHANG)

@@ -1,6 +1,6 @@
-"""What a forked child does: it becomes a program, an executable or Python source, and never returns.
+"""The part of a forked child: it becomes a program, an executable or Python source, and never returns.
 
-The interpreter is ready when it forks, so that source costs a fork and no start of Python. It knows no launcher.
+The interpreter is prepared before the fork, so that source costs a fork and no start of Python.
 """
 
 import atexit
@@ -20,14 +20,14 @@ from typing import Any, NoReturn, TextIO
 
 PROGRAM_FILE = "<program>"
 READY = (json,)
-"""Imported before the fork, for the judge needs it once a case. No more: a program's own file of that name is not found
-any more."""
+"""Imported before the fork, since the judge needs it for every case. Nothing more is: a program's own file of that name
+is no longer found."""
 
 
 class Interpreter:
-    """What of a program's Python can be made before the fork: each page that a child writes to costs it a copy.
+    """The part of a program's Python that is made before the fork, since each page that a child changes costs a copy.
 
-    It holds what a bare interpreter has, and `json`. `env`: that of most programs; another costs more.
+    It holds what a bare interpreter has, and `json`. `env` is the environment of most programs; another costs more.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -36,14 +36,14 @@ class Interpreter:
         self._env = dict(env)
         set_environment(self._env)
         self._stdin = open_stdin()
-        with pipe_in_place_of(1), pipe_in_place_of(2):  # streams remember what they were opened on
+        with pipe_in_place_of(1), pipe_in_place_of(2):  # streams remember what kind of file they were opened on
             self._stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
             self._stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
         gc.disable()  # nothing here makes cycles; a collection would copy the pages that children share
         gc.freeze()
 
     def prepare(self, source: str, env: Mapping[str, str]) -> None:
-        """In the child, whose standard descriptors are the program's."""
+        """Finish the interpreter in the child, whose standard descriptors are the program's."""
         gc.enable()
         if env != self._env:
             set_environment(env)
@@ -71,7 +71,7 @@ def is_file(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def pipe_in_place_of(descriptor: int) -> Generator[None, None, None]:
-    """What the program's own output will be, meanwhile."""
+    """Put a pipe, which is what programs write to, in the place of a descriptor for a while."""
     kept = os.dup(descriptor)
     read_end, write_end = os.pipe()
     os.dup2(write_end, descriptor)
@@ -101,7 +101,7 @@ def run_executable(argv: list[str], env: dict[str, str]) -> NoReturn:
 
 
 def run_source(interpreter: Interpreter, source: str, env: Mapping[str, str]) -> NoReturn:
-    """Run Python source as `__main__`, and end as Python ends, without the 7 ms of tearing the interpreter down."""
+    """Run Python source as `__main__`, and end as Python does, but without the 7 ms that tearing it down takes."""
     exit_code = 0
     try:
         interpreter.prepare(source, env)
@@ -119,7 +119,7 @@ def run_source(interpreter: Interpreter, source: str, env: Mapping[str, str]) ->
 
 
 def finish_interpreter() -> None:
-    """Threads, exit handlers, buffers: in the order in which Python ends them."""
+    """End threads, exit handlers and buffers in the order in which Python does."""
     with contextlib.suppress(BaseException):
         if (threading := sys.modules.get("threading")) is not None:
             threading._shutdown()
@@ -140,7 +140,7 @@ def code_of(ending: SystemExit) -> int:
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
-    """As Python's own, without the frames of this file."""
+    """Print a traceback like Python's own, without the frames of this file."""
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     try:

@@ -1,4 +1,4 @@
-"""What host and launcher say to each other: frames of fixed size, which carry no text. It knows neither of them."""
+"""The frames between host and launcher, which are of fixed size and carry no text."""
 
 import struct
 from enum import IntEnum
@@ -8,24 +8,24 @@ REQUEST = struct.Struct("=BQ")
 REPORT = struct.Struct("=BQiQQ")
 """Report kind, run id, value, CPU microseconds, peak resident bytes."""
 MAX_DESCRIPTORS = 8
-"""With START: request (JSON), stdin, stdout, stderr, then the control groups to join, as their open `cgroup.procs`."""
+"""With START: request (JSON), stdin, stdout, stderr, then an open `cgroup.procs` for each control group to join."""
 
 
 MAX_CELL = 1024
-"""Bytes of a request to a zygote: what is particular to one jail, as JSON. With it comes the jail's control socket."""
+"""The most bytes of a request to a zygote: one jail's settings, as JSON. The jail's control socket comes with it."""
 
 
 class RequestKind(IntEnum):
-    """What the host asks."""
+    """The requests of the host."""
 
     START = 1
     KILL = 2
 
 
 class ReportKind(IntEnum):
-    """What the launcher answers, and what `value` is."""
+    """The reports of the launcher, and the meaning of `value` in each."""
 
-    HELLO = 1  # ready; value: the version of Landlock in use, 0 for none; what a jail hands over is in `inside.py`
+    HELLO = 1  # ready; value: the version of Landlock in use, 0 for none; a jail sends descriptors, see `inside.py`
     STARTED = 2  # value: the program's pid, which is also its session and process group
     ENDED = 3  # value: the wait status; the program's group is dead
-    FAILED = 4  # it could not be set up; value: errno, 0 when unknown; run id 0: not the program, the jail
+    FAILED = 4  # it could not be set up; value: errno, 0 when unknown; run id 0: the jail itself failed

@@ -1,8 +1,8 @@
-"""The zygote: a Python behind the walls that has all that a jail needs, and forks the first process of each.
+"""The zygote: a Python behind the walls that has all that a jail needs and forks the first process of each jail.
 
-Run by bubblewrap or by `enter.py` as the first process behind walls that keep the host out; `inside.py` then puts walls
-between one jail and the next. To start a Python for each would cost ten times as much as a fork. It reads what its host
-alone sends, and no program runs in it. `zygote.py` one folder up is the host's end.
+Bubblewrap or `enter.py` runs it as the first process behind walls that keep the host out; `inside.py` then puts walls
+between the jails. Starting a Python for each jail would cost ten times as much as a fork. The zygote reads only what
+its host sends, and no program runs in it. `Zygote` in `bubblewrap.py` is the host's end.
 
 ::
 
@@ -26,13 +26,13 @@ from sandboxes.inner.wire import MAX_CELL, REPORT, ReportKind
 
 
 def serve(control: socket.socket, config: dict[str, Any]) -> None:
-    """Until the host is gone: the end of this process ends all others."""
+    """Fork jails until the host is gone; the end of this process ends all others."""
     interpreter = Interpreter(config["env"])
     forget_package()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     with telling_the_host(control):
         processes = own_processes()
-    with contextlib.suppress(ConnectionError):  # the host is gone: the next read says so
+    with contextlib.suppress(ConnectionError):  # the host is gone, which the next read will show
         control.sendall(REPORT.pack(ReportKind.HELLO, 0, 0, 0, 0))
     while True:
         frame, descriptors, _, _ = socket.recv_fds(control, MAX_CELL, 1)
@@ -40,7 +40,7 @@ def serve(control: socket.socket, config: dict[str, Any]) -> None:
             os._exit(0)
         with socket.socket(fileno=descriptors[0]) as cell:
             try:
-                start_children_in(processes)  # the last cell's may be over, and a namespace is made from one's own only
+                start_children_in(processes)  # out of the last jail's, where unshare fails
                 unshare(NEW_PIDS)
                 pid = os.fork()
             except OSError as error:

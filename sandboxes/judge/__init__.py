@@ -2,20 +2,18 @@
 
 ::
 
-    grade.py        grade: a program and its cases, to a Verdict
-    cases.py        what a program is judged by: texts, calls, unit tests
-    verdict.py      what is said of it: an outcome a case, a reward between 0 and 1
-    checkers.py     when an output is right: exact, white space, floats; plain data against plain data
-    custom.py       a checker of the task's own, in a sandbox of its own
-    languages.py    how programs of a language are built and run
-    programs.py     texts and calls: a process a case
-    unit_tests.py   unit tests: they run in one sandbox, the program in another
-      remote_program.py, conversation.py    the program there, and talking with it
-      bundle.py     a file of inside/ with what it imports
-    inside/         what runs inside the sandboxes, beside the program
+    grade.py        grade: takes a program and its cases, gives a Verdict
+    verdict.py      the cases (StdinCase, CallCase, UnitTests), and the verdict: an outcome per case, a reward
+    checkers.py     when an output is right: exact, by lines, close numbers, or a checker of the task's own
+    languages.py    how programs of a language are built and run; bundles of files of inside/
+    programs.py     texts and calls: one process per case; the conversation with a process
+    unit_tests.py   unit tests, which run in one sandbox while the program runs in another
+    records.py      records of published data sets as problems
+    cheats.py       programs that try to cheat, for tests
+    inside/         code that runs inside the sandboxes, beside a program or its tests
 
 No expected output is ever in a process that runs the program, nor in the sandbox that holds it. A sandbox that fails
-raises `SandboxError`: that is no verdict, and a rollout that ends so is not punished.
+raises `SandboxError`, which is not a verdict: the rollout is not punished.
 """
 
 from sandboxes.judge.checkers import CloseNumbers, CustomChecker, Exact, SameLines

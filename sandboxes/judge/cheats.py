@@ -1,7 +1,7 @@
-"""Tricks by which wrong programs have been given full reward, each as a program that does not solve its task.
+"""Programs that do not solve their task but use a trick that has earned wrong programs full reward elsewhere.
 
-The task: `secret(n)` returns the n-th of some words that nothing tells; as a script, it prints the word for the number
-that it reads. A trick defines `secret`, and `SCRIPT` makes a script of it.
+The task: `secret(n)` returns the n-th of some words that are told nowhere; as a script, the program prints the word for
+the number that it reads. Each trick defines `secret`; appending `SCRIPT` turns it into a script.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,10 @@
-"""When an output is right. Pure functions of plain data: what is compared here can neither act nor pretend.
+"""Checkers: they decide whether an output is right.
 
-Data is what `json.loads` makes. A truth value is no number; 1 and 1.0 are the same number.
+`Exact`, `SameLines` and `CloseNumbers` are pure functions of plain data (what `json.loads` makes), which can neither
+act nor pretend. A boolean is not a number; 1 and 1.0 are the same number.
 
-A checker of a task's own: Python that decides whether an output is right, in a sandbox of its own.
-
-It never shares a sandbox with the program that it judges. That it fails on an output is no fault of the judge's: the
-output is then not right, since honest checkers fail on outputs of no sense.
+A `CustomChecker` is Python of the task's own, which runs in a sandbox that it never shares with the judged program. If
+it fails on an output, the output counts as wrong, since honest checkers fail on nonsense.
 """
 
 import ast
@@ -27,19 +26,19 @@ class Checker(Protocol):
     """Compares what a program gave with what was expected."""
 
     def accepts_text(self, output: bytes, expected: str) -> bool:
-        """Whether what it printed is right."""
+        """Return whether the printed output is right."""
         ...
 
     def accepts_data(self, result: JsonValue, expected: JsonValue) -> bool:
-        """Whether what it returned is right."""
+        """Return whether the returned value is right."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Byte for byte; of data, the same values.
+    r"""Text must match byte for byte, data by value.
 
-    >>> Exact().accepts_text(b"3\\n", "3"), Exact().accepts_data([1, 2.0], [1, 2]), Exact().accepts_data(True, 1)
+    >>> Exact().accepts_text(b"3\n", "3"), Exact().accepts_data([1, 2.0], [1, 2]), Exact().accepts_data(True, 1)
     (False, True, False)
     """
 
@@ -52,9 +51,9 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class SameLines:
-    """The same words on the same lines: white space within and at the end of lines, and empty last lines, are free.
+    r"""Lines must have the same words; spacing within and at the end of lines, and trailing empty lines, do not matter.
 
-    >>> SameLines().accepts_text(b"1  2 \\n3\\n\\n", "1 2\\n3"), SameLines().accepts_text(b"1\\n2", "1 2")
+    >>> SameLines().accepts_text(b"1  2 \n3\n\n", "1 2\n3"), SameLines().accepts_text(b"1\n2", "1 2")
     (True, False)
     """
 
@@ -67,7 +66,7 @@ class SameLines:
 
 @dataclass(frozen=True, slots=True)
 class CloseNumbers:
-    """As SameLines, and numbers may differ by `absolute` and `relative` times the expected one, unless both are whole.
+    """Like SameLines, but numbers, unless both are whole, may differ by `absolute` + `relative` * the expected one.
 
     >>> CloseNumbers().accepts_text(b"0.3333333", "0.33333333"), CloseNumbers().accepts_text(b"nan", "1.0")
     (True, False)
@@ -100,7 +99,7 @@ class CloseNumbers:
 
 @dataclass(frozen=True, slots=True)
 class NumberCheck:
-    """When two numbers are the same. Whole numbers have no tolerance: a count is right or wrong."""
+    """A tolerance for numbers. It does not apply to whole numbers: a count is right or wrong."""
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -110,12 +109,12 @@ class NumberCheck:
             return given == wanted
         try:
             return math.isfinite(given) and abs(given - wanted) <= self.absolute + self.relative * abs(wanted)
-        except OverflowError:  # an integer that no float holds
+        except OverflowError:  # an integer too large for a float
             return False
 
 
 def same_data(given: Any, wanted: Any, numbers: NumberCheck) -> bool:
-    """Whether two JSON values are the same. It does not recurse: data may be nested as deep as a parser lets it."""
+    """Return whether two JSON values are the same, without recursion, since data may be nested very deep."""
     pending = [(given, wanted)]
     while pending:
         left, right = pending.pop()
@@ -143,7 +142,7 @@ def is_number(value: object) -> bool:
 
 
 def words_of(output: bytes) -> list[list[bytes]]:
-    """The words of each line, without empty last lines."""
+    """Return the words of each line, without trailing empty lines."""
     lines = [line.split() for line in output.split(b"\n")]
     while lines and not lines[-1]:
         lines.pop()
@@ -151,7 +150,7 @@ def words_of(output: bytes) -> list[list[bytes]]:
 
 
 def number_of(word: bytes | None) -> int | float | None:
-    """The finite number that a word is, as programs print numbers; None when it is none.
+    """Return the finite number that a word spells, as programs print numbers, or None.
 
     >>> number_of(b"-1.5e3"), number_of(b"1_0"), number_of(b"inf")
     (-1500.0, None, None)
@@ -170,9 +169,9 @@ CHECK = precompiled((INSIDE / "check.py").read_text(), "<check>")
 
 @dataclass(frozen=True, slots=True)
 class CustomChecker:
-    """Python that defines `check(stdin, expected, output)`, three texts, and returns True, False or a score.
+    """Python that defines `check(stdin, expected, output)`, which takes three texts and returns True, False or a score.
 
-    A score is a finite number from 0 to 1; 1 alone passes. For calls, the texts are JSON: the arguments, the expected
+    A score is a finite number from 0 to 1; only 1 passes. For calls, the texts are JSON: the arguments, the expected
     result, the result.
 
     >>> CustomChecker("def check(stdin, expected, output): return sorted(output) == sorted(expected)").limits is None
@@ -180,7 +179,7 @@ class CustomChecker:
     """
 
     source: str
-    limits: Limits | None = None  # of one check; None: those of the pool
+    limits: Limits | None = None  # of one check; None: the pool's
 
     def __post_init__(self) -> None:
         try:
@@ -202,7 +201,7 @@ class CustomChecks:
         self._box: Sandbox | None = None
 
     async def score(self, stdin: str, expected: str, output: bytes) -> float:
-        """From 0 to 1; 0 for a check that fails or returns anything else."""
+        """Return a score from 0 to 1; 0 for a check that fails or returns anything else."""
         request = {
             "checker": self._checker.source,
             "stdin": stdin,
@@ -224,7 +223,7 @@ class CustomChecks:
 
 
 def score_of(said: bytes) -> float:
-    """What a checker returned, as a score.
+    """Return what a checker wrote as a score; 0 if it is not one.
 
     >>> score_of(b"true"), score_of(b"0.5"), score_of(b"NaN"), score_of(b"2"), score_of(b"[1]")
     (1.0, 0.5, 0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""`grade`: what a program earns, by the cases it is given. It knows no backend: any pool will do."""
+"""`grade`: the reward that a program earns on its cases, with any pool."""
 
 from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Pool, SandboxSpec
@@ -25,11 +25,11 @@ async def grade(
 ) -> Verdict:
     """Run a program against cases, in fresh sandboxes of `pool` that start as `spec` says.
 
-    `limits` are those of one case (None: the pool's); a case may have its own. `stop_early` leaves out the cases behind
-    the first that fails.
+    `limits` apply to one case (None: the pool's); a case may have its own. With `stop_early` the cases after the first
+    failure are skipped.
 
-    Raises ValueError for cases that cannot be judged, and SandboxError when a sandbox fails or has not the language, or
-    when outputs would be known to a sandbox that others can look into: none says anything of the program.
+    Raises ValueError for cases that cannot be judged. Raises SandboxError when a sandbox fails, lacks the language, or
+    would hold expected outputs where others can read them. Neither says anything about the program.
     """
     language = language_of(language)
     if isinstance(cases, UnitTests) or isinstance(checker, CustomChecker):
@@ -39,7 +39,7 @@ async def grade(
             raise ValueError(f"unit tests are judged in Python, not in {language.name}; give StdinCase or CallCase")
         return await judge_unit_tests(code, cases, pool=pool, spec=spec, limits=limits, stop_early=stop_early)
     if not cases:
-        raise ValueError("cases is empty; a program that is compared with nothing earns nothing: give at least one")
+        raise ValueError("cases is empty; give at least one")
     judge = ProgramJudge(
         pool=pool,
         spec=spec,
@@ -53,10 +53,10 @@ async def grade(
 
 
 def _require_walls(pool: Pool) -> None:
-    """Tests and checkers hold what is expected: where there are no walls, a program finds it in a neighbour's files."""
+    """Refuse backends without walls: a program could read tests and checkers, which hold what is expected."""
     found = pool.capabilities()
     if not found.isolation.covers(Isolation.NAMESPACES):
         raise SandboxError(
-            f"unit tests and custom checkers are judged behind walls, and the {found.backend} backend gives only "
+            f"unit tests and custom checkers need walls, but the {found.backend} backend gives only "
             f"{found.isolation.value!r}: a program could read them; use a backend that isolates, or texts and calls"
         )

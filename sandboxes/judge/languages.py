@@ -1,8 +1,7 @@
-"""How programs of a language are built and run in a sandbox. Another language is another `Language`; no code changes.
+"""How programs of a language are built and run in a sandbox. A new language is a new `Language`; no code changes.
 
-It runs nothing. Whether the sandbox's image has the language shows when a program is to be run: see programs.py.
-
-A file of `inside/` with the others that it imports, as one text of Python. It runs nothing.
+Whether a sandbox's image has the language shows only when a program runs: see programs.py. `bundle` joins files of
+`inside/` into one Python text that can be sent to a sandbox.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,18 +18,18 @@ BUILD_LIMITS = Limits(wall_s=30.0, memory_bytes=2**30, file_bytes=64 * 2**20, ou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Language:
-    """`build` and `run` are commands in the folder that holds the program as `file`.
+    """The commands `build` and `run`, which work in the folder that holds the program as `file`.
 
     >>> Language(name="awk", file="main.awk", run=("awk", "-f", "main.awk"), smallest='BEGIN { print "ok" }').build
     """
 
     name: str
     file: str
-    run: tuple[str, ...] | None  # None: Python in the sandbox's warm interpreter
-    smallest: str  # a program that prints `ok`: what shows that the language works in a sandbox
+    run: tuple[str, ...] | None  # None: Python, in the sandbox's warm interpreter
+    smallest: str  # a program that prints `ok`, to test whether the language works in a sandbox
     build: tuple[str, ...] | None = None
     build_limits: Limits = BUILD_LIMITS
-    call: str | None = None  # a program that makes the call that its stdin tells of; None: no calls in this language
+    call: str | None = None  # a program that makes the call described on its stdin; None: no calls in this language
 
 
 PYTHON = Language(
@@ -69,7 +68,7 @@ LANGUAGES: Mapping[str, Language] = MappingProxyType(
 
 
 def language_of(language: str | Language) -> Language:
-    """The language of that name, or the one that is given."""
+    """Return the language of that name, or the given `Language`."""
     if isinstance(language, Language):
         return language
     if language not in LANGUAGES:
@@ -98,7 +97,7 @@ main.main()
 
 
 def bundle(*names: str) -> str:
-    """The last of these files with the ones before it, which it imports."""
+    """Return one text that runs `main` of the last of these files; the files before it are those that it imports."""
     return BUNDLE.format(package=PACKAGE, modules=_sources(names))
 
 

@@ -1,10 +1,10 @@
-"""Judges a program by texts and by calls: one process a case, all in one sandbox that holds the program alone.
+"""Judges a program by texts and by calls: one process per case, all in one sandbox that holds only the program.
 
-The host keeps the expected outputs and compares. Cases run a few at once; one that fails tells nothing of the others.
+The host keeps the expected outputs and compares. A few cases run at once, and a case that fails does not affect the
+others.
 
-A program in a sandbox that is talked to in lines of JSON. What it says is bounded, and nothing in it is believed.
-
-It knows no program: relays and fork servers alike are talked to through it.
+A `Conversation` exchanges lines of JSON with a process in a sandbox. It bounds what the process says; callers must not
+trust it.
 """
 
 import asyncio
@@ -39,19 +39,19 @@ Answer = TypeVar("Answer")
 
 CASES_AT_ONCE = 4
 CANNOT_BE_RUN = (126, 127)
-"""Exit codes of a command that is not there, or no program."""
+"""Exit codes of a command that is missing or cannot be executed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A program in a sandbox, as text."""
+    """The source of a program, and the sandbox that it runs in."""
 
     box: Sandbox
     language: Language
     source: str
 
     async def build(self) -> ExecResult | None:
-        """Put it there and compile it; None when there is nothing to compile."""
+        """Put the program into its sandbox and compile it; None when there is nothing to compile."""
         if self.language.run is not None:
             await self.box.write(self.language.file, self.source.encode(errors="replace"))
         if self.language.build is None:
@@ -66,7 +66,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramJudge:
-    """How one submission is judged; `judge` gives the verdict."""
+    """A judge of one submission; `judge` returns the verdict."""
 
     pool: Pool
     spec: SandboxSpec
@@ -114,7 +114,7 @@ class ProgramJudge:
     async def _scorer(
         self, stack: AsyncExitStack
     ) -> Callable[[StdinCase | CallCase, ExecResult], Awaitable[CaseVerdict]]:
-        """What looks at the result of a program that ended well."""
+        """Return the function that judges the result of a program that ended well."""
         checker = self.checker
         if not isinstance(checker, CustomChecker):
 
@@ -134,9 +134,9 @@ class ProgramJudge:
         return check
 
     async def _require_language(self, is_in_doubt: bool) -> None:
-        """SandboxError when not even the smallest program runs: that is no fault of the submission.
+        """Raise SandboxError when not even the smallest program runs: then the submission is not at fault.
 
-        In a fresh sandbox, so that no submission can pass off its failure as ours.
+        It runs in a fresh sandbox, so that no submission can pass off its failure as ours.
         """
         if not is_in_doubt or self.language.run is None:
             return
@@ -158,8 +158,8 @@ async def judge_in_turn(
     *,
     stop_early: bool,
 ) -> tuple[CaseVerdict, ...]:
-    """Judge the cases, a few at once; the verdicts do not depend on which of them ends first."""
-    slots = asyncio.Semaphore(CASES_AT_ONCE)  # wakes its waiters in their order
+    """Judge a few cases at once; the verdicts do not depend on which of them ends first."""
+    slots = asyncio.Semaphore(CASES_AT_ONCE)  # wakes its waiters in order
     has_failed = False
 
     async def one(case: StdinCase | CallCase) -> CaseVerdict:
@@ -176,7 +176,7 @@ async def judge_in_turn(
 
 
 async def all_or_first_error(work: Sequence[Awaitable[Answer]]) -> list[Answer]:
-    """Every answer; when one fails the others are cancelled, and its own error is raised."""
+    """Return every answer; when one fails, cancel the others and raise its own error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_awaited(one)) for one in work]
@@ -190,7 +190,7 @@ async def _awaited(work: Awaitable[Answer]) -> Answer:
 
 
 def compared(case: StdinCase | CallCase, result: ExecResult, checker: Checker) -> CaseVerdict:
-    """The verdict on what a program printed or returned."""
+    """Return the verdict on what a program printed or returned."""
     if isinstance(case, StdinCase):
         return scored(float(checker.accepts_text(result.stdout, case.expected)), result)
     if not result.stdout:
@@ -217,15 +217,15 @@ def not_built(result: ExecResult) -> CaseVerdict:
 
 
 def is_suspect(verdict: CaseVerdict) -> bool:
-    """Whether the program did not even run to its end."""
+    """Return whether the program did not even run to its end."""
     return verdict.outcome not in (Outcome.PASSED, Outcome.WRONG, Outcome.SKIPPED)
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON and nothing else: no NaN, no infinity. Raises ValueError or RecursionError."""
+    """Parse strict JSON, without NaN and infinities. Raises ValueError or RecursionError."""
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
+        raise ValueError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
@@ -235,7 +235,7 @@ MAX_STDERR_BYTES = 4_096
 
 
 class Conversation:
-    """One process, from its start to its death; `async with` it."""
+    """A conversation with one process, from its start to its death. Use it with `async with`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -251,12 +251,12 @@ class Conversation:
         await self.end()
 
     async def tell(self, message: Any) -> None:
-        """Say something. That nobody listens any more shows when an answer is waited for."""
+        """Send a message. If nobody listens any more, `hear` finds out."""
         with contextlib.suppress(BrokenPipeError, ConnectionError):
             await self._process.write(json.dumps(message).encode() + b"\n")
 
     async def hear(self) -> bytes | None:
-        """The next line; None when there is none, or one that is too long."""
+        """Return the next line; None when there is none or it is too long."""
         searched = 0
         while (end := self._received.find(b"\n", searched)) < 0:
             searched = len(self._received)
@@ -271,7 +271,7 @@ class Conversation:
         return line
 
     async def hear_message(self) -> dict[str, Any] | None:
-        """The next line as a JSON object; None when it is anything else."""
+        """Return the next line as a JSON object; None when it is anything else."""
         line = await self.hear()
         if line is None:
             return None
@@ -282,14 +282,14 @@ class Conversation:
         return message if isinstance(message, dict) else None
 
     async def end(self) -> tuple[ExecResult, bytes]:
-        """Kill it: how it ended, and the end of what it said on stderr."""
+        """Kill the process, and return its result and the last of its stderr."""
         await self._process.kill()
         result = await self._process.wait()
         await self._draining
         return result, bytes(self._stderr)
 
     async def _drain(self) -> None:
-        """Until its stderr ends, which its death brings about: else it would wait for a reader of a full pipe."""
+        """Read stderr until the process dies, so that it never blocks on a full pipe."""
         async for chunk in self._process.stderr:
             self._stderr += chunk
             del self._stderr[:-MAX_STDERR_BYTES]

@@ -1,9 +1,7 @@
-"""Records of published data sets as problems: LiveCodeBench, TACO and APPS, HumanEval. It runs nothing.
+"""Records of published data sets as problems: LiveCodeBench, TACO and APPS, HumanEval.
 
-A record is what `datasets` or a line of JSON gives: a dict. One of another shape is refused by ValueError, which names
-the field; records come from elsewhere, and nothing in them is trusted.
-
-Pickles that may hold plain data only: text, numbers, lists, tuples and dicts. Reading one can run no code.
+A record is what `datasets` or a line of JSON gives: a dict. A malformed one raises ValueError, which names the field.
+Records come from elsewhere and are not trusted: their pickles may hold only plain data, and reading one runs no code.
 """
 
 import ast
@@ -19,35 +17,9 @@ from typing import Any, NoReturn, cast
 
 from sandboxes.judge.verdict import CallCase, Cases, StdinCase, UnitTests
 
-
-class PlainUnpickler(pickle.Unpickler):
-    """Refuses everything that has to be looked up by name: classes, functions, and so all that could be called."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"this pickle asks for {module_name}.{global_name}; only plain data is read")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("this pickle asks for a persistent object; only plain data is read")
-
-
-def load_plain(data: bytes) -> Any:
-    """The plain data of a pickle; UnpicklingError for anything else.
-
-    >>> load_plain(pickle.dumps([{"input": "1"}]))
-    [{'input': '1'}]
-    """
-    try:
-        return PlainUnpickler(io.BytesIO(data)).load()
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:  # the boundary: a damaged pickle makes the unpickler raise almost anything
-        raise pickle.UnpicklingError(f"this is no pickle: {error!r}") from error
-
-
 Record = Mapping[str, Any]
-
 MAX_TESTS_BYTES = 512 * 2**20
-"""What packed tests may unpack to."""
+"""The most bytes that packed tests may unpack to."""
 USUAL_NAMES = """\
 import bisect, collections, functools, heapq, itertools, math, operator, re, string, sys
 from bisect import *
@@ -59,25 +31,25 @@ from math import *
 from typing import *
 from builtins import *
 """
-"""What sites for such problems have imported before a solution runs; solutions of theirs count on it."""
+"""The imports that sites for such problems make before a solution runs, and that solutions rely on."""
 FUTURE = "from __future__ import "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is asked, and what judges the answer."""
+    """A task and the cases that judge its answer."""
 
     id: str
-    prompt: str  # what is asked; for HumanEval, the beginning of the program
+    prompt: str  # the task; for HumanEval, the beginning of the program
     cases: Cases
-    starter_code: str = ""  # what an answer fills in
-    preamble: str = ""  # what stands before an answer
+    starter_code: str = ""  # code that an answer fills in
+    preamble: str = ""  # code that goes before an answer
 
     def complete(self, answer: str) -> str:
-        """The program to grade: the answer behind what stands before it.
+        r"""Return the program to grade: the preamble, then the answer.
 
         >>> Problem(id="1", prompt="", cases=[], preamble="import math").complete("from __future__ import annotations")
-        'from __future__ import annotations\\nimport math'
+        'from __future__ import annotations\nimport math'
         """
         if not self.preamble:
             return answer
@@ -88,7 +60,7 @@ class Problem:
 
 
 def from_livecodebench(record: Record) -> Problem:
-    """A record of LiveCodeBench: `public_test_cases`, and `private_test_cases` in their packing."""
+    """Read a record of LiveCodeBench: `public_test_cases`, and the packed `private_test_cases`."""
     metadata = field_of(decoded(record, "metadata"), "metadata", dict)
     packed = field_of(record.get("private_test_cases"), "private_test_cases", str)
     public = field_of(decoded(record, "public_test_cases"), "public_test_cases", list)
@@ -104,15 +76,15 @@ def from_livecodebench(record: Record) -> Problem:
 
 
 def from_apps(record: Record) -> Problem:
-    """A record of APPS or TACO: `input_output` with `inputs` and `outputs`, and `fn_name` where calls are judged.
+    """Read a record of APPS or TACO: `input_output` with `inputs`, `outputs` and, if calls are judged, `fn_name`.
 
-    Where each output of calls is a list of one, that one is the result.
+    If every output of the calls is a list of one value, that value is the result.
     """
     tests = field_of(decoded(record, "input_output"), "input_output", dict)
     inputs, outputs = (field_of(tests.get(name), f"input_output.{name}", list) for name in ("inputs", "outputs"))
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(
-            f"the record has {len(inputs)} inputs and {len(outputs)} outputs; as many of each, at least one"
+            f"the record has {len(inputs)} inputs and {len(outputs)} outputs; give as many of each, at least one"
         )
     function = tests.get("fn_name")
     if function and all(isinstance(output, list) and len(cast(list[Any], output)) == 1 for output in outputs):
@@ -130,15 +102,15 @@ def from_apps(record: Record) -> Problem:
 
 
 def from_humaneval(record: Record) -> Problem:
-    """A record of HumanEval: `prompt`, `entry_point`, and a `test` that defines `check(candidate)`.
+    """Read a record of HumanEval: `prompt`, `entry_point`, and a `test` that defines `check(candidate)`.
 
-    The test runs where the program is not (see `UnitTests`), with what the prompt defines beside the function. An
-    answer goes on where the prompt ends, or is the whole function.
+    The tests run in another sandbox than the program (see `UnitTests`), with whatever the prompt defines beside the
+    function. An answer continues the prompt or is the whole function.
     """
     prompt, function, test = (text(record, name) for name in ("prompt", "entry_point", "test"))
     for name, source in (("prompt", prompt), ("test", test)):
         if not is_python(source):
-            raise ValueError(f"the record's {name!r} is no Python: {source[:200]!r}")
+            raise ValueError(f"the record's {name!r} is not Python: {source[:200]!r}")
     if not function.isidentifier():
         raise ValueError(f"the record's 'entry_point' is {function!r}; it must be the name of a function")
     imports = f"from solution import {function}"
@@ -152,12 +124,12 @@ def from_humaneval(record: Record) -> Problem:
 
 
 def call_of_lines(function: str, given: str, expected: str) -> CallCase:
-    """A call whose arguments are JSON, one a line."""
+    """Make a call whose arguments are JSON, one per line."""
     try:
         args = [json.loads(line) for line in given.split("\n") if line.strip()]
         return CallCase(function=function, args=args, expected=json.loads(expected))
     except json.JSONDecodeError as error:
-        raise ValueError(f"a test of {function} is no JSON: {given[:200]!r} to {expected[:200]!r}") from error
+        raise ValueError(f"a test of {function} is not JSON: {given[:200]!r} to {expected[:200]!r}") from error
 
 
 def stdin_case(given: str, expected: str) -> StdinCase:
@@ -173,7 +145,7 @@ def text_pair(test: Any) -> tuple[str, str]:
 
 
 def unpacked(packed: str) -> list[Any]:
-    """Private tests: a list as JSON, or that as a pickled text, compressed, in base64."""
+    """Return private tests, given as a JSON list, or as that list as text, pickled, compressed and in base64."""
     try:
         return field_of(json.loads(packed), "private_test_cases", list)
     except json.JSONDecodeError:
@@ -189,22 +161,46 @@ def unpacked(packed: str) -> list[Any]:
         raise ValueError(f"the record's 'private_test_cases' cannot be unpacked: {error}") from error
 
 
+class PlainUnpickler(pickle.Unpickler):
+    """An unpickler that refuses everything that is looked up by name: classes, functions, and so anything callable."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"this pickle asks for {module_name}.{global_name}; only plain data is read")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("this pickle asks for a persistent object; only plain data is read")
+
+
+def load_plain(data: bytes) -> Any:
+    """Return the plain data of a pickle; UnpicklingError for anything else.
+
+    >>> load_plain(pickle.dumps([{"input": "1"}]))
+    [{'input': '1'}]
+    """
+    try:
+        return PlainUnpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # the boundary: a damaged pickle makes the unpickler raise almost anything
+        raise pickle.UnpicklingError(f"this is not a pickle: {error!r}") from error
+
+
 def joined(lines: Any) -> str:
-    """A text, or the lines of one."""
+    """Return a text, or join the lines of one."""
     if isinstance(lines, list):
         return "\n".join(str(line) for line in cast(list[Any], lines))
     return field_of(lines, "inputs or outputs", str)
 
 
 def decoded(record: Record, name: str) -> Any:
-    """A field that may be JSON."""
+    """Return a field, decoded if it is JSON text."""
     value = record.get(name)
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the record's {name!r} is no JSON: {value[:200]!r}") from error
+        raise ValueError(f"the record's {name!r} is not JSON: {value[:200]!r}") from error
 
 
 def text(record: Record, name: str) -> str:

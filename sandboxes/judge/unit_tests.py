@@ -1,4 +1,4 @@
-"""Judges a program by unit tests, which run where the program is not.
+"""Judges a program by unit tests, which run in another sandbox than the program.
 
 ::
 
@@ -6,13 +6,9 @@
     run_tests.py ── do ──▶ relays, keeps the time ── do ──▶ serve_program.py
                  ◀─ value, raised, gone ──        ◀─ value, raised ──
 
-A pass rests on what the tests' process says, in which nothing of the program ever runs; the program's process gives
-plain values, as any function does, and cannot say how a test went. A program that dies or is killed in a test fails
-it, even if the test takes no notice; for the next test it is started anew.
-
-A program in its sandbox that does what its tests ask: started when it is needed, killed when its time is over.
-
-It knows no tests. What it answers is data from a hostile process: `run_tests.py` takes it as plain values alone.
+A pass rests on what the tests' process says, in which nothing of the program ever runs. The program's process gives
+only plain values, as any function does, and cannot say how a test went: what it answers is hostile data. A program that
+dies or is killed during a test fails it, even if the test does not notice; it is started anew for the next test.
 """
 
 import asyncio
@@ -39,113 +35,19 @@ from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Limits, SandboxSpec, Status
 
 SERVE = bundle("plain", "serve_program")
-
-MAX_NAMES_CHARACTERS = 256 * 1024
-"""Of all names of a program together, as JSON: without a bound they could fill the memory of its tests' sandbox."""
-
-Names = dict[str, tuple[str, list[str]]]
-"""Each name of a program, what it is, and the built-in exceptions that it comes of."""
-
-
-class RemoteProgram:
-    """Made without a process; `stop` it at last."""
-
-    def __init__(self, box: Sandbox, code: str, module: str, limits: Limits) -> None:
-        self._box = box
-        self._code = code
-        self._module = module
-        self._limits = limits
-        self._conversation: Conversation | None = None
-        self._stopping = asyncio.Lock()
-        self.failure = CaseVerdict(outcome=Outcome.CRASHED)  # of its last end
-        self.num_ends = 0
-
-    @property
-    def wall_s(self) -> float:
-        return self._limits.wall_s
-
-    async def start(self) -> Names | None:
-        """Its names; None, and `failure`, when it cannot be loaded."""
-        conversation = self._conversation = Conversation(await self._box.spawn_python(SERVE))
-        await conversation.tell({"code": self._code, "module": self._module, "serial": self.num_ends})
-        try:
-            async with asyncio.timeout(self.wall_s):
-                hello = await conversation.hear_message() or {}
-        except TimeoutError:
-            await self.stop(Outcome.TIMEOUT)
-            return None
-        names = names_of(hello)
-        if names is None:
-            await self.stop(detail=told(hello.get("raised")))
-        return names
-
-    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Its reply, or that it is gone."""
-        if self._conversation is None and await self.start() is None:
-            return {"gone": self.failure.detail}
-        conversation = self._conversation
-        reply: dict[str, Any] | None = None
-        if conversation is not None:
-            await conversation.tell(request)
-            reply = await conversation.hear_message()
-        if reply is None or not reply.keys() & {"value", "raised", "gone"}:
-            await self.stop()
-            return {"gone": self.failure.detail}
-        return reply
-
-    async def stop(self, outcome: Outcome | None = None, detail: str = "") -> None:
-        """Kill it and keep why; `outcome` None: what the kernel says."""
-        async with self._stopping:  # who comes second finds it stopped, and `failure` set
-            conversation, self._conversation = self._conversation, None
-            if conversation is None:
-                return
-            result, stderr = await conversation.end()
-            self.num_ends += 1
-            said = detail or ending_of(stderr) or "the program ended"
-            self.failure = CaseVerdict(outcome=outcome or outcome_of_end(result), detail=said)
-
-
-def names_of(hello: Mapping[str, Any]) -> Names | None:
-    """What a program says of its names, if it is what it should be."""
-    names = hello.get("names")
-    if not isinstance(names, dict) or len(json.dumps(names)) > MAX_NAMES_CHARACTERS:
-        return None
-    for kind in cast(dict[str, Any], names).values():
-        match kind:
-            case [str(), list(bases)] if all(isinstance(base, str) for base in cast(list[Any], bases)):
-                continue
-            case _:
-                return None
-    return cast(Names, names)
-
-
-def told(raised: Any) -> str:
-    """An exception as `serve_program.py` describes it, in one line; nothing when it is none.
-
-    >>> told({"names": ["KeyError", "LookupError"], "message": "'x'"})
-    "KeyError: 'x'"
-    """
-    match raised:
-        case {"names": [str(name), *_], "message": str(message)}:
-            return f"{name}: {message}"[:MAX_TEXT]
-        case _:
-            return ""
-
-
-def outcome_of_end(result: ExecResult) -> Outcome:
-    """Why a program is gone that should have waited for requests; that it exited with 0 is no excuse."""
-    return Outcome.CRASHED if result.status is Status.OK else OUTCOME_OF[result.status]
-
-
 RUN = bundle("plain", "stand_in", "run_tests")
 LOADING_S = 30.0
-"""What the tests' own interpreter may take to start and to load them, beside the time of one test."""
+"""The time that the tests' interpreter may take to start and load them, in addition to the time of one test."""
+MAX_NAMES_CHARACTERS = 256 * 1024
+"""The most characters of all names of a program together, as JSON; more could fill the memory of the tests' sandbox."""
+Names = dict[str, tuple[str, list[str]]]
+"""By name of the program: what kind of thing it is, and the built-in exceptions that it derives from."""
 
 
 async def judge_unit_tests(
     code: str, tests: UnitTests, *, pool: Pool, spec: SandboxSpec, limits: Limits | None, stop_early: bool
 ) -> Verdict:
-    """The verdict of each test. ValueError when the tests, and not the program, are at fault."""
+    """Return the verdict on each test. ValueError when the tests, not the program, are at fault."""
     test_files = {path: source.encode() for path, source in tests.files.items()}
     test_spec = replace(spec, files={**spec.files, **test_files})
     async with pool.acquire(spec) as program_box, pool.acquire(test_spec) as test_box:
@@ -161,10 +63,100 @@ async def judge_unit_tests(
             await program.stop()
 
 
+class RemoteProgram:
+    """A program in its sandbox that does what its tests ask. Its process starts when needed; call `stop` at the end."""
+
+    def __init__(self, box: Sandbox, code: str, module: str, limits: Limits) -> None:
+        self._box = box
+        self._code = code
+        self._module = module
+        self._limits = limits
+        self._conversation: Conversation | None = None
+        self._stopping = asyncio.Lock()
+        self.failure = CaseVerdict(outcome=Outcome.CRASHED)  # the reason of its last end
+        self.num_ends = 0
+
+    @property
+    def wall_s(self) -> float:
+        return self._limits.wall_s
+
+    async def start(self) -> Names | None:
+        """Start the process and return the program's names; None, with `failure` set, when it cannot be loaded."""
+        conversation = self._conversation = Conversation(await self._box.spawn_python(SERVE))
+        await conversation.tell({"code": self._code, "module": self._module, "serial": self.num_ends})
+        try:
+            async with asyncio.timeout(self.wall_s):
+                hello = await conversation.hear_message() or {}
+        except TimeoutError:
+            await self.stop(Outcome.TIMEOUT)
+            return None
+        names = names_of(hello)
+        if names is None:
+            await self.stop(detail=told(hello.get("raised")))
+        return names
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and return the reply, or a message that the program is gone."""
+        if self._conversation is None and await self.start() is None:
+            return {"gone": self.failure.detail}
+        conversation = self._conversation
+        reply: dict[str, Any] | None = None
+        if conversation is not None:
+            await conversation.tell(request)
+            reply = await conversation.hear_message()
+        if reply is None or not reply.keys() & {"value", "raised", "gone"}:
+            await self.stop()
+            return {"gone": self.failure.detail}
+        return reply
+
+    async def stop(self, outcome: Outcome | None = None, detail: str = "") -> None:
+        """Kill the process and keep the reason in `failure`; if `outcome` is None, the kernel's reason."""
+        async with self._stopping:  # a second caller finds it stopped, and `failure` set
+            conversation, self._conversation = self._conversation, None
+            if conversation is None:
+                return
+            result, stderr = await conversation.end()
+            self.num_ends += 1
+            said = detail or ending_of(stderr) or "the program ended"
+            self.failure = CaseVerdict(outcome=outcome or outcome_of_end(result), detail=said)
+
+
+def names_of(hello: Mapping[str, Any]) -> Names | None:
+    """Return the names that a program reports, or None if they are malformed or too many."""
+    names = hello.get("names")
+    if not isinstance(names, dict) or len(json.dumps(names)) > MAX_NAMES_CHARACTERS:
+        return None
+    for kind in cast(dict[str, Any], names).values():
+        match kind:
+            case [str(), list(bases)] if all(isinstance(base, str) for base in cast(list[Any], bases)):
+                continue
+            case _:
+                return None
+    return cast(Names, names)
+
+
+def told(raised: Any) -> str:
+    """Return an exception, as `serve_program.py` describes it, in one line; empty if it is not one.
+
+    >>> told({"names": ["KeyError", "LookupError"], "message": "'x'"})
+    "KeyError: 'x'"
+    """
+    match raised:
+        case {"names": [str(name), *_], "message": str(message)}:
+            return f"{name}: {message}"[:MAX_TEXT]
+        case _:
+            return ""
+
+
+def outcome_of_end(result: ExecResult) -> Outcome:
+    """Return why a program is gone that should have waited for requests; exiting with 0 is no excuse."""
+    return Outcome.CRASHED if result.status is Status.OK else OUTCOME_OF[result.status]
+
+
 class TestRun:
     """One run of the tests."""
 
-    __test__ = False  # no test class of pytest's
+    __test__ = False  # keeps pytest from collecting it
 
     def __init__(self, conversation: Conversation, program: RemoteProgram, *, stop_early: bool) -> None:
         self._conversation = conversation
@@ -173,12 +165,12 @@ class TestRun:
         self._tests: list[str] = []
         self._verdicts: dict[int, CaseVerdict] = {}
         self._running: int | None = None
-        self._ends_before = 0  # of the program, when the running test started
+        self._ends_before = 0  # the program's `num_ends` when the running test started
         self._has_asked = False
         self._is_late = False
 
     async def verdict(self) -> Verdict:
-        """Until the tests are done, or it is known how they end."""
+        """Follow the tests until they are done, or their outcome is known."""
         allowed_s = self._program.wall_s + LOADING_S
         while await self._within(allowed_s):
             allowed_s = self._program.wall_s
@@ -188,7 +180,7 @@ class TestRun:
         return Verdict(cases=skip_after_first_failure(cases) if self._stop_early else cases)
 
     async def _within(self, allowed_s: float) -> bool:
-        """The next test, in its time: then first the program is killed, and then the tests."""
+        """Follow the next test; when its time is over, kill first the program and then the tests."""
         test = asyncio.create_task(self._until_test_ends())
         try:
             for stop in (self._stop_program, self._stop_tests):
@@ -201,14 +193,14 @@ class TestRun:
             test.cancel()
 
     async def _until_test_ends(self) -> bool:
-        """Do what the tests' process says until a test has ended; whether there is more to come."""
+        """Relay requests until a test has ended; return whether there are more tests."""
         while (message := await self._conversation.hear_message()) is not None:
             match message:
                 case {"do": _}:
                     self._has_asked = True
                     await self._conversation.tell(await self._program.ask(message))
                 case {"tests": []}:
-                    raise ValueError("the files of tests hold no test that counts; give at least one")
+                    raise ValueError("the test files hold no test that counts; give at least one")
                 case {"tests": tests}:
                     self._tests = tests
                     return True
@@ -236,9 +228,9 @@ class TestRun:
         return CaseVerdict(outcome=Outcome.WRONG, detail=detail)
 
     def _verdict_of(self, index: int, name: str) -> CaseVerdict:
-        """What is known of a test; one that was not told to its end has failed."""
+        """Return the verdict on a test; one whose end was not reported has failed."""
         unknown = Outcome.TIMEOUT if self._is_late and index == self._running else Outcome.CRASHED
-        verdict = self._verdicts.get(index, CaseVerdict(outcome=unknown, detail="the test did not come to its end"))
+        verdict = self._verdicts.get(index, CaseVerdict(outcome=unknown, detail="the test did not end"))
         return replace(verdict, output=name)
 
     async def _stop_program(self) -> None:
@@ -249,7 +241,7 @@ class TestRun:
         await self._conversation.end()
 
     async def _explain_no_tests(self) -> None:
-        """Their process ended before it had loaded them: our fault, unless the program had a part in it."""
+        """Explain why the process ended before it had loaded the tests: our fault unless the program was involved."""
         result, stderr = await self._conversation.end()
         why = f"the tests' process ended ({result.status.value}) before a test began: {ending_of(stderr)!r}"
         if not self._has_asked:

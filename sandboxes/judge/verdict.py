@@ -1,6 +1,6 @@
-"""What is said of a program: an outcome a case, and a reward that is always a finite number from 0 to 1.
+"""The cases that a program is judged by, and the verdict: an outcome per case, and a finite reward from 0 to 1.
 
-What a program is judged by: texts in and out, calls with JSON in and out, or files of unit tests. Data.
+Cases are texts in and out, calls with JSON in and out, or files of unit tests.
 """
 
 import ast
@@ -13,22 +13,22 @@ from sandboxes import Limits, Status
 from sandboxes.spec import ExecResult
 
 MAX_TEXT = 1_000
-"""Characters of output and of detail that a verdict keeps a case."""
+"""The number of characters of output, and of detail, that a verdict keeps per case."""
 
 
 class Outcome(StrEnum):
-    """How one case ended. PASSED alone is right."""
+    """The outcome of one case. Only PASSED is right."""
 
     PASSED = "passed"
-    WRONG = "wrong"  # it ended well, and what it gave is not right
-    CRASHED = "crashed"  # it failed by itself, or ended before it gave anything
+    WRONG = "wrong"  # it ended well, but its output is not right
+    CRASHED = "crashed"  # it failed by itself, or ended before it gave a result
     TIMEOUT = "timeout"
     MEMORY = "memory"
     PIDS = "pids"
     DISK = "disk"
     OUTPUT_LIMIT = "output_limit"
     NOT_BUILT = "not_built"  # it does not compile
-    SKIPPED = "skipped"  # an earlier case failed, and `stop_early` was asked
+    SKIPPED = "skipped"  # an earlier case failed, and `stop_early` was set
 
 
 OUTCOME_OF: dict[Status, Outcome] = {
@@ -40,20 +40,20 @@ OUTCOME_OF: dict[Status, Outcome] = {
     Status.DISK: Outcome.DISK,
     Status.OUTPUT_LIMIT: Outcome.OUTPUT_LIMIT,
 }
-"""Of a program that did not end well."""
+"""The outcome of a program that did not end well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseVerdict:
-    """One case. `output` and `detail` are for people and models to read; nothing is decided by them.
+    """The verdict on one case. `output` and `detail` are for people and models to read; they decide nothing.
 
     >>> CaseVerdict(outcome=Outcome.WRONG, output="41").score
     0.0
     """
 
     outcome: Outcome
-    score: float = 0.0  # from 0 to 1: a checker of the task's own may give a part
-    output: str = ""  # what the program printed or returned; of a unit test, its name
+    score: float = 0.0  # from 0 to 1; a checker of the task's own may give partial credit
+    output: str = ""  # what the program printed or returned; for a unit test, its name
     detail: str = ""  # what went wrong
     wall_s: float = 0.0
 
@@ -68,7 +68,7 @@ class CaseVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """All cases, in their order.
+    """The verdicts on all cases, in order.
 
     >>> right, wrong = CaseVerdict(outcome=Outcome.PASSED, score=1.0), CaseVerdict(outcome=Outcome.WRONG)
     >>> verdict = Verdict(cases=(right, wrong))
@@ -80,7 +80,7 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if not self.cases:
-            raise ValueError("a verdict without cases says nothing; give at least one")
+            raise ValueError("Verdict.cases is empty; give at least one")
 
     @property
     def is_passed(self) -> bool:
@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def reward(self) -> float:
-        """1.0 when every case is passed, else 0.0."""
+        """1.0 when every case passed, else 0.0."""
         return float(self.is_passed)
 
     @property
@@ -101,8 +101,11 @@ class Verdict:
         return sum(case.score for case in self.cases) / len(self.cases)
 
 
+SKIPPED = CaseVerdict(outcome=Outcome.SKIPPED)
+
+
 def failure_of(result: ExecResult) -> CaseVerdict:
-    """The verdict on a program that did not end well, whatever it printed."""
+    """Return the verdict on a program that did not end well, whatever it printed."""
     return CaseVerdict(
         outcome=OUTCOME_OF[result.status],
         output=shortened(result.stdout),
@@ -112,22 +115,19 @@ def failure_of(result: ExecResult) -> CaseVerdict:
 
 
 def skip_after_first_failure(cases: Sequence[CaseVerdict]) -> tuple[CaseVerdict, ...]:
-    """What `stop_early` says: the cases behind the first that failed count as not run, whether they were or not."""
+    """Mark the cases after the first failure as skipped, whether they ran or not, as `stop_early` asks."""
     first = next((index for index, case in enumerate(cases) if not case.is_passed), len(cases))
     skipped = [replace(SKIPPED) for _ in cases[first + 1 :]]
     return (*cases[: first + 1], *skipped)
 
 
-SKIPPED = CaseVerdict(outcome=Outcome.SKIPPED)
-
-
 def shortened(output: bytes) -> str:
-    """The beginning of what was printed, as text."""
+    """Return the beginning of an output as text."""
     return output[: 4 * MAX_TEXT].decode(errors="replace")[:MAX_TEXT]
 
 
 def ending_of(output: bytes) -> str:
-    """The end of what was printed, as text: a traceback ends with what went wrong."""
+    """Return the end of an output as text: a traceback ends with what went wrong."""
     return output[-4 * MAX_TEXT :].decode(errors="replace").strip()[-MAX_TEXT:]
 
 
@@ -145,14 +145,14 @@ class StdinCase:
 
     stdin: str
     expected: str
-    limits: Limits | None = None  # None: those of all cases
+    limits: Limits | None = None  # None: the limits of all cases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallCase:
-    """`function(*args)`, a function of the program or a method of its class `Solution`, must return `expected`.
+    """The call `function(*args)` must return `expected`; it is a function of the program or a method of its `Solution`.
 
-    Arguments and result are JSON: a tuple counts as a list. Each call is in a process of its own.
+    Arguments and result are JSON: a tuple counts as a list. Each call runs in a process of its own.
 
     >>> CallCase(function="add", args=[1, 2], expected=3).function
     'add'
@@ -170,40 +170,40 @@ class CallCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTests:
-    """Files of tests that import the program as `module`: unittest classes, and plain functions `test_*`.
+    r"""Files of tests that import the program as `module`: unittest classes, and plain functions `test_*`.
 
-    The tests run in a sandbox into which the program never comes; `module` is a stand-in there, which sends each call
-    to the program's sandbox and its result back, both as plain data. So a test may
+    The tests run in a sandbox where the program never comes. There `module` is a stand-in, which sends each call to
+    the program's sandbox and brings its result back, both as plain data. So a test may
 
     - call functions of the program, make objects of its classes, call their methods, read their attributes, and use
       `len`, `in`, `[...]`, iteration and `str` on them;
-    - give and get None, booleans, numbers, text, bytes, lists, tuples, sets and dicts of these, and objects that the
+    - pass and get None, booleans, numbers, text, bytes, lists, tuples, sets and dicts of these, and objects that the
       program made. Arguments are copies: a change that the program makes to one does not show in the test;
     - expect exceptions: built-in ones and those of the program.
 
-    It cannot be passed by an object that calls itself equal: objects of the program equal themselves alone. A test that
-    hands the program a function, a class or an object of its own cannot be judged; `grade` refuses it by ValueError.
-    `from solution import *` is refused: the program would say what `abs` is, by which its results are judged.
+    An object that claims to equal everything does not pass a test: an object of the program only equals itself. `grade`
+    raises ValueError for a test that hands the program a function, a class or an object of its own. The constructor
+    refuses `from solution import *`, by which the program could replace `abs` and other names that tests judge with.
 
-    >>> UnitTests(files={"test_it.py": "from solution import add\\ndef test_add(): assert add(1, 2) == 3"}).module
+    >>> UnitTests(files={"test_it.py": "from solution import add\ndef test_add(): assert add(1, 2) == 3"}).module
     'solution'
     """
 
-    files: Mapping[str, str]  # by path; those named test*.py or *_test.py hold tests, others are imported by them
+    files: Mapping[str, str]  # by path; files named test*.py or *_test.py hold tests and may import the others
     module: str = "solution"
 
     def __post_init__(self) -> None:
         if not self.module.isidentifier():
             raise ValueError(f"UnitTests.module is {self.module!r}; give the name of a module")
         if not self.test_files:
-            raise ValueError(f"UnitTests.files are {sorted(self.files)}; none is named test*.py or *_test.py")
+            raise ValueError(f"UnitTests.files are {sorted(self.files)}; name one of them test*.py or *_test.py")
         for path, source in self.files.items():
             if path.endswith(".py") and takes_all_names(source, self.module):
                 raise ValueError(f"UnitTests.files[{path!r}] takes all names of the program; import them one by one")
 
     @property
     def test_files(self) -> list[str]:
-        """The files that hold tests, in their order."""
+        """The files that hold tests, in order."""
         names = {path: path.rpartition("/")[2] for path in self.files}
         return [
             path
@@ -213,14 +213,14 @@ class UnitTests:
 
 
 def takes_all_names(source: str, module: str) -> bool:
-    """Whether it holds `from module import *`.
+    """Return whether the source contains `from module import *`.
 
     >>> takes_all_names("from solution import *", "solution"), takes_all_names("from math import *", "solution")
     (True, False)
     """
     try:
         nodes = ast.walk(ast.parse(source))
-    except (SyntaxError, ValueError):  # found when the tests are loaded
+    except (SyntaxError, ValueError):  # reported when the tests are loaded
         return False
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == module]
     return any(alias.name == "*" for node in imports for alias in node.names)

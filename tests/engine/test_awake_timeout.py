@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from areal_agent.engine import wire
-from areal_agent.engine.transport import CONNECT_TIMEOUT_S, LATE_S, Connections, Transport, awake_timeout
+from areal_agent.engine.transport import CONNECT_TIMEOUT_S, LATE_S, Transport, awake_timeout
 
 from .slept import SleptLoop, run_in_slept_loop
 
@@ -70,14 +70,17 @@ async def _told(_: web.Request) -> web.Response:
 
 
 @pytest.mark.parametrize("num_steps", range(8))  # the connection is made in one of the first steps
-def test_calls_over_a_connection_that_was_slept_through(num_steps: int) -> None:
+@pytest.mark.parametrize("is_sampling", [False, True])
+def test_calls_over_a_connection_that_was_slept_through(is_sampling: bool, num_steps: int) -> None:
     async def work(loop: SleptLoop) -> object:
         app = web.Application()
         app.router.add_get(wire.SERVER_INFO, _told)
+        app.router.add_post(wire.GENERATE, _told)
         runner = await _serve(app)
         transport = Transport(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        ask = transport.sample(wire.GENERATE, {}) if is_sampling else transport.get(wire.SERVER_INFO)
         try:
-            call = asyncio.create_task(transport.get(wire.SERVER_INFO))
+            call = asyncio.create_task(ask)
             await some_steps(num_steps)
             loop.sleep(LONG_S)
             return await call
@@ -86,23 +89,3 @@ def test_calls_over_a_connection_that_was_slept_through(num_steps: int) -> None:
             await runner.cleanup()
 
     assert run_in_slept_loop(work) == {}
-
-
-@pytest.mark.parametrize("num_steps", range(4))
-def test_samples_over_a_connection_that_was_slept_through(num_steps: int) -> None:
-    async def work(loop: SleptLoop) -> int:
-        app = web.Application()
-        app.router.add_post(wire.GENERATE, _told)
-        runner = await _serve(app)
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        connections = Connections(url, connect_timeout_s=CONNECT_TIMEOUT_S)
-        try:
-            call = asyncio.create_task(connections.post(wire.GENERATE, b"{}"))
-            await some_steps(num_steps)
-            loop.sleep(LONG_S)
-            return (await call).status
-        finally:
-            connections.close()
-            await runner.cleanup()
-
-    assert run_in_slept_loop(work) == 200

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.gateway.draft import ChatReading, Draft, Gain, PlainReading, Reading
-from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import FinishReason, GenerateResult, TokenChunk, VersionSpan, WeightVersion
 
@@ -51,11 +50,10 @@ def new_draft(
     *stops: str,
     reading: Reading | None = None,
     is_single_call: bool = False,
-    is_streamed: bool = False,
 ) -> Draft:
     return Draft(
         detokenizer=renderer.detokenizer,
-        reader=(reading or PlainReading()).reader(is_streamed=is_streamed),
+        reader=(reading or PlainReading()).reader(),
         stop_token_ids=renderer.stop_token_ids,
         stops=stops,
         is_single_call=is_single_call,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.conversation import MAX_SET_BYTES, MAX_SETS, Accepts, KnownTools, Tools
-from areal_agent.tokens.answers.parsed import ToolCall
+from areal_agent.tokens.formats.base import ToolCall
 
 scalars = st.sampled_from([0, 1, False, True, 0.0, -0.0, 1.0, "1", None, ""])
 schemas = st.dictionaries(st.sampled_from("ab"), scalars, max_size=2)

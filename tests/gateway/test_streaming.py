@@ -2,7 +2,8 @@
 
 - tokens leave as they are sampled: the role first, then content, the finish reason when the turn is in the journal
 - the usage chunk comes last, and only when asked for; answers of one request are told apart by their index
-- reasoning and tool calls leave in pieces; what was streamed is what a later request repeats, a broken call included
+- reasoning leaves in pieces, a tool call whole, a malformed one as text; a later request repeats what was streamed
+- while a call is held back, comments keep the stream alive
 - text is held back where it may be a stop text or the beginning of a character, and only there
 - log-probabilities and token ids leave with their text; put together they are those of the record
 - who hangs up stops the engine: what was sampled is recorded, and masked
@@ -10,17 +11,21 @@
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from areal_agent.errors import EngineRejected, EngineUnreachable
+from areal_agent.gateway.bodies import Limits
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
 from .conftest import OpenWorld, World
+from .raw import address
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
@@ -108,7 +113,7 @@ async def test_answers_are_told_apart_by_their_index(open_world: OpenWorld) -> N
     assert [one.id for one in agent.turns[0].completions] == [f"{chunk.id}-0", f"{chunk.id}-1"]
 
 
-async def test_reasoning_and_calls_leave_in_pieces(open_world: OpenWorld) -> None:
+async def test_reasoning_leaves_in_pieces_and_a_call_whole(open_world: OpenWorld) -> None:
     world = await open_world(
         f"<think>\nwell, so\n</think>\n\nhm {CALL}{CALL}<|im_end|>", "done<|im_end|>", is_stepped=True
     )
@@ -124,24 +129,13 @@ async def test_reasoning_and_calls_leave_in_pieces(open_world: OpenWorld) -> Non
     assert len(reasoning) > 1
     assert "".join(delta.content or "" for delta in deltas) == "hm"
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
-    assert len(pieces) > 4
-    ids = [piece.id for piece in pieces if piece.id]
-    calls = [
-        {
-            "id": id_,
-            "type": "function",
-            "function": {
-                "name": "python",
-                "arguments": "".join(piece.function.arguments for piece in pieces if piece.index == index),
-            },
-        }
-        for index, id_ in enumerate(ids)
-    ]
-    assert [call["function"]["arguments"] for call in calls] == ['{"code": "1"}'] * 2
-    assert len(set(ids)) == 2
+    calls = [call.model_dump() for delta in deltas for call in delta.tool_calls or []]
+    assert [call.pop("index") for call in calls] == [0, 1]
+    assert [call["function"] for call in calls] == [{"name": "python", "arguments": '{"code": "1"}'}] * 2
+    ids = {call["id"] for call in calls}
+    assert len(ids) == 2
     echo = {"role": "assistant", "content": "hm", "tool_calls": calls}
-    results = [{"role": "tool", "tool_call_id": id_, "content": "1"} for id_ in ids]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in calls]
     again = asyncio.create_task(agent.ask([*question, echo, *results], tools=TOOLS))
     await world.engine.wait_for_requests(2)
     world.engine.step(100)
@@ -149,32 +143,42 @@ async def test_reasoning_and_calls_leave_in_pieces(open_world: OpenWorld) -> Non
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
 
 
-async def test_a_broken_call_is_recorded_as_it_was_sent(open_world: OpenWorld) -> None:
-    broken = '<tool_call>{"name": "python", "arguments": {"code": "pri'
-    world = await open_world(broken, "b<|im_end|>")
+@pytest.mark.parametrize("rest", [", oops</tool_call>", "}", ""])
+async def test_a_malformed_call_is_text(open_world: OpenWorld, rest: str) -> None:
+    malformed = f'<tool_call>{{"name": "python", "arguments": {{"code": "1"}}{rest}'
+    world = await open_world(f"{malformed}<|im_end|>", "b<|im_end|>")
     agent = await world.start()
     question: list[Any] = [{"role": "user", "content": "x"}]
-    chunks = await whole(await agent.ask(question, tools=TOOLS, stream=True, max_tokens=len(world.ids(broken)) - 1))
-    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-    arguments = "".join(call.function.arguments for call in calls)
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert calls[0].function.name == "python"
-    assert arguments.startswith('{"code": "p')
-    call = {"id": calls[0].id, "type": "function", "function": {"name": "python", "arguments": arguments}}
-    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    await agent.ask([*question, answer, {"role": "user", "content": "?"}], tools=TOOLS)
-    assert agent.turns[1].parent == agent.turns[0].completions[0].id
-    assert world.gateway.stats().malformed_tool_calls == 1
-
-
-@pytest.mark.parametrize("rest", [", oops</tool_call>", "}", ""])
-async def test_a_malformed_call_is_none_to_run(open_world: OpenWorld, rest: str) -> None:
-    world = await open_world(f'<tool_call>{{"name": "python", "arguments": {{"code": "1"}}{rest}<|im_end|>')
-    chunks = await whole(await (await world.start()).ask(tools=TOOLS, stream=True))
-    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-    assert "".join(call.function.arguments for call in calls) == '{"code": "1"'
+    chunks = await whole(await agent.ask(question, tools=TOOLS, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == malformed
+    assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert world.gateway.stats().malformed_tool_calls == 1
+    more = [*question, {"role": "assistant", "content": malformed}, {"role": "user", "content": "?"}]
+    await agent.ask(more, tools=TOOLS)
+    assert agent.turns[1].parent == agent.turns[0].completions[0].id
+
+
+async def test_a_stream_that_holds_a_call_back_says_that_it_is_alive(open_world: OpenWorld) -> None:
+    world = await open_world(*[f"{CALL}<|im_end|>"] * 2, is_stepped=True, limits=Limits(keep_alive_s=0.1))
+    watched, patient = await world.start(), await world.start()
+    asking = asyncio.create_task(patient.ask(tools=TOOLS, stream=True, timeout=httpx.Timeout(5, read=1)))
+    question = {"model": "model", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "stream": True}
+    body = json.dumps(question).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {watched.key}\r\n"
+    reader, writer = await asyncio.open_connection(*address(world.url))
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await world.engine.wait_for_requests(2)
+    world.engine.step(3)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    for _ in range(15):  # longer than the other client waits for a byte
+        assert b'"tool_calls"' not in await reader.readuntil(b": keep-alive\n\n")
+    step_to_the_end(world)
+    rest = await reader.readuntil(b"[DONE]")
+    assert rest.count(b'"tool_calls":[') == 1
+    (delta,) = [delta for chunk in await whole(await asking) if (delta := chunk.choices[0].delta).tool_calls]
+    assert delta.tool_calls[0].function.arguments == '{"code": "1"}'
+    writer.close()
 
 
 async def test_only_what_may_be_a_stop_text_is_held_back(open_world: OpenWorld) -> None:

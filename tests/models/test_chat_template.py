@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.models.tokenizer import render
-from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
-from areal_agent.tokens.answers.parsed import ToolCall
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.base import ToolCall
 
 HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
 TEXT = st.text(max_size=12)

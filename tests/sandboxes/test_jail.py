@@ -389,7 +389,7 @@ async def test_auto_takes_a_jail_or_better_where_there_is_one(backend: str) -> N
 async def test_embedded_takes_a_jail_where_there_is_one_and_no_container(backend: str) -> None:
     async with open_pool(backend="embedded") as pool:
         assert pool.capabilities().isolation is Isolation.NAMESPACES
-    with pytest.raises(SandboxError, match="min_isolation is 'container', the strongest backend gives only"):
+    with pytest.raises(SandboxError, match="min_isolation is 'container', but the strongest backend gives only"):
         async with open_pool(backend="embedded", min_isolation=Isolation.CONTAINER):
             pass
 

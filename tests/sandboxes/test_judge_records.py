@@ -107,11 +107,11 @@ def test_a_damaged_pickle_is_refused(pickled: bytes) -> None:
         (livecodebench(private_test_cases="%%%"), "'private_test_cases' cannot be unpacked"),
         (livecodebench(private_test_cases=None), "'private_test_cases' is 'None'; it must be a str"),
         (livecodebench(private_test_cases='{"a": 1}'), "'private_test_cases'"),
-        (livecodebench(public_test_cases="["), "'public_test_cases' is no JSON"),
+        (livecodebench(public_test_cases="["), "'public_test_cases' is not JSON"),
         (livecodebench(public_test_cases='[{"input": 1}]'), "needs the texts 'input' and 'output'"),
         (livecodebench(question_id=None), "'question_id'"),
         (livecodebench(metadata="[]"), "'metadata'"),
-        (livecodebench(metadata='{"func_name": "f"}'), "a test of f is no JSON"),
+        (livecodebench(metadata='{"func_name": "f"}'), "a test of f is not JSON"),
     ],
 )
 def test_what_is_wrong_with_a_record_is_named(record: dict[str, Any], message: str) -> None:

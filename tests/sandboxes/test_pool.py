@@ -170,7 +170,7 @@ async def test_opening_warns(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_more_isolation_than_there_is_fails_closed(pool: Pool) -> None:
-    with pytest.raises(SandboxError, match="min_isolation is 'container', the subprocess backend gives only 'process'"):
+    with pytest.raises(SandboxError, match="'container', but the subprocess backend gives only 'process'"):
         async with pool.acquire(SandboxSpec(min_isolation=Isolation.CONTAINER)):
             pass
     async with pool.acquire(SandboxSpec(min_isolation=Isolation.PROCESS)) as box:

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
-from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
 from areal_agent.tokens.renderer import Renderer
 
 QUESTION = [{"role": "user", "content": "the quick fox?"}]

@@ -22,6 +22,7 @@ import numpy as np
 
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineUnreachable, ServerRefused
+from areal_agent.process import count_cancellations
 from areal_agent.protocols import Engine
 from areal_agent.section import Section
 from areal_agent.types import EngineInfo, VersionSpan, WeightVersion
@@ -39,14 +40,12 @@ class Call(Generic[T]):
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`. Raises EngineUnreachable once the call has been taken away."""
-        caller = asyncio.current_task()
-        assert caller is not None
-        num_cancelled = caller.cancelling()  # the task may have survived an earlier cancellation
+        num_cancelled = count_cancellations()
         self._task = asyncio.create_task(work)
         try:
             return await self._task
         except asyncio.CancelledError:
-            if self._taken_away is None or caller.cancelling() > num_cancelled:
+            if self._taken_away is None or count_cancellations() > num_cancelled:
                 raise
             raise EngineUnreachable(self._taken_away) from None
         finally:

@@ -23,6 +23,7 @@ from areal_agent.engine.limits import check_request
 from areal_agent.engine.transport import Transport, wait_until_healthy
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.process import count_cancellations
 from areal_agent.types import (
     EngineInfo,
     FinishReason,
@@ -97,12 +98,12 @@ class ServerRequest:
         """Wait for `admitted`, which returns the serving weights' label, then sample. Cancelling closes the stream."""
         if self._is_given_up:
             return NOTHING
-        num_cancelled = _num_cancelled()
+        num_cancelled = count_cancellations()
         self._reading = asyncio.create_task(self._read(on_chunk, admitted), name=f"reader of {self.rid}")
         try:
             return await self._reading
         except asyncio.CancelledError:
-            if self._is_given_up and self._reading.cancelled() and _num_cancelled() == num_cancelled:
+            if self._is_given_up and self._reading.cancelled() and count_cancellations() == num_cancelled:
                 return NOTHING
             raise
         finally:
@@ -146,13 +147,6 @@ class ServerRequest:
         failure = wire.decode_failure(body, _UNTOLD_STATUS)
         message = f"{self._transport.base_url}{path} broke off with {failure.status}: {failure.message}"
         raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
-
-
-def _num_cancelled() -> int:
-    """Return how often the current task was cancelled; a task may survive that."""
-    task = asyncio.current_task()
-    assert task is not None
-    return task.cancelling()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,29 +216,22 @@ class RequestsInFlight:
     """A client's requests from call to end. A request has *begun* once it was allowed to go to the server."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, ServerRequest] = {}  # by our ids
+        self.by_id: dict[str, ServerRequest] = {}  # by this client's ids
         self._begun: set[ServerRequest] = set()
         self._has_ended = asyncio.Event()
         self._may_begin = asyncio.Event()
         self._may_begin.set()
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def get(self, request_id: str) -> ServerRequest | None:
-        """Return the request, or None."""
-        return self._requests.get(request_id)
-
     @contextmanager
     def holding(self, request_id: str, request: ServerRequest) -> Generator[None]:
         """Hold a request within the block. Raises EngineRejected when its id is taken."""
-        if request_id in self._requests:
+        if request_id in self.by_id:
             raise EngineRejected(f"a request {request_id!r} is in flight; give every request an id of its own")
-        self._requests[request_id] = request
+        self.by_id[request_id] = request
         try:
             yield
         finally:
-            del self._requests[request_id]
+            del self.by_id[request_id]
             self._begun.discard(request)
             self._has_ended.set()
 
@@ -279,6 +266,7 @@ class ForeignEngine:
     def __init__(
         self, server: ForeignServer, *, folders: WeightFolders | None = None, max_context_tokens: int | None = None
     ) -> None:
+        self.base_url = server.transport.base_url
         self._server = server
         self._folders = folders or WeightFolders()
         self._max_context_tokens = max_context_tokens
@@ -289,14 +277,9 @@ class ForeignEngine:
         self._paused: PauseMode | None = None
 
     @property
-    def base_url(self) -> str:
-        """The URL at which the server listens."""
-        return self._server.transport.base_url
-
-    @property
     def num_requests(self) -> int:
         """The number of this client's requests in flight."""
-        return len(self._requests)
+        return len(self._requests.by_id)
 
     # ------------------------------------------------------------------------------------ protocols.Engine
 
@@ -311,7 +294,7 @@ class ForeignEngine:
 
     async def abort(self, request_id: str) -> None:
         """End one request; its `generate` returns what it has."""
-        sent = self._requests.get(request_id)
+        sent = self._requests.by_id.get(request_id)
         if sent is not None:
             await sent.abort()
 
@@ -423,7 +406,7 @@ class ForeignEngine:
     def _weights_of(self, state: ServerState, model: ServedModel) -> ServerWeights:
         known = replace(model, has_adapters=state.applies_adapters)
         server = self._server
-        return ServerWeights(server.loader, server.receiver, self._folders, known, state.served)
+        return ServerWeights(server.loader, server.receiver, self._folders, known, state.served, base_url=self.base_url)
 
     async def _known_weights(self) -> ServerWeights:
         if self._weights is None:

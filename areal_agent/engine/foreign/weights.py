@@ -77,202 +77,6 @@ class ServedModel:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """Weights of a push that the server's processes hold in memory besides the serving ones."""
-
-    push_id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """The current weights of a server, and its label for them."""
-
-    source: Path | Held | None
-    """None: somebody else loaded them, and this server does not say from where."""
-    label: str
-
-    @property
-    def version(self) -> WeightVersion | None:
-        """The version that the label names; None if it is not one of ours."""
-        try:
-            return WeightVersion.parse(self.label)
-        except ValueError:
-            return None
-
-
-class Loader(Protocol):
-    """Makes one server load weights."""
-
-    @property
-    def base_url(self) -> str:
-        """The URL at which the server listens."""
-        ...
-
-    async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
-        ...
-
-
-class Receiver(Protocol):
-    """Makes the processes of one server receive weights from the trainer. They lose the weights when they end."""
-
-    async def receive(self, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
-        """Make all processes receive, verify and hold these while the server samples. Raises EngineError.
-
-        Of the weights held before, they keep those of the push `beside`.
-        """
-        ...
-
-    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load what its processes hold. Raises EngineError unless it confirms the label."""
-        ...
-
-
-@dataclass(kw_only=True, slots=True)
-class _Push:
-    """The open push, and what it has sent."""
-
-    id: str
-    source: Path | Held | None = None
-
-
-class ServerWeights:
-    """The weights that one server serves (`serving`), and those that it is to serve next."""
-
-    def __init__(
-        self, loader: Loader, receiver: Receiver, folders: WeightFolders, model: ServedModel, serving: Served
-    ) -> None:
-        self.serving = serving
-        self._loader = loader
-        self._receiver = receiver
-        self._folders = folders
-        self._model = model
-        self._push: _Push | None = None
-        self._broken: str | None = None  # why it is unknown which weights serve
-        self.epoch = 0  # odd while a load is in progress
-
-    def require_known(self) -> None:
-        """Raise EngineUnreachable if it is unknown which weights serve."""
-        if self._broken is not None:
-            raise EngineUnreachable(
-                f"it is unknown which weights {self._loader.base_url} serves, so it may not sample: {self._broken}"
-            )
-
-    async def found(self, served: Served, epoch: int) -> None:
-        """Note what the server, asked in `epoch`, reported as serving. Ignored if a load has come between.
-
-        A different label comes from somebody else's push, or from a restart of the server.
-        """
-        if epoch == self.epoch and epoch % 2 == 0 and served.label != self.serving.label:
-            before, self.serving, self._broken = self.serving, served, None
-            await self._let_go_of(before.source)
-
-    async def begin(self, push_id: str) -> None:
-        """Open a push and forget one that is open."""
-        await self.forget_push()
-        self._push = _Push(id=push_id)
-
-    async def send(self, push_id: str, weights: Weights) -> None:
-        """Put the weights where the server can load them: in a folder, or in its own processes."""
-        push = self._open_push(push_id)
-        try:
-            if isinstance(weights, DistributedWeights):
-                await self._receive(push, weights)
-            else:
-                push.source = folder = await self._folders.take(push_id, weights)
-                await asyncio.to_thread(self._model.prove, folder)
-        except BaseException:
-            await self.forget_push()
-            raise
-
-    async def commit(self, push_id: str, version: WeightVersion, *, flush_cache: bool) -> None:
-        """Make the paused server load what was sent."""
-        push, served = self._open_push(push_id), self.serving.version
-        self._push = None
-        try:
-            if push.source is None:
-                raise WeightUpdateError(f"push {push_id!r} has sent no weights; send them before the commit")
-            if self._broken is None and served is not None and version <= served:
-                raise WeightUpdateError(
-                    f"{self._loader.base_url} serves version {served}, and {version} is not later; push a later one"
-                )
-            await self._load(push.source, str(version), flush_cache=flush_cache)
-        except BaseException:
-            if self.serving.source is not push.source:  # it may serve already if this was cancelled after the load
-                await self._let_go_of(push.source)
-            raise
-
-    async def abort(self, push_id: str) -> None:
-        """Forget a push. A push that is not open is no error."""
-        if self._push is not None and self._push.id == push_id:
-            await self.forget_push()
-
-    async def forget_push(self) -> None:
-        """Forget the open push, if there is one."""
-        push, self._push = self._push, None
-        if push is not None:
-            await self._let_go_of(push.source)
-
-    async def aclose(self) -> None:
-        """Release all folders; from then on nothing can be put back."""
-        await self.forget_push()
-        await self._let_go_of(self.serving.source)
-
-    async def load(self, folder: Path, version: WeightVersion) -> None:
-        """Make the paused server load a model folder, whatever it has served."""
-        await asyncio.to_thread(self._model.prove, folder)
-        await self._load(folder, str(version), flush_cache=True)
-
-    async def _receive(self, push: _Push, weights: DistributedWeights) -> None:
-        self._model.prove_entries(weights.entries)
-        serving = self.serving.source
-        await self._receiver.receive(push.id, weights, beside=serving.push_id if isinstance(serving, Held) else None)
-        push.source = Held(push_id=push.id)
-
-    async def _load(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
-        before = self.serving
-        self.epoch += 1
-        try:
-            await self._tell(source, label, flush_cache=flush_cache)
-            self.serving, self._broken = Served(source=source, label=label), None
-        except EngineError as failure:
-            await self._undo(failure, before, flush_cache=flush_cache)
-            raise WeightUpdateError(f"{failure}; the previous weights were loaded again") from failure
-        finally:
-            self.epoch += 1
-        await self._let_go_of(before.source)
-
-    async def _let_go_of(self, source: Path | Held | None) -> None:
-        if isinstance(source, Path):
-            await self._folders.release(source)
-
-    async def _undo(self, failure: EngineError, before: Served, *, flush_cache: bool) -> None:
-        if before.source is None:
-            self._broken = f"{failure}; the source of the previous weights is unknown here"
-            raise WeightUpdateError(self._broken) from failure
-        try:
-            await self._tell(before.source, before.label, flush_cache=flush_cache)
-        except EngineError as error:
-            self._broken = f"{failure}; loading the previous weights again failed, too: {error}"
-            raise WeightUpdateError(self._broken) from failure
-
-    async def _tell(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
-        try:
-            if isinstance(source, Path):
-                await self._loader.load(source, label, flush_cache=flush_cache)
-            else:
-                await self._receiver.load_received(source.push_id, label, flush_cache=flush_cache)
-        except asyncio.CancelledError:
-            self._broken = f"the load of version {label} was cancelled"
-            raise
-
-    def _open_push(self, push_id: str) -> _Push:
-        if self._push is None or self._push.id != push_id:
-            raise PushConflict(f"push {push_id!r} is not open at {self._loader.base_url}; begin one")
-        return self._push
-
-
 UNLABELLED = "default"
 """The label of weights that a server of either kind was started with."""
 
@@ -327,3 +131,200 @@ async def receive(ask: Ask, push_id: str, weights: DistributedWeights, *, beside
             raise WeightUpdateError(f"the server did not take the weights: {failed[0]}")
         await asyncio.sleep(look_s)
         look_s = min(2 * look_s, LAST_LOOK_S)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Weights of a push that the server's processes hold in memory besides the serving ones."""
+
+    push_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """The current weights of a server, and its label for them."""
+
+    source: Path | Held | None
+    """None: somebody else loaded them, and this server does not say from where."""
+    label: str
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The version that the label names; None if it is not one of ours."""
+        try:
+            return WeightVersion.parse(self.label)
+        except ValueError:
+            return None
+
+
+class Loader(Protocol):
+    """Makes one server load weights."""
+
+    async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
+        """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
+        ...
+
+
+class Receiver(Protocol):
+    """Makes the processes of one server receive weights from the trainer. They lose the weights when they end."""
+
+    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
+        """Call a method of ours in each process and return the answers. Raises EngineError if one fails."""
+        ...
+
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
+        """Make the paused server load what its processes hold. Raises EngineError unless it confirms the label."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class _Push:
+    """The open push, and what it has sent."""
+
+    id: str
+    source: Path | Held | None = None
+
+
+class ServerWeights:
+    """The weights that one server serves (`serving`), and those that it is to serve next."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        receiver: Receiver,
+        folders: WeightFolders,
+        model: ServedModel,
+        serving: Served,
+        *,
+        base_url: str,
+    ) -> None:
+        self.serving = serving
+        self._base_url = base_url
+        self._loader = loader
+        self._receiver = receiver
+        self._folders = folders
+        self._model = model
+        self._push: _Push | None = None
+        self._broken: str | None = None  # why it is unknown which weights serve
+        self.epoch = 0  # odd while a load is in progress
+
+    def require_known(self) -> None:
+        """Raise EngineUnreachable if it is unknown which weights serve."""
+        if self._broken is not None:
+            raise EngineUnreachable(
+                f"it is unknown which weights {self._base_url} serves, so it may not sample: {self._broken}"
+            )
+
+    async def found(self, served: Served, epoch: int) -> None:
+        """Note what the server, asked in `epoch`, reported as serving. Ignored if a load has come between.
+
+        A different label comes from somebody else's push, or from a restart of the server.
+        """
+        if epoch == self.epoch and epoch % 2 == 0 and served.label != self.serving.label:
+            before, self.serving, self._broken = self.serving, served, None
+            await self._let_go_of(before.source)
+
+    async def begin(self, push_id: str) -> None:
+        """Open a push and forget one that is open."""
+        await self.forget_push()
+        self._push = _Push(id=push_id)
+
+    async def send(self, push_id: str, weights: Weights) -> None:
+        """Put the weights where the server can load them: in a folder, or in its own processes."""
+        push = self._open_push(push_id)
+        try:
+            if isinstance(weights, DistributedWeights):
+                await self._receive(push, weights)
+            else:
+                push.source = folder = await self._folders.take(push_id, weights)
+                await asyncio.to_thread(self._model.prove, folder)
+        except BaseException:
+            await self.forget_push()
+            raise
+
+    async def commit(self, push_id: str, version: WeightVersion, *, flush_cache: bool) -> None:
+        """Make the paused server load what was sent."""
+        push, served = self._open_push(push_id), self.serving.version
+        self._push = None
+        try:
+            if push.source is None:
+                raise WeightUpdateError(f"push {push_id!r} has sent no weights; send them before the commit")
+            if self._broken is None and served is not None and version <= served:
+                raise WeightUpdateError(
+                    f"{self._base_url} serves version {served}, and {version} is not later; push a later one"
+                )
+            await self._load(push.source, str(version), flush_cache=flush_cache)
+        except BaseException:
+            if self.serving.source is not push.source:  # it may serve already if this was cancelled after the load
+                await self._let_go_of(push.source)
+            raise
+
+    async def abort(self, push_id: str) -> None:
+        """Forget a push. A push that is not open is no error."""
+        if self._push is not None and self._push.id == push_id:
+            await self.forget_push()
+
+    async def forget_push(self) -> None:
+        """Forget the open push, if there is one."""
+        push, self._push = self._push, None
+        if push is not None:
+            await self._let_go_of(push.source)
+
+    async def aclose(self) -> None:
+        """Release all folders; from then on nothing can be put back."""
+        await self.forget_push()
+        await self._let_go_of(self.serving.source)
+
+    async def load(self, folder: Path, version: WeightVersion) -> None:
+        """Make the paused server load a model folder, whatever it has served."""
+        await asyncio.to_thread(self._model.prove, folder)
+        await self._load(folder, str(version), flush_cache=True)
+
+    async def _receive(self, push: _Push, weights: DistributedWeights) -> None:
+        self._model.prove_entries(weights.entries)
+        serving = self.serving.source
+        beside = serving.push_id if isinstance(serving, Held) else None
+        await receive(self._receiver.ask, push.id, weights, beside=beside)
+        push.source = Held(push_id=push.id)
+
+    async def _load(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
+        before = self.serving
+        self.epoch += 1
+        try:
+            await self._tell(source, label, flush_cache=flush_cache)
+            self.serving, self._broken = Served(source=source, label=label), None
+        except EngineError as failure:
+            await self._undo(failure, before, flush_cache=flush_cache)
+            raise WeightUpdateError(f"{failure}; the previous weights were loaded again") from failure
+        finally:
+            self.epoch += 1
+        await self._let_go_of(before.source)
+
+    async def _let_go_of(self, source: Path | Held | None) -> None:
+        if isinstance(source, Path):
+            await self._folders.release(source)
+
+    async def _undo(self, failure: EngineError, before: Served, *, flush_cache: bool) -> None:
+        if before.source is None:
+            self._broken = f"{failure}; the source of the previous weights is unknown here"
+            raise WeightUpdateError(self._broken) from failure
+        try:
+            await self._tell(before.source, before.label, flush_cache=flush_cache)
+        except EngineError as error:
+            self._broken = f"{failure}; loading the previous weights again failed, too: {error}"
+            raise WeightUpdateError(self._broken) from failure
+
+    async def _tell(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
+        try:
+            if isinstance(source, Path):
+                await self._loader.load(source, label, flush_cache=flush_cache)
+            else:
+                await self._receiver.load_received(source.push_id, label, flush_cache=flush_cache)
+        except asyncio.CancelledError:
+            self._broken = f"the load of version {label} was cancelled"
+            raise
+
+    def _open_push(self, push_id: str) -> _Push:
+        if self._push is None or self._push.id != push_id:
+            raise PushConflict(f"push {push_id!r} is not open at {self._base_url}; begin one")
+        return self._push

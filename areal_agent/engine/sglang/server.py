@@ -23,7 +23,7 @@ from typing import Any
 
 from areal_agent.engine import wire
 from areal_agent.engine.foreign.engine import ServerState
-from areal_agent.engine.foreign.weights import Served, label_meta, receive
+from areal_agent.engine.foreign.weights import Served, label_meta
 from areal_agent.engine.pushes import size_of_folder
 from areal_agent.engine.sglang import SGLANG_LAUNCHER
 from areal_agent.engine.transport import Transport
@@ -32,7 +32,6 @@ from areal_agent.engine.wire.fields import WireError, as_integer, as_object, get
 from areal_agent.engine.wire.generate import decode_tokens, finished, top_entries
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import (
-    DistributedWeights,
     EngineInfo,
     FinishReason,
     GenerateRequest,
@@ -205,11 +204,6 @@ class SglangLoader:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    @property
-    def base_url(self) -> str:
-        """The URL at which the server listens."""
-        return self._transport.base_url
-
     async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
         """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
         path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
@@ -223,7 +217,9 @@ class SglangLoader:
         answer = await self._transport.get(wire.MODEL_INFO)
         served = self._transport.decoded(decode_served, wire.MODEL_INFO, answer)
         if served.label != label:
-            raise WeightUpdateError(f"{self.base_url} reports that it serves {served.label} after an update to {label}")
+            raise WeightUpdateError(
+                f"{self._transport.base_url} reports that it serves {served.label} after an update to {label}"
+            )
 
 
 ACTION = "areal_agent."
@@ -239,15 +235,7 @@ class SglangReceiver:
         self._transport = transport
         self._loader = loader
 
-    async def receive(self, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
-        """Make all schedulers receive, verify and hold these. Raises EngineError when one does not."""
-        await receive(self._ask, push_id, weights, beside=beside)
-
-    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load what they hold. Raises EngineError unless it confirms the label."""
-        await self._loader.update(RECEIVED + push_id, label, flush_cache=flush_cache)
-
-    async def _ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
+    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
         """Call a method of the schedulers and return each replica's answer."""
         body = {"action": ACTION + method, "skip_tensor_list": arguments}
         try:
@@ -255,6 +243,10 @@ class SglangReceiver:
         except EngineError as error:
             raise WeightUpdateError(f"{error}; see its log. Was it started by {SGLANG_LAUNCHER}?") from error
         return self._transport.decoded(_messages, CHECK_WEIGHTS, answer)
+
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
+        """Make the paused server load what they hold. Raises EngineError unless it confirms the label."""
+        await self._loader.update(RECEIVED + push_id, label, flush_cache=flush_cache)
 
 
 def _messages(body: object) -> list[str]:

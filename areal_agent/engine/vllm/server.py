@@ -30,7 +30,7 @@ import numpy as np
 
 from areal_agent.engine.foreign.engine import ServerState
 from areal_agent.engine.foreign.weight_folders import is_adapter
-from areal_agent.engine.foreign.weights import Served, label_spans, receive
+from areal_agent.engine.foreign.weights import Served, label_spans
 from areal_agent.engine.pushes import size_of_folder
 from areal_agent.engine.transport import Transport
 from areal_agent.engine.vllm import VLLM_LAUNCHER
@@ -48,7 +48,6 @@ from areal_agent.engine.wire.fields import (
 )
 from areal_agent.errors import EngineError, WeightUpdateError
 from areal_agent.types import (
-    DistributedWeights,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -222,11 +221,6 @@ class VllmLoader:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    @property
-    def base_url(self) -> str:
-        """The URL at which the server listens."""
-        return self._transport.base_url
-
     async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
         """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
         path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
@@ -251,12 +245,16 @@ class VllmLoader:
         await self._tell(UPDATE_LABEL, {"new_version": label})
         served = self._transport.decoded(decode_label, WEIGHT_INFO, await self._transport.get(WEIGHT_INFO))
         if served != label:
-            raise WeightUpdateError(f"{self.base_url} reports that it serves {served} after an update to {label}")
+            raise WeightUpdateError(
+                f"{self._transport.base_url} reports that it serves {served} after an update to {label}"
+            )
 
     async def _flush_cache(self) -> None:
         answer = await self._tell(RESET_CACHE, {})
         if answer != {"success": True}:
-            raise WeightUpdateError(f"{self.base_url} kept keys and values of the previous weights: {answer}")
+            raise WeightUpdateError(
+                f"{self._transport.base_url} kept keys and values of the previous weights: {answer}"
+            )
 
     async def _tell(self, path: str, body: dict[str, object], num_bytes: int = 0) -> object:
         return await self._transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)
@@ -269,15 +267,7 @@ class VllmReceiver:
         self._transport = transport
         self._loader = loader
 
-    async def receive(self, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
-        """Make all workers receive, verify and hold these. Raises EngineError when one does not."""
-        await receive(self._ask, push_id, weights, beside=beside)
-
-    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load what its workers hold. Raises EngineError unless it confirms the label."""
-        await self._loader.let_workers("load_received", push_id, label, flush_cache=flush_cache)
-
-    async def _ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
+    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
         """Call a method of the workers and return each worker's answer."""
         body = {"method": method, "args": arguments}
         try:
@@ -285,6 +275,10 @@ class VllmReceiver:
         except EngineError as error:
             raise WeightUpdateError(f"{error}; see its log. Was it started by {VLLM_LAUNCHER}?") from error
         return self._transport.decoded(_results, COLLECTIVE_RPC, answer)
+
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
+        """Make the paused server load what its workers hold. Raises EngineError unless it confirms the label."""
+        await self._loader.let_workers("load_received", push_id, label, flush_cache=flush_cache)
 
 
 def _results(body: object) -> list[str]:

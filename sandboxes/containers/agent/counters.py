@@ -1,4 +1,4 @@
-"""What the kernel has counted in the container's control group, version 1 or 2: killed for memory, forks refused."""
+"""The counters of the container's control group, version 1 or 2: processes killed for memory, and refused forks."""
 
 import os
 
@@ -10,7 +10,7 @@ REFUSED_FORKS = (("/sys/fs/cgroup/pids.events", b"max"), ("/sys/fs/cgroup/pids/p
 
 
 class Counter:
-    """The first of these places that there is; 0 for ever where there is none."""
+    """A counter in the first of these files that exists; always 0 where none does."""
 
     def __init__(self, places: tuple[tuple[str, bytes], ...]) -> None:
         self._file: int | None = None
@@ -27,7 +27,7 @@ class Counter:
 
 
 class Counters:
-    """Both."""
+    """The counters of killed processes and of refused forks."""
 
     def __init__(self) -> None:
         self._counters = [Counter(OOM_KILLS), Counter(REFUSED_FORKS)]

@@ -1,6 +1,6 @@
-"""Files of a working directory, for a host that trusts nothing in it: no link is followed, only regular files are read.
+"""Files of a working directory that is not trusted: no link is followed, and only regular files are read.
 
-Blocking, in a process of its own, with the rights of the programs. What travels is packed by `wire.py`.
+This blocks, so it runs in a process of its own, with the programs' rights. Data travels as packed by `wire.py`.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO would
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 CHUNK_BYTES = 1 << 20
 MAX_DEPTH = 60
-"""Of the folders that are listed, each of which holds a descriptor."""
+"""The deepest nesting of folders that is listed; each level holds a descriptor."""
 FOLDER, FILE, EXECUTABLE = b"d", b"f", b"x"
 
 
@@ -26,7 +26,7 @@ def read_file(path: bytes, max_bytes: int, out: int) -> None:
 
 
 def write_files(path: bytes, source: int) -> None:
-    """Triples of kind, path below `path`, and data."""
+    """Write files and folders from packed triples: kind, path below `path`, data."""
     entries = unpack(read_all(source))
     for kind, name, data in zip(entries[::3], entries[1::3], entries[2::3], strict=True):
         place = b"/".join(part for part in (path, name) if part)
@@ -37,7 +37,7 @@ def write_files(path: bytes, source: int) -> None:
 
 
 def list_tree(path: bytes, max_bytes: int, out: int) -> None:
-    """The same triples, of what is there. EFBIG when they are more than `max_bytes`."""
+    """List a folder as such triples; EFBIG when they exceed `max_bytes`."""
     top, _ = _descend(path + b"/.", create=False)
     room = max_bytes
     for entry in _entries(top, b"", 0):
@@ -61,7 +61,7 @@ def write_all(out: int, data: bytes) -> None:
 
 
 def _entries(folder: int, prefix: bytes, depth: int) -> Iterator[bytes]:
-    """Of a hostile folder: what is neither file nor folder is left out."""
+    """Yield the entries of a hostile folder, leaving out what is neither file nor folder."""
     if depth > MAX_DEPTH:
         raise OSError(errno.ELOOP, "folders too deep")
     for name in sorted(os.listdir(folder)):
@@ -93,7 +93,7 @@ def _read_regular(name: bytes, folder: int, max_bytes: int) -> bytes:
 def _write_regular(path: bytes, data: bytes, mode: int) -> None:
     folder, name = _descend(path, create=True)
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=folder)  # whatever a program put there: a FIFO, a link
+        os.unlink(name, dir_fd=folder)  # a program may have put a FIFO or a link there
     file = os.open(name, NEW_FILE_FLAGS, mode, dir_fd=folder)
     write_all(file, data)
     os.close(file)
@@ -101,7 +101,7 @@ def _write_regular(path: bytes, data: bytes, mode: int) -> None:
 
 
 def _descend(path: bytes, *, create: bool) -> tuple[int, bytes]:
-    """The open folder that holds the last name of `path`, and this name; never through a link."""
+    """Return the open folder that holds the last name of `path`, and this name; never follow a link."""
     *parents, name = path.split(b"/")
     folder = os.open(b".", FOLDER_FLAGS)
     for parent in parents:

@@ -1,7 +1,7 @@
-"""The first process of a container: forks programs, kills what is left of them, and tells how each ended.
+"""The first process of a container: forks programs, kills what is left of them, and reports how each ended.
 
-It gets descriptors and numbers from the relay, and looks into none of them. Orphans become its children. Its user is
-another one than the programs': they can neither signal nor trace it, and the kernel shields a first process besides.
+It gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. Its user
+differs from the programs', so they can neither signal nor trace it; besides, the kernel shields a first process.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from typing import NoReturn
 from sandboxes.containers.agent.program import HAS_RESOURCE
 
 ORDER = struct.Struct("=BQI")
-"""START or KILL, number of the run, user. With START: request, stdin, stdout, stderr as descriptors."""
+"""START or KILL, number of the run, user. START comes with descriptors: request, stdin, stdout, stderr."""
 REPORT = struct.Struct("=BQiQQ")
 """STARTED, ENDED or FAILED, number of the run, wait status or errno, CPU microseconds, peak resident bytes."""
 NUM_DESCRIPTORS = 4
 START, KILL = 1, 2
 ENDED, FAILED, STARTED = 1, 2, 3
 MANY_SWEEPS = 4
-"""What is not dead by then forks faster than it can be killed one by one."""
+"""Processes that survive this many sweeps fork faster than they can be killed one by one."""
 MAX_SWEEPS = 1000
 
 
 class Forker:
-    """`relay`: a socket that keeps messages apart; `become`: what a child does with a request and its streams."""
+    """Forks and reaps. `relay` is a socket that keeps messages apart; `become` turns a child into the program."""
 
     def __init__(self, relay: socket.socket, relay_pid: int, become: Callable[[bytes, list[int]], NoReturn]) -> None:
         self._become_program = become
@@ -39,7 +39,7 @@ class Forker:
         self._wake_read, self._wake_write = os.pipe()
 
     def serve(self) -> None:
-        """Until the relay is gone, which goes with its host."""
+        """Serve until the relay is gone, which ends with the host."""
         for descriptor in (self._wake_read, self._wake_write):
             os.set_blocking(descriptor, False)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # so that the wake-up pipe is written
@@ -83,7 +83,7 @@ class Forker:
         try:
             os.setsid()
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGXFSZ):  # Python ignores the second: here it tells of long files
+            for number in (signal.SIGCHLD, signal.SIGXFSZ):  # Python ignores the second, which reports long files
                 signal.signal(number, signal.SIG_DFL)
             request, *standard = descriptors
             self._become_program(os.pread(request, os.fstat(request).st_size, 0), standard)
@@ -93,7 +93,7 @@ class Forker:
         os._exit(255)
 
     def _reap(self) -> None:
-        """Take the status of what has ended; report a program only when the rest of it is dead as well."""
+        """Take the status of what has ended; report a program only once all its descendants are dead too."""
         reports: list[tuple[int, ...]] = []
         for pid, *outcome in exited_children():
             if pid == self._relay_pid:
@@ -108,7 +108,7 @@ class Forker:
             self._report(ENDED, *report)
 
     def _kill_user(self, uid: int, but_for: int | None = None) -> None:
-        """All that a user has, unless another program is this user's as well."""
+        """Kill all processes of a user, unless another program runs as this user."""
         if any(other == uid for pid, (_, other) in self._runs.items() if pid != but_for):
             return
         kill_all_of(uid)
@@ -116,7 +116,7 @@ class Forker:
     def _kill_strays(self) -> None:
         """Kill the orphans of dead programs and the daemons of living ones, and what these leave in turn.
 
-        Where there is no end to them all programs of their user die: else the whole container would have to.
+        If they keep coming, all programs of their users die; otherwise the whole container would have to.
         """
         for sweep in range(MAX_SWEEPS):
             strays = [pid for pid in children() if self._is_stray(pid)]
@@ -132,7 +132,9 @@ class Forker:
                     os.waitpid(pid, 0)
 
     def _is_stray(self, pid: int) -> bool:
-        """An orphan that is in the group of a running program dies with that program."""
+        """Return whether a child is an orphan outside the group of every running program; one inside dies with its
+        program.
+        """
         if pid == self._relay_pid or pid in self._runs:
             return False
         try:
@@ -145,7 +147,7 @@ class Forker:
 
 
 def exited_children() -> Iterator[tuple[int, int, int, int]]:
-    """Pid, status, CPU microseconds and peak resident bytes of what has ended by now."""
+    """Yield pid, status, CPU microseconds and peak resident bytes of every child that has ended."""
     while True:
         try:
             pid, *usage = wait_for_one()
@@ -168,22 +170,22 @@ def wait_for_one() -> tuple[int, int, int, int]:
 
 
 def kill_all_of(uid: int) -> None:
-    """All processes of a user at once, too fast for any fork."""
-    os.setresuid(uid, uid, 0)  # one who may signal these processes and no others
+    """Kill all processes of a user at once, faster than any can fork."""
+    os.setresuid(uid, uid, 0)  # a user who may signal these processes and no others
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     os.setresuid(0, 0, 0)
 
 
 def kill_group(pid: int) -> None:
-    """A process and its group: it is killed by its own id too, for it may not have made its group yet."""
+    """Kill a process and its group; by its own id too, since it may not have made its group yet."""
     for kill in (os.kill, os.killpg):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def children() -> list[int]:
-    """Of this process; where the kernel does not list them, by asking every process for its parent."""
+    """Return the children of this process, by asking every process for its parent if the kernel does not list them."""
     own = os.getpid()
     try:
         with open(f"/proc/{own}/task/{own}/children") as file:

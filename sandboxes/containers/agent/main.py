@@ -1,4 +1,4 @@
-"""How the agent starts: a filter of system calls for everything from here on, then the two processes."""
+"""The start of the agent: a filter of system calls for everything from here on, then the two processes."""
 
 import os
 import socket
@@ -13,12 +13,12 @@ from sandboxes.containers.agent.wire import Has
 try:
     from sandboxes.inner.kernel import load_filter
     from sandboxes.inner.program import Interpreter
-except ImportError:  # no ctypes: the container engine's own filter alone
+except ImportError:  # no ctypes: the container engine's own filter stands alone
     load_filter = Interpreter = None
 
 
 def main(system_call_filter: bytes) -> None:
-    """In the first process of a container, whose standard streams are the stream to the host."""
+    """Run the agent in the first process of a container, whose standard streams are the stream to the host."""
     has = Has.WARM_PYTHON if HAS_WARM_PYTHON else 0
     if load_filter is not None and system_call_filter:
         load_filter(system_call_filter)
@@ -33,7 +33,7 @@ def main(system_call_filter: bytes) -> None:
         os._exit(0)
     for_relay.close()
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1):  # the stream is the relay's alone
+    for descriptor in (0, 1):  # the stream belongs to the relay alone
         os.dup2(nothing, descriptor)
     interpreter = None if Interpreter is None else Interpreter({})
     Forker(for_forker, relay_pid, partial(become_program, interpreter)).serve()

@@ -1,6 +1,6 @@
-"""What a forked process does: becomes the program's user, within its limits, and then the program.
+"""The part of a forked process: it becomes the programs' user, within its limits, and then the program.
 
-Its memory is a copy of the forker's, in which there is nobody's data; the request is read here for the first time.
+Its memory is a copy of the forker's, which holds nobody's data; the request is read here for the first time.
 """
 
 import os
@@ -14,14 +14,14 @@ from sandboxes.containers.agent.wire import REQUEST, Operation, unpack
 try:
     import resource
 
-    subprocess = None  # whose import would take longer than all else here
-except ImportError:  # python3-minimal: a program of util-linux does it there
+    subprocess = None  # importing it would take longer than everything else here
+except ImportError:  # python3-minimal: a program of util-linux sets limits there
     import subprocess
 
     resource = None
 try:
     from sandboxes.inner import kernel, program
-except ImportError:  # no ctypes: a program in Python gets an interpreter of its own
+except ImportError:  # no ctypes: a Python program gets an interpreter of its own
     kernel = program = None
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ HAS_RESOURCE = resource is not None
 """Without it `os.wait4` does not work either."""
 HAS_WARM_PYTHON = program is not None
 NICENESS = 10
-"""Among many programs on few CPUs the agent must get its turn."""
+"""Lets the agent get its turn among many programs on few CPUs."""
 MAX_DESCRIPTORS = 256
-"""The forker opens a dozen descriptors, of the lowest numbers that are free."""
+"""The forker opens a dozen descriptors, with the lowest free numbers."""
 
 
 def become_program(interpreter: "Interpreter | None", request: bytes, standard: list[int]) -> NoReturn:
-    """In the working directory of the container. `interpreter`: None where a program in Python gets one of its own."""
+    """Become the program, in the container's working directory; without `interpreter`, Python starts afresh."""
     (operation, uid, gid, *limits), (cwd, env, *arguments) = (
         REQUEST.unpack_from(request),
         unpack(request[REQUEST.size :]),
@@ -71,12 +71,12 @@ def run_python(interpreter: "Interpreter | None", source: bytes, env: list[str])
         run_executable(
             [os.fsencode(argument) for argument in argv], {os.fsencode(k): os.fsencode(v) for k, v in variables.items()}
         )
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # a change of user took it, and with it /dev/stdin
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # changing the user cleared it, which made /dev/stdin unreadable
     program.run_source(interpreter, source.decode(errors="surrogatepass"), variables)
 
 
 def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:
-    """The exit code is the errno."""
+    """Handle files; the exit code is the errno."""
     path = arguments[0]
     try:
         if operation == Operation.WRITE:
@@ -91,7 +91,7 @@ def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:
 
 
 def _enter(cwd: bytes) -> None:
-    """In the working directory, which a program before may have locked, as its owner may: that must not stop us."""
+    """Change folder, even if an earlier program locked the working directory, as its owner may."""
     try:
         os.chdir(cwd)
     except PermissionError:
@@ -100,10 +100,10 @@ def _enter(cwd: bytes) -> None:
 
 
 def _confine(uid: int, gid: int, limits: list[int]) -> None:
-    """Limits, then the user: from here on there is no way back."""
+    """Set the limits, then the user; after that there is no way back."""
     os.nice(NICENESS)
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when memory is short, a program is killed and never the agent
+        file.write("1000")  # when memory is short, a program is killed, never the agent
     _limit(*limits)
     os.setgroups([])
     os.setresgid(gid, gid, gid)
@@ -113,7 +113,7 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
 def _limit(cpu_s: int, address_space: int, file_bytes: int, open_files: int) -> None:
     limits = {"fsize": (file_bytes, file_bytes), "nofile": (open_files, open_files), "core": (0, 0)}
     if cpu_s:
-        limits["cpu"] = (cpu_s, cpu_s + 1)  # one that ignores the signal of the first is killed by the second
+        limits["cpu"] = (cpu_s, cpu_s + 1)  # a program that ignores the first limit's signal is killed at the second
     if address_space >= 0:
         limits["as"] = (address_space, address_space)
     if resource is not None:

@@ -1,8 +1,8 @@
-"""The relay: between the one stream to the host and the pipes of the programs. It forks nothing.
+"""The relay between the one stream to the host and the pipes of the programs.
 
 It collects what programs print, up to their bound, keeps their deadlines, and adds to every end what the container's
-control group counted meanwhile. When the stream ends, so does it, and with it the container. The forker may wait for
-it, and it waits for the host alone: orders that the forker has no room for lie here meanwhile.
+control group counted meanwhile. When the stream ends, the relay ends, and the container with it. The forker may wait
+for the relay, but the relay waits only for the host: orders that the forker has no room for are queued here.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from sandboxes.containers.agent.wire import START as START_BODY
 
 CHUNK_BYTES = 65_536
 PAUSE_S = 0.01
-"""So long what a program has done may wait for its end to be told with it: each message wakes four processes."""
+"""How long a program's start and output may wait to be sent together with its end: each message wakes four processes.
+"""
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
@@ -35,12 +36,12 @@ class Run:
         self.uid = uid
         self.wall_s = wall_s or float("inf")
         self.started_s: float | None = None
-        self.deadline_s = float("inf")  # from its start on, `wall_s` later
-        self.room = room  # bytes that it may still print; -1: any number
-        self.is_paced = is_paced  # whether a chunk goes to the host only when the last one was taken
+        self.deadline_s = float("inf")  # `wall_s` after its start
+        self.room = room  # bytes that it may still print; -1: unbounded
+        self.is_paced = is_paced  # whether a chunk goes to the host only once the last was taken
         self.end = End.ITSELF
         self.is_cut = False  # whether it printed more than it may
-        self.counted: list[int] = []  # of the container, at its start
+        self.counted: list[int] = []  # the container's counters at its start
         self.stdin: int | None = None
         self.pending = bytearray()  # on its way to stdin
         self.is_stdin_ending = False
@@ -48,25 +49,25 @@ class Run:
 
 
 class Relay:
-    """`source` and `out`: the stream, by its two descriptors."""
+    """The relay; `source` and `out` are the descriptors of the stream."""
 
     def __init__(self, source: int, out: int, forker: socket.socket) -> None:
         self._source = source
         self._out = out
         self._forker = forker
         forker.setblocking(False)
-        self._orders: deque[tuple[bytes, Run, list[int]]] = deque()  # and the descriptors that go with each
-        self._first_deadline_s = float("inf")  # no run's is earlier
+        self._orders: deque[tuple[bytes, Run, list[int]]] = deque()  # each with its descriptors
+        self._first_deadline_s = float("inf")  # no later than any run's
         self._poll = select.poll()
         self._counters = Counters()
         self._runs: dict[int, Run] = {}
         self._run_of: dict[int, Run] = {}  # by descriptor of a pipe
         self._received = bytearray()
-        self._untold = bytearray()  # to the host
-        self._tell_at_s = float("inf")  # no later than this
+        self._untold = bytearray()  # for the host
+        self._tell_at_s = float("inf")  # when that must be sent at the latest
 
     def serve(self, has: int) -> None:
-        """Until the host is gone."""
+        """Relay until the host is gone."""
         self._poll.register(self._source, READABLE)
         self._poll.register(self._forker, READABLE)
         self._tell(Tell.READY, 0, bytes([has]))
@@ -169,7 +170,7 @@ class Relay:
         self._send_orders()
 
     def _send_orders(self) -> None:
-        """As many as it has room for, in their order."""
+        """Send queued orders, in order, as far as the forker has room."""
         while self._orders:
             order, run, descriptors = self._orders[0]
             try:
@@ -189,7 +190,7 @@ class Relay:
     # ── to and from the programs ──────────────────────────────────────────────────────────────────────────────────
 
     def _feed(self, run: Run) -> None:
-        """Write what stdin takes now, and wait for room with the rest."""
+        """Write what stdin takes now, and wait for room for the rest."""
         if run.stdin is None:
             run.pending.clear()
             self._tell(Tell.TAKEN, run.number, b"\1")
@@ -213,7 +214,7 @@ class Relay:
             self._tell(Tell.TAKEN, run.number, bytes([is_broken]))
 
     def _pass_on(self, run: Run, descriptor: int) -> bool:
-        """Read once from a program; whether there may be more."""
+        """Read once from a program, and return whether there may be more."""
         stream = run.outputs[descriptor]
         try:
             data = os.read(descriptor, CHUNK_BYTES)
@@ -276,15 +277,15 @@ class Relay:
             return
         run = self._runs.pop(number, None)
         if run is None:
-            return  # it has failed already: its child told us before the forker saw it end
+            return  # it failed already: we heard from its child before the forker saw it end
         counted = [now - before for now, before in zip(self._counters.read(), run.counted, strict=True)]
         if kind != FORKER_ENDED:
             if value != errno.EAGAIN or not counted[1]:
                 self._close(run)
                 self._tell(Tell.FAILED, number, bytes([value & 0xFF]))
                 return
-            value = signal.SIGKILL  # programs beside it had taken all processes: no fault of the container's
-        for descriptor in list(run.outputs):  # what lies in the pipes; nobody is waited for
+            value = signal.SIGKILL  # other programs had taken all processes: not the container's fault
+        for descriptor in list(run.outputs):  # drain the pipes without waiting for anybody
             while not run.is_cut and self._pass_on(run, descriptor):
                 pass
         self._close(run)
@@ -325,7 +326,7 @@ class Relay:
             self._tell_all()
 
     def _tell_all(self) -> None:
-        """The host always reads, so this may wait for it."""
+        """Send everything; this may block, since the host always reads."""
         at = 0
         while at < len(self._untold):
             at += os.write(self._out, self._untold[at : at + CHUNK_BYTES])
@@ -334,7 +335,7 @@ class Relay:
 
 
 def file_of(data: bytes) -> int:
-    """A descriptor of a file without a name, at its start."""
+    """Return a descriptor, at offset 0, of a file without a name."""
     descriptor = os.memfd_create("data")
     at = 0
     while at < len(data):
@@ -343,13 +344,13 @@ def file_of(data: bytes) -> int:
 
 
 def pause_of(run: Run) -> float:
-    """Who talks with a program is told at once."""
+    """Return how long a run's output may wait; someone who talks with the program is told at once."""
     return 0.0 if run.is_paced else PAUSE_S
 
 
 @contextlib.contextmanager
 def acting_as(uid: int, gid: int):
-    """What is made meanwhile is this user's, who may then open it by its name, as `/dev/stdin`."""
+    """Make files and pipes as this user, who may then open them by name, such as `/dev/stdin`."""
     os.setegid(gid)
     os.seteuid(uid)
     try:

@@ -1,7 +1,7 @@
-"""The inner end of a container's way to the network: connections to one local port, carried over stdin and stdout.
+"""The inner end of a container's way to the network: carries connections to one local port over stdin and stdout.
 
-Run as a program of its own user, which the other programs can neither signal nor trace. It stands alone: its source is
-what the host has run. It opens nothing towards the outside, for there is no outside here.
+It runs as a program with a user of its own, which the other programs can neither signal nor trace. Its source is sent
+to the container alone, so it imports nothing of ours. It opens no connections: the container has no outside network.
 """
 
 import os
@@ -10,7 +10,7 @@ import socket
 import struct
 
 FRAME = struct.Struct("=BII")
-"""The kind, the number of the connection, how many bytes follow; of TAKEN: how many were taken."""
+"""Kind, number of the connection, length of the data that follows; for TAKEN, the number of bytes taken."""
 OPEN, DATA, END, TAKEN, GONE = 1, 2, 3, 4, 5
 PORT = 3128
 CHUNK_BYTES = 32_768
@@ -18,7 +18,7 @@ MAX_CONNECTIONS = 64
 
 
 class Connection:
-    """One program's."""
+    """One connection of a program."""
 
     def __init__(self, number: int, channel: socket.socket) -> None:
         self.number = number
@@ -29,7 +29,7 @@ class Connection:
 
 
 class Tunnel:
-    """`source` and `out`: descriptors of the stream to the host."""
+    """The tunnel; `source` and `out` are descriptors of the stream to the host."""
 
     def __init__(self, listener: socket.socket, source: int, out: int) -> None:
         self._listener = listener
@@ -40,7 +40,7 @@ class Tunnel:
         self._received = bytearray()
 
     def serve(self) -> None:
-        """Until the host is gone."""
+        """Serve until the host is gone."""
         while True:
             everyone = list(self._connections.values())
             readers = [self._source, *(one.channel for one in everyone if not one.has_ended)]
@@ -84,7 +84,7 @@ class Tunnel:
         return bool(data)
 
     def _carry(self, one: Connection) -> None:
-        """From the program to the host."""
+        """Carry data from the program to the host."""
         try:
             data = one.channel.recv(CHUNK_BYTES)
         except BlockingIOError:
@@ -98,7 +98,7 @@ class Tunnel:
             self._drop_when_done(one)
 
     def _deliver(self, one: Connection) -> None:
-        """From the host to the program."""
+        """Deliver data from the host to the program."""
         try:
             while one.pending:
                 sent = one.channel.send(one.pending[:CHUNK_BYTES])

@@ -1,50 +1,51 @@
-"""What host and agent say to each other over the one stream of a container, and how it is packed. Both ends import it.
+"""The frames between host and agent over the one stream of a container. Both ends import this.
 
-The host reads nothing but numbers and raw bytes: nothing that comes out of a container is decoded to anything else.
+The host decodes nothing that comes out of a container except numbers and raw bytes.
 """
 
 import struct
 from enum import IntEnum
 
 HEADER = struct.Struct("=BQI")
-"""Kind, number of the run (0: the container), bytes that follow."""
+"""Kind, number of the run (0: the container), length of the body that follows."""
 MAX_PAYLOAD_BYTES = 1 << 20
-"""The host takes a larger one for what it is: no frame of the agent's."""
+"""A frame with a longer body is not the agent's, and the host refuses it."""
 START = struct.Struct("=dq?i")
-"""Of START: seconds from its start to the deadline (0: none), bytes of output (-1: any number), whether output waits to
-be read, and how many bytes of stdin follow here, which then is a file (-1: it is a pipe, and comes by STDIN)."""
+"""The body of START: seconds from the program's start to its deadline (0: none), bytes of output (-1: unbounded),
+whether output waits until the reader took the last chunk, and the length of stdin, which follows and becomes a file
+(-1: stdin is a pipe, and comes by STDIN)."""
 REQUEST = struct.Struct("=BIIIqQQ")
-"""What to do, user, group, CPU seconds (0: any number), address space (-1: any), file length, open files."""
+"""Operation, user, group, CPU seconds (0: unbounded), address space (-1: unbounded), file length, open files."""
 ENDED = struct.Struct("=iQQQIIB?")
-"""Wait status, microseconds from start to end, CPU microseconds, peak resident bytes, processes killed for want of
-memory, refused forks, `End`, and whether it printed more than it may."""
+"""Wait status, microseconds from start to end, CPU microseconds, peak resident bytes, processes that ran out of memory,
+refused forks, `End`, and whether the program printed more than it may."""
 
 
 class Ask(IntEnum):
-    """What the host asks."""
+    """The kinds of frames that the host sends."""
 
-    START = 1  # then START, stdin, and what `program.py` reads
+    START = 1  # the body: START, stdin, and the request that `program.py` reads
     STDIN = 2
     CLOSE_STDIN = 3
     KILL = 4
-    MORE = 5  # of a run whose output waits: its reader has taken a chunk
+    MORE = 5  # for a paced run: its reader has taken a chunk
 
 
 class Tell(IntEnum):
-    """What the agent tells."""
+    """The kinds of frames that the agent sends."""
 
-    READY = 1  # run 0: an `int` of `Has`
+    READY = 1  # run 0: an `int` of `Has` bits
     STDOUT = 2
     STDERR = 3
-    TAKEN = 4  # stdin so far has been written, or nobody will read it (one byte: 1)
-    CLOSED = 5  # one byte, the number of a stream that the program has closed; of output that waits to be read
+    TAKEN = 4  # stdin so far has been written; a byte of 1 if nobody will read it
+    CLOSED = 5  # for a paced run: one byte, the number of the stream that the program has closed
     ENDED = 6
-    FAILED = 7  # it could not be set up; an errno
-    STARTED = 8  # its time begins
+    FAILED = 7  # the program could not be set up; an errno
+    STARTED = 8  # the program's time begins
 
 
 class Operation(IntEnum):
-    """What a forked process does. Files are read and written as the program's user, in a process of their own."""
+    """The task of a forked process. Files are handled as the programs' user, in a process of their own."""
 
     EXECUTABLE = 1
     SOURCE = 2
@@ -54,7 +55,7 @@ class Operation(IntEnum):
 
 
 class End(IntEnum):
-    """Why the agent ended a program."""
+    """The reason why a program ended."""
 
     ITSELF = 0
     DEADLINE = 1
@@ -62,14 +63,14 @@ class End(IntEnum):
 
 
 class Has(IntEnum):
-    """What of the image's Python makes a difference; bits."""
+    """Bits for the features of the image's Python that matter."""
 
     FILTER = 1
     WARM_PYTHON = 2
 
 
 def pack(*texts: bytes) -> bytes:
-    """Any number of byte strings as one.
+    """Pack any number of byte strings into one.
 
     >>> unpack(pack(b"a", b"", b"c"))
     [b'a', b'', b'c']
@@ -78,7 +79,7 @@ def pack(*texts: bytes) -> bytes:
 
 
 def unpack(data: bytes) -> list[bytes]:
-    """What `pack` packed; ValueError for anything else."""
+    """Return the byte strings that `pack` packed; ValueError for anything else."""
     texts: list[bytes] = []
     at = 0
     while at < len(data):

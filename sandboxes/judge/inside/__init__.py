@@ -1,4 +1,4 @@
-"""What runs inside the judge's sandboxes, beside a program or its tests. Each file stands alone: its text is sent.
+"""Code that runs inside the judge's sandboxes, beside a program or its tests. The text of each file is sent there.
 
-They hold no expected output, and nobody believes what they report: a program may do to its driver what it likes.
+These files hold no expected output, and what they report is not trusted: a program can do what it likes to its driver.
 """

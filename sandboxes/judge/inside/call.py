@@ -1,7 +1,7 @@
 """Calls one function of a program and writes its result as JSON. It runs in the program's own process.
 
-stdin: `{"code": ..., "function": ..., "args": [...]}`. What the program prints goes to stderr; stdout is the result's.
-Every case pays for this file: it imports little, and hints at nothing that must be imported.
+stdin: `{"code": ..., "function": ..., "args": [...]}`. What the program prints goes to stderr; stdout gets the result.
+Every case pays for loading this file, so it imports little, and its type hints need no imports.
 """
 
 import json
@@ -15,7 +15,7 @@ MODULE = "solution"
 
 
 def load(code: str) -> dict[str, object]:
-    """The names of a program that was run as a module: not as `__main__`, whose part is not meant for calls."""
+    """Run a program as a module, not as `__main__`, whose part is not meant for calls, and return its names."""
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
     linecache.cache[FILE] = (len(code), None, [f"{line}\n" for line in code.split("\n")], FILE)  # for tracebacks

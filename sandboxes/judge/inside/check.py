@@ -1,4 +1,4 @@
-"""Runs a checker of a task's own on one output. The program under judgement is not in this sandbox.
+"""Runs a checker of a task's own on one output. The judged program is not in this sandbox.
 
 stdin: `{"checker": ..., "stdin": ..., "expected": ..., "output": ...}`. The checker defines
 `check(stdin, expected, output)`; what it prints goes to stderr, what it returns to stdout.

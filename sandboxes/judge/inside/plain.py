@@ -1,7 +1,7 @@
-"""Plain data as JSON and back: what may pass between a program under judgement and its tests.
+"""Plain data as JSON and back: the values that may pass between a judged program and its tests.
 
-None, booleans, numbers, text, bytes, lists, tuples, sets and dicts of these. Types are exact: an instance of a subclass
-could pretend to be anything, and is no plain data. An object of the program passes as its number alone.
+These are None, booleans, numbers, text, bytes, lists, tuples, sets and dicts of these. Types are exact: an instance of
+a subclass could pretend to be anything, so it is not plain data. An object of the program passes only as its key.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ MAKERS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "fr
 
 
 def pack(value: Any, pack_object: Callable[[Any], dict[str, Any]]) -> Any:
-    """As JSON. What is no plain data goes through `pack_object`, which gives a dict of its own or raises."""
+    """Return a value as JSON. `pack_object` turns anything that is not plain data into a dict of its own, or raises."""
     kind: type = type(value)
     if kind in SCALARS:
         return value
@@ -31,7 +31,7 @@ def pack(value: Any, pack_object: Callable[[Any], dict[str, Any]]) -> Any:
 
 
 def unpack(data: Any, unpack_object: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value of what `pack` made. ValueError or TypeError for anything else."""
+    """Return the value that `pack` packed. ValueError or TypeError for anything else."""
     if isinstance(data, list):
         return [unpack(item, unpack_object) for item in cast(list[Any], data)]
     if not isinstance(data, dict):

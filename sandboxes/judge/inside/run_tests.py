@@ -1,4 +1,4 @@
-"""Runs unit tests of a program that is elsewhere, and tells how each ends, one message a line.
+"""Runs the unit tests of a program that is in another sandbox, and reports how each ends, one message per line.
 
     ─▶ {"module": ..., "files": [...], "names": {...}}    the program's names, as serve_program.py gives them
     ◀─ {"tests": [name, ...]}, or {"broken": why, "is_ours": whether the program had no part in it}
@@ -7,7 +7,7 @@
     ◀─ {"end": index, "is_passed": ..., "detail": ...}, or {"refused": why}
     ◀─ {"done": true}
 
-unittest classes, plain classes `Test*` and functions `test_*`. A test that is skipped while it runs is not passed.
+Tests are unittest classes, plain classes `Test*` and functions `test_*`. A test that skips itself while it runs fails.
 """
 
 import importlib.util
@@ -27,16 +27,16 @@ MAX_DETAIL = 2_000
 
 
 class Refused(Exception):
-    """These tests cannot be judged."""
+    """The tests cannot be judged."""
 
 
 class Wire:
-    """Messages to the host and back."""
+    """The messages to the host and back."""
 
     def __init__(self) -> None:
         self._inbound = os.fdopen(os.dup(0))
         self._outbound = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what tests print is no message
+        os.dup2(2, 1)  # what tests print must not pass for a message
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Wire:
 
 
 class ToldResult(unittest.TestResult):
-    """Tells the host of each test. Every test in the list that is not told as passed has failed."""
+    """Reports each test to the host. A listed test that is not reported as passed has failed."""
 
     def __init__(self, wire: Wire, program: Program, tests: list[unittest.TestCase]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class ToldResult(unittest.TestResult):
             self.addFailure(test, err)
 
     def _fail(self, test: unittest.TestCase, detail: str) -> None:
-        index = self._indices.get(id(test))  # None: of a class's or module's own set-up
+        index = self._indices.get(id(test))  # None: the set-up of a class or module
         if index is not None:
             self._details[index] = detail[-MAX_DETAIL:]
 
@@ -136,7 +136,7 @@ def flat(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
 
 
 def judged(suite: unittest.TestSuite) -> list[unittest.TestCase]:
-    """The tests that count: not those that are marked to be skipped."""
+    """Return the tests that count: those that are not marked to be skipped."""
     tests = [test for test in flat(suite) if not marked(test, "__unittest_skip__")]
     for test in tests:
         if marked(test, "__unittest_expecting_failure__"):
@@ -159,15 +159,15 @@ def main() -> None:
     try:
         suite = collect(order["files"])
         tests = judged(suite)
-    except BaseException as error:  # the boundary: the files of tests are somebody's code
+    except BaseException as error:  # the boundary: test files are foreign code
         why = "".join(traceback.format_exception_only(error)).strip()
-        # A missing module is nobody's doing but the tests'; an assertion may fail by a value that the program gave.
+        # A missing module is the tests' own fault; an assertion may fail because of a value that the program gave.
         is_independent = not program.has_answered or isinstance(error, ImportError | SyntaxError)
         is_ours = bool(program.refused) or (is_independent and not program.has_failed)
         wire.tell({"broken": program.refused or why, "is_ours": is_ours})
         return
     wire.tell({"tests": [test.id().rpartition(".")[2] for test in tests]})
-    # In the classes' own suites: they set up and tear down what a class and a module share.
+    # Run them in the suites of their classes, which set up and tear down what a class or module shares.
     only(suite, {id(test) for test in tests}).run(ToldResult(wire, program, tests))
     wire.tell({"done": True})
 

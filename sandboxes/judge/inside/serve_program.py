@@ -1,10 +1,10 @@
-"""Holds a program and does with it what its tests ask, one request a line. It runs in the program's own process.
+"""Holds a program and does with it what its tests ask, one request per line. It runs in the program's own process.
 
     {"code": ..., "module": ..., "serial": ...} ─▶ {"names": {name: kind}}    or {"raised": ...}
     {"do": ..., "on": ..., "args": [...]} ─▶ {"value": ...}                   or {"raised": ...}, {"gone": ...}
 
-`on` is the key of an object: its name in the program, or a number with the serial of this process, for one that the
-program made. The key of an object of an earlier process leads nowhere. What the program prints goes to stderr.
+`on` is the key of an object: its name in the program or, for one that the program made, a number that includes the
+serial of this process. The key of an object of an earlier process is `gone`. What the program prints goes to stderr.
 """
 
 import builtins
@@ -26,11 +26,11 @@ MAX_MESSAGE = 2_000
 
 
 class Gone(Exception):
-    """An object of an earlier process."""
+    """The object belongs to an earlier process."""
 
 
 class Objects:
-    """What the program made, by key. They live as long as this process."""
+    """The objects that the program made, by key. They live as long as this process."""
 
     def __init__(self, names: dict[str, Any], serial: int) -> None:
         self._serial = serial
@@ -92,16 +92,16 @@ def load(code: str, name: str) -> types.ModuleType:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An exception as its names, most special first, and its message."""
+    """Describe an exception by its class names, most specific first, and its message."""
     try:
         message = str(error)[:MAX_MESSAGE]
-    except BaseException:  # the boundary: it is the program's own code that fails here
+    except BaseException:  # the boundary: the program's own code fails here
         message = ""
     return {"names": [kind.__name__ for kind in type(error).__mro__], "message": message}
 
 
 def answers(requests: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The answer to each request, whatever the program does."""
+    """Answer each request, whatever the program does."""
     first = json.loads(next(requests))
     try:
         module = load(first["code"], first["module"])
@@ -123,7 +123,7 @@ def answers(requests: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def bases_of(value: Any) -> list[str]:
-    """The names of the built-in exceptions that a class comes of."""
+    """Return the names of the built-in exceptions that a class derives from."""
     if not (isinstance(value, type) and issubclass(value, BaseException)):
         return []
     return [kind.__name__ for kind in value.__mro__ if getattr(builtins, kind.__name__, None) is kind]

@@ -1,7 +1,7 @@
-"""A program that is elsewhere, as its tests see it: a module whose functions and objects send what is asked of them.
+"""The stand-in for a program in another sandbox: a module whose functions and objects send on what is asked of them.
 
-It runs where the tests run; of the program nothing but plain data comes here. An object of the program equals itself
-alone, and `in` compares its items one by one here: what a program says of equality is never asked.
+It runs where the tests run, and only plain data of the program comes here. An object of the program only equals itself,
+and `in` compares its items one by one here: the program is never asked about equality.
 """
 
 import builtins
@@ -15,23 +15,23 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class ProgramGone(BaseException):
-    """The program died or was killed. Not an Exception: no test expects it."""
+    """The program died or was killed. Not an Exception, so that no test expects it."""
 
 
 class CannotBeJudged(BaseException):
-    """A test asks for what cannot be had of a program that is elsewhere."""
+    """A test asks for something that cannot be had of a program in another sandbox."""
 
 
 class Program:
-    """The way to the program: `do` something with an object of it, by its key; the module's is empty."""
+    """The connection to the program: `do` something with one of its objects, by key; the module's key is empty."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self._objects: dict[str, RemoteObject] = {}
         self.classes: dict[str, type[RemoteObject]] = {}
         self.exceptions: dict[str, type[BaseException]] = {}
-        self.has_failed = False  # whether it has raised, died, or not had what a test asked for
-        self.has_answered = False  # whether anything here may depend on what it gave
+        self.has_failed = False  # whether it has raised, died, or lacked a name that a test asked for
+        self.has_answered = False  # whether anything here may depend on its answers
         self.is_gone = False  # whether it has died since this was last set to False
         self.refused = ""  # why its tests cannot be judged
 
@@ -51,10 +51,13 @@ class Program:
         raise AttributeError(f"the program defines no {name!r}")
 
     def _pack(self, value: Any) -> dict[str, Any]:
-        """Whatever a program defines a name as, its tests can hand that back: else it could have them refused."""
+        """Pack what is not plain data.
+
+        Tests can hand back whatever the program defines a name as; otherwise a program could have its tests refused.
+        """
         if any(value is known for known in (*self.classes.values(), *self.exceptions.values())):
             return {"object": [value.__name__]}
-        if self.exceptions.get(type(value).__name__) is type(value):  # a plain exception here: it makes its own
+        if self.exceptions.get(type(value).__name__) is type(value):  # made here: the program makes its own
             value = self.do("call", type(value).__name__, value.args, {})
             if not isinstance(value, RemoteObject):
                 raise TypeError("the program makes no object of its own exception")
@@ -73,7 +76,7 @@ class Program:
         return self._objects[key]
 
     def _exception(self, raised: dict[str, Any]) -> BaseException:
-        """The nearest exception that is known here; a program cannot raise what would end or skip a test."""
+        """Return the nearest known exception; a program cannot raise one that would end or skip a test."""
         for name in raised["names"]:
             kind = self.exceptions.get(name) or getattr(builtins, name, None)
             if isinstance(kind, type) and (kind is SystemExit or issubclass(kind, Exception)):
@@ -84,14 +87,14 @@ class Program:
 def exception_from(kind: type[BaseException], message: str) -> BaseException:
     try:
         return kind(message)
-    except TypeError:  # one that takes other arguments, as UnicodeDecodeError
+    except TypeError:  # a type with other arguments, such as UnicodeDecodeError
         error = kind.__new__(kind)
         error.args = (message,)
         return error
 
 
 class RemoteObject:
-    """An object of the program. It is compared by what it is, never by what it says."""
+    """An object of the program. It is compared by identity, never by what it says."""
 
     _remote: tuple[Program, str]
 
@@ -140,7 +143,7 @@ def remote(target: RemoteObject, act: str, *args: Any) -> Any:
 
 
 def stand_in(name: str, program: Program, names: dict[str, Any]) -> types.ModuleType:
-    """The module that tests import instead of the program."""
+    """Return the module that tests import instead of the program."""
     module = types.ModuleType(name)
     names = {key: value for key, value in names.items() if key.isidentifier() and not key.startswith("__")}
     for key, (kind, bases) in names.items():
@@ -160,7 +163,7 @@ def stand_in(name: str, program: Program, names: dict[str, Any]) -> types.Module
 
 
 def class_of(name: str, program: Program) -> type[RemoteObject]:
-    """A class whose calls make objects of the program, and whose attributes are those of the program's class."""
+    """Return a class whose calls make objects of the program, and whose attributes are those of the program's class."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:

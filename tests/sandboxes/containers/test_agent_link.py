@@ -95,7 +95,7 @@ async def test_refused_stream(tmp_path: Path, answer: bytes) -> None:
         writer.write(answer)
 
     async with engine_that(tmp_path, refuse) as path:
-        with pytest.raises(SandboxError, match="gives no stream"):
+        with pytest.raises(SandboxError, match="did not open a stream"):
             await AgentLink.open(path, "container")
 
 

@@ -4,7 +4,7 @@
 of.
 """
 
-from sandboxes.containers.images import Mirror, entries_of_image
+from sandboxes.containers.images import Mirror, apt_entries
 
 ONE_LINE = """
 # deb http://commented/debian bookworm main
@@ -26,12 +26,12 @@ Components: main
 
 
 def test_one_line_sources() -> None:
-    assert list(entries_of_image(ONE_LINE, ".list")) == [("http://mirror/debian", "bookworm", ("main", "contrib"))]
+    assert list(apt_entries(ONE_LINE, ".list")) == [("http://mirror/debian", "bookworm", ("main", "contrib"))]
 
 
 def test_stanzas() -> None:
     expected = [("http://mirror/debian", suite, ("main",)) for suite in ("bookworm", "bookworm-updates")]
-    assert list(entries_of_image(STANZAS, ".sources")) == expected
+    assert list(apt_entries(STANZAS, ".sources")) == expected
 
 
 def test_recipe_names_what_the_image_is_made_of() -> None:

@@ -69,9 +69,9 @@ async def test_build_that_fails(engine: Engine) -> None:
 
 
 async def test_image_that_is_not_here(engine: Engine, provider: DockerProvider) -> None:
-    with pytest.raises(SandboxError, match="none is fetched"):
+    with pytest.raises(SandboxError, match="images are not fetched"):
         await provider.create(CellSpec(limits=PATIENT, image="no-such-image"))
-    with pytest.raises(SandboxError, match="none is fetched"):
+    with pytest.raises(SandboxError, match="images are not fetched"):
         await build_image_with(engine, None, "FROM no-such-image\n")
 
 

@@ -8,9 +8,8 @@
 
 import pytest
 
-from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
-from areal_agent.tokens.answers.parsed import ParsedAnswer, ToolCall
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.base import ParsedAnswer, ToolCall
 
 LLAMA, MISTRAL, DEEPSEEK = ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.DEEPSEEK
 ONE = ToolCall(name="one", arguments={"x": 1})
@@ -90,6 +89,7 @@ def test_a_malformed_call_stays_text_and_is_counted(tool_format: ToolFormat, tex
     [
         (LLAMA, '{"name": "one", "parameters": {"x": 1}}; {"name": 5}', '; {"name": 5}'),
         (MISTRAL, '[TOOL_CALLS] [{"name": 5}][TOOL_CALLS]one[ARGS]{"x": 1}', '[TOOL_CALLS] [{"name": 5}]'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "one", "arguments": {"x": 1}}] [TOOL_CALLS] no', "[TOOL_CALLS] no"),
         (MISTRAL, '[TOOL_CALLS] [{"name": "one", "arguments": {"x": 1}}, {"name": 5}]', ', {"name": 5}]'),
         (DEEPSEEK, f'{BEGIN}{CALL}two{SEP}[]{END}{CALL}one{SEP}{{"x": 1}}{END}{ENDS}', f"{BEGIN}{CALL}two{SEP}[]{END}"),
     ],

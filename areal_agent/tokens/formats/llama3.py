@@ -5,33 +5,32 @@
     {"name": "python", "parameters": {"code": "print(6 * 7)"}}; {"name": "python", "parameters": {"code": "1"}}
     Let me compute that.<|python_tag|>{"name": "python", "parameters": {"code": "print(6 * 7)"}}
 
-Without the tag an answer that begins with `{` may also be JSON of the model's own; a key that no call has tells.
+Without the tag, an answer that begins with `{` may also be JSON of the model's own: a key that no call has shows it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from areal_agent.tokens.answers.call import OpenCall
-from areal_agent.tokens.answers.dialect import Marks
-from areal_agent.tokens.answers.envelope import open_envelope, read_envelope, write_envelope
-from areal_agent.tokens.answers.parsed import ToolCall
-from areal_agent.tokens.answers.tape import Steps, Tape
+from areal_agent.tokens.formats.base import Marks, PartialCall, ToolCall, open_envelope, read_envelope, write_envelope
+from areal_agent.tokens.formats.cursor import Cursor
 
 _TAG = "<|python_tag|>"
 _PARAMETERS = "parameters"
-_MARKS = Marks(openings=(_TAG,), bare_openings=("{",), separators=(";",))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3:
     """Arguments are called `parameters`; small models also say `arguments`, and add a `type`."""
 
-    @property
-    def marks(self) -> Marks:
-        return _MARKS
+    marks = Marks(openings=(_TAG,), closing="}", bare_openings=("{",), separators=(";",))
 
-    def read_call(self, tape: Tape, call: OpenCall, opening: str) -> Steps[None]:
+    def is_written_by(self, template: str) -> bool:
+        return _TAG in template or ('"name":' in template and '"parameters":' in template)
+
+    def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
         if opening != "{":
-            yield from tape.expect("{")
-        yield from read_envelope(tape, call, argument_keys=(_PARAMETERS, "arguments"), other_keys=("type", "id"))
+            cursor.expect("{")
+        read_envelope(cursor, call, argument_keys=(_PARAMETERS, "arguments"), other_keys=("type", "id"))
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
         text = "; ".join(write_envelope(call, _PARAMETERS) for call in calls)

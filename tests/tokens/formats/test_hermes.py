@@ -10,9 +10,8 @@
 
 import pytest
 
-from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
-from areal_agent.tokens.answers.parsed import ParsedAnswer, ToolCall
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.base import ParsedAnswer, ToolCall
 
 HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'

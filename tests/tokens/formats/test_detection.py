@@ -9,9 +9,8 @@
 import pytest
 
 from areal_agent.errors import RequestError
-from areal_agent.tokens.answers.answer_format import AnswerFormat
-from areal_agent.tokens.answers.detection import ReasoningFormat, ToolFormat
-from areal_agent.tokens.answers.parsed import ToolCall
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.base import ToolCall
 
 
 @pytest.mark.parametrize(

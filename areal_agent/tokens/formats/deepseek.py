@@ -13,49 +13,43 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_agent.tokens.answers.call import OpenCall
-from areal_agent.tokens.answers.dialect import Marks
-from areal_agent.tokens.answers.envelope import BARE_NAME, read_arguments
-from areal_agent.tokens.answers.parsed import ToolCall
-from areal_agent.tokens.answers.tape import MalformedCall, Steps, Tape
+from areal_agent.tokens.formats.base import BARE_NAME, Marks, PartialCall, ToolCall
+from areal_agent.tokens.formats.cursor import Cursor, MalformedCall
 
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _TYPE = "function"
 _FENCE_BEGIN, _FENCE_END = "```json", "```"
-_MARKS = Marks(openings=(_CALLS_BEGIN, _BEGIN), closings=(_END,), endings=(_CALLS_END,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSeek:
-    """Which of the two is written; both are read."""
+    """`is_fenced` says which of the two is written. Both are read."""
 
     is_fenced: bool
 
-    @property
-    def marks(self) -> Marks:
-        return _MARKS
+    marks = Marks(openings=(_CALLS_BEGIN, _BEGIN), closing=_END, endings=(_CALLS_END,))
 
-    def read_call(self, tape: Tape, call: OpenCall, opening: str) -> Steps[None]:
+    def is_written_by(self, template: str) -> bool:
+        return _CALLS_BEGIN in template and self.is_fenced == (_FENCE_BEGIN in template)
+
+    def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
         if opening == _CALLS_BEGIN:
-            yield from tape.expect(_BEGIN)
-        name = yield from tape.run(BARE_NAME)
-        yield from tape.expect(_SEP)
-        if (yield from tape.accept("{")):
+            cursor.expect(_BEGIN)
+        name = cursor.take(BARE_NAME)
+        cursor.expect(_SEP)
+        if cursor.accept("{"):
             call.set_name(name)
-            yield from read_arguments(tape, call)
+            call.read_arguments(cursor)
+        elif name == _TYPE:
+            call.set_name(cursor.take(BARE_NAME))
+            cursor.expect(_FENCE_BEGIN)
+            cursor.expect("{")
+            call.read_arguments(cursor)
+            cursor.expect(_FENCE_END)
         else:
-            yield from self._read_fenced(tape, call, name)
-        yield from tape.expect(_END)
-
-    def _read_fenced(self, tape: Tape, call: OpenCall, call_type: str) -> Steps[None]:
-        if call_type != _TYPE:
             raise MalformedCall
-        call.set_name((yield from tape.run(BARE_NAME)))
-        yield from tape.expect(_FENCE_BEGIN)
-        yield from tape.expect("{")
-        yield from read_arguments(tape, call)
-        yield from tape.expect(_FENCE_END)
+        cursor.expect(_END)
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
         between = "\n" if self.is_fenced else ""

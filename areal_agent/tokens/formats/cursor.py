@@ -1,0 +1,187 @@
+"""The text of an answer, which may still be coming, and the place up to which it has been read.
+
+Every method raises `MoreNeeded` when the text at hand ends before it can decide; at the end of the answer it decides.
+JSON is checked here for what holds it together (brackets, quotes, commas, colons), so that a malformed call ends where
+its text breaks. Whether a value is strictly JSON is decided by `json_text` once the value is whole.
+"""
+
+import re
+from collections.abc import Callable
+
+from areal_agent.tokens.canonical import MAX_DEPTH, json_object_at, parse_json_object
+from areal_agent.types import JsonObject
+
+SPACE = re.compile(r"[ \t\n\r]*")
+"""White space as JSON has it."""
+
+_IN_STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+', re.DOTALL)
+_SCALAR = re.compile(r"[\w.+-]*")
+
+
+class MalformedCall(Exception):
+    """The text that comes next is not what a tool call has in its place."""
+
+
+class MoreNeeded(Exception):
+    """The text at hand is too short to decide."""
+
+
+class Cursor:
+    """Reads forward from `position`.
+
+    >>> cursor = Cursor()
+    >>> cursor.append(" {} ")
+    >>> cursor.accept("{", "["), cursor.position
+    ('{', 2)
+    """
+
+    def __init__(self) -> None:
+        self.text = ""  # from some place in the answer on: what was read before is dropped
+        self.position = 0
+        self.is_ended = False
+
+    def append(self, text: str) -> None:
+        """Add text that has come, and drop what has been read."""
+        self.text = self.text[self.position :] + text
+        self.position = 0
+
+    # -------------------------------------------------------------------------------- literals and patterns
+
+    def peek(self, *literals: str) -> str:
+        """The literal that comes next behind white space, or "" when none does."""
+        return self._next(literals)[0]
+
+    def accept(self, *literals: str) -> str:
+        """Read the literal that comes next, and the white space before it; read nothing and return "" if none does."""
+        literal, begin = self._next(literals)
+        if literal:
+            self.position = begin + len(literal)
+        return literal
+
+    def expect(self, *literals: str) -> str:
+        """Do as `accept`, but raise MalformedCall when none of them comes next."""
+        literal = self.accept(*literals)
+        if not literal:
+            raise MalformedCall
+        return literal
+
+    def take(self, characters: re.Pattern[str]) -> str:
+        """Read as many characters of a set, given as its pattern `[...]*`, as come next."""
+        found = characters.match(self.text, self.position)
+        text = found[0] if found else ""
+        self.position += len(text)
+        if self.position == len(self.text) and not self.is_ended:
+            raise MoreNeeded
+        return text
+
+    def find(self, tags: tuple[str, ...], say: Callable[[str], None]) -> str:
+        """Read up to the first of the tags, hand the text before it to `say`, and return the tag; "" at the end.
+
+        Only what may be the beginning of a tag is held back.
+        """
+        found = [(begin, tag) for tag in tags if (begin := self.text.find(tag, self.position)) >= 0]
+        begin, tag = min(found, default=(self._begin_of_tag(tags), ""))
+        if begin > self.position:
+            say(self.text[self.position : begin])
+            self.position = begin
+        if not tag and not self.is_ended:
+            raise MoreNeeded
+        return tag
+
+    def _next(self, literals: tuple[str, ...]) -> tuple[str, int]:
+        """The literal that comes next, and where it begins."""
+        space = SPACE.match(self.text, self.position)
+        begin = space.end() if space else self.position
+        for literal in literals:
+            if self.text.startswith(literal, begin):
+                return literal, begin
+        if literals and not self.is_ended and self._may_begin(literals, begin):
+            raise MoreNeeded
+        return "", begin
+
+    def _begin_of_tag(self, tags: tuple[str, ...]) -> int:
+        """Where the text at hand ends with the beginning of a tag; its length if it does not."""
+        length = len(self.text)
+        if tags and not self.is_ended:
+            for begin in range(max(self.position, length - max(map(len, tags)) + 1), length):
+                if self._may_begin(tags, begin):
+                    return begin
+        return length
+
+    def _may_begin(self, literals: tuple[str, ...], begin: int) -> bool:
+        """Whether all text from `begin` on is the beginning of one of the literals."""
+        num_left = len(self.text) - begin
+        return any(len(one) > num_left and one.startswith(self.text[begin:]) for one in literals)
+
+    # ------------------------------------------------------------------------------------------------ JSON
+
+    def read_object(self) -> JsonObject | None:
+        """Read the object whose `{` has just been read; None when it holds together but is not strictly JSON."""
+        begin = self.position - 1
+        found = json_object_at(self.text, begin)
+        if found:
+            self.position = found[1]
+            return found[0]
+        self._pass_object(0)
+        return parse_json_object(self.text[begin : self.position])
+
+    def read_string(self) -> str:
+        """Read a string and return its value."""
+        self.expect('"')
+        raw = self._rest_of_string()
+        if "\\" not in raw:
+            return raw
+        value = parse_json_object(f'{{"": "{raw}"}}')
+        if value is None:
+            raise MalformedCall
+        return value[""]
+
+    def pass_value(self, depth: int = 0) -> None:
+        """Read a value of any kind."""
+        if depth > MAX_DEPTH:
+            raise MalformedCall
+        match self.accept("{", "[", '"'):
+            case "{":
+                self._pass_object(depth)
+            case "[":
+                self._pass_list(depth)
+            case '"':
+                self._rest_of_string()
+            case _:
+                self.take(SPACE)
+                if not self.take(_SCALAR):
+                    raise MalformedCall
+
+    def _pass_object(self, depth: int) -> None:
+        separator = "" if self.accept("}") else ","
+        while separator == ",":
+            self.expect('"')
+            self._rest_of_string()
+            self.expect(":")
+            self.pass_value(depth + 1)
+            separator = self.expect(",", "}")
+
+    def _pass_list(self, depth: int) -> None:
+        separator = "" if self.accept("]") else ","
+        while separator == ",":
+            self.pass_value(depth + 1)
+            separator = self.expect(",", "]")
+
+    def _rest_of_string(self) -> str:
+        """Read a string whose first quote has been read; returns what stands between the quotes."""
+        begin = self.position
+        while True:
+            self.take(_IN_STRING)
+            character = self._one()
+            if character == '"':
+                return self.text[begin : self.position - 1]
+            if character != "\\":
+                raise MalformedCall
+            self._one()
+
+    def _one(self) -> str:
+        """Read the next character, whatever it is."""
+        if self.position == len(self.text):
+            raise MalformedCall if self.is_ended else MoreNeeded
+        self.position += 1
+        return self.text[self.position - 1]

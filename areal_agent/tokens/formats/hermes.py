@@ -1,0 +1,44 @@
+"""Tool calls as Hermes, Qwen and many others write them.
+
+::
+
+    Let me compute that.
+    <tool_call>
+    {"name": "python", "arguments": {"code": "print(6 * 7)"}}
+    </tool_call>
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_agent.tokens.formats.base import Marks, PartialCall, ToolCall, open_envelope, read_envelope, write_envelope
+from areal_agent.tokens.formats.cursor import Cursor
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_ARGUMENTS = "arguments"
+_TAG_ON_ITS_LINE = re.compile(r"<tool_call>(\n|\\n)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hermes:
+    """`newline` is written between the tags and the call, and between calls. Either form is read."""
+
+    newline: str
+
+    marks = Marks(openings=(_BEGIN,), closing=_END)
+
+    def is_written_by(self, template: str) -> bool:
+        return _BEGIN in template and bool(self.newline) == bool(_TAG_ON_ITS_LINE.search(template))
+
+    def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
+        cursor.expect("{")
+        read_envelope(cursor, call, argument_keys=(_ARGUMENTS,))
+        cursor.expect(_END)
+
+    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
+        blocks = (self.newline.join((_BEGIN, write_envelope(call, _ARGUMENTS), _END)) for call in calls)
+        return self.newline.join((content, *blocks) if content else blocks)
+
+    def opening(self, tool_name: str | None) -> str:
+        return _BEGIN + self.newline + ("" if tool_name is None else open_envelope(tool_name, _ARGUMENTS))

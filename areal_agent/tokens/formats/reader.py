@@ -1,0 +1,195 @@
+"""Reads an answer in its order (reasoning, content, calls), whole or as it comes, and decides what leaves when.
+
+Reasoning and content leave as they come. From the text by which a call begins, or could begin, nothing leaves until the
+call is whole; then it leaves in one piece. A malformed call becomes content up to where its text breaks, so that the
+agent sees what the model wrote, and is counted.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+from areal_agent.tokens.formats.base import AnswerDelta, Family, ParsedAnswer, PartialCall, ToolCall
+from areal_agent.tokens.formats.cursor import SPACE, Cursor, MalformedCall, MoreNeeded
+
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+
+
+class AnswerReader:
+    """One answer. `feed` it the text in any pieces, then `finish`; the deltas of both together are what it says.
+
+    `family` None: nothing is a call. `has_thinking`: the tags of reasoning have their meaning. `is_thinking`: the
+    prompt has opened the reasoning. `only_tool`: a call of another tool is malformed. So is one that `accepts` refuses.
+    """
+
+    def __init__(
+        self,
+        *,
+        family: Family | None,
+        has_thinking: bool,
+        is_thinking: bool = False,
+        only_tool: str | None = None,
+        accepts: Callable[[ToolCall], bool] | None = None,
+    ) -> None:
+        self._family = family
+        self._is_thinking = is_thinking
+        self._only_tool = only_tool
+        self._accepts = accepts
+        self._cursor = Cursor()
+        self._reasoning: Prose | None = None
+        self._content = Prose(keeps_edges=True)
+        self._opening = ""  # of the call that comes next
+        self._num_tried = 0  # how many characters of that call were at hand when it was read last
+        self._calls: list[ToolCall] = []
+        self._num_malformed = 0
+        self._deltas: list[AnswerDelta] = []
+        self._step = self._begin_reasoning if has_thinking else self._begin_content
+        self._is_done = False
+
+    @property
+    def has_call(self) -> bool:
+        """Whether a call has been read."""
+        return bool(self._calls)
+
+    def feed(self, text: str) -> tuple[AnswerDelta, ...]:
+        """Read more of the answer; returns what leaves with it."""
+        self._cursor.append(text)
+        with contextlib.suppress(MoreNeeded):
+            while not self._is_done:
+                self._step()
+        deltas, self._deltas = tuple(self._deltas), []
+        return deltas
+
+    def finish(self, text: str = "") -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
+        """Read the end of the answer; returns what leaves last, and all that the answer says."""
+        self._cursor.is_ended = True
+        deltas = self.feed(text)
+        return deltas, ParsedAnswer(
+            content=self._content.text,
+            reasoning=None if self._reasoning is None else self._reasoning.text,
+            tool_calls=tuple(self._calls),
+            num_malformed=self._num_malformed,
+        )
+
+    # ------------------------------------------------------- steps: each names the next one, or needs more text
+
+    def _begin_reasoning(self) -> None:
+        if self._is_thinking or self._cursor.accept(THINK_BEGIN):
+            self._reasoning = Prose(keeps_edges=False)
+            self._step = self._read_reasoning
+        else:
+            self._step = self._begin_content
+
+    def _read_reasoning(self) -> None:
+        self._cursor.find((THINK_END,), self._think)
+        self._cursor.accept(THINK_END)
+        self._step = self._pass_space
+
+    def _pass_space(self) -> None:
+        self._cursor.take(SPACE)
+        self._step = self._begin_content
+
+    def _begin_content(self) -> None:
+        self._opening = self._cursor.peek(*self._family.marks.bare_openings) if self._family else ""
+        self._step = self._read_call if self._opening else self._read_content
+
+    def _read_content(self) -> None:
+        self._opening = self._cursor.find(self._family.marks.openings if self._family else (), self._say)
+        if self._opening:
+            self._step = self._read_call
+            return
+        if leaving := self._content.end():
+            self._deltas.append(AnswerDelta(content=leaving))
+        self._is_done = True
+
+    def _read_call(self) -> None:
+        assert self._family
+        self._wait_for_call(self._family.marks.closing)
+        begin, call, is_whole = self._cursor.position, PartialCall(self._only_tool), True
+        try:
+            self._cursor.expect(self._opening)
+            self._family.read(self._cursor, call, self._opening)
+        except MalformedCall:
+            is_whole = False
+        except MoreNeeded:
+            self._num_tried = len(self._cursor.text) - begin
+            self._cursor.position = begin
+            raise
+        self._num_tried = 0
+        tool_call = call.whole() if is_whole else None
+        if tool_call and (self._accepts is None or self._accepts(tool_call)):
+            self._take(tool_call)
+            self._step = self._end_call
+            return
+        if call.has_begun or self._opening not in self._family.marks.bare_openings:
+            self._num_malformed += 1
+        self._say(self._cursor.text[begin : self._cursor.position])
+        self._step = self._read_content
+
+    def _end_call(self) -> None:
+        assert self._family
+        marks = self._family.marks
+        after = self._cursor.peek(*marks.separators, *marks.endings)
+        if after in marks.separators:
+            self._opening, self._step = after, self._read_call
+        else:
+            self._cursor.accept(*marks.endings)
+            self._step = self._read_content
+
+    def _wait_for_call(self, closing: str) -> None:
+        """Do not read a long call again with every token: only when it may be whole, or has doubled in length."""
+        num_held = len(self._cursor.text) - self._cursor.position
+        may_end = closing in self._cursor.text[self._cursor.position + max(0, self._num_tried - len(closing) + 1) :]
+        if not (may_end or num_held >= 2 * self._num_tried or self._cursor.is_ended):
+            raise MoreNeeded
+
+    # ------------------------------------------------------------------------------------------- what leaves
+
+    def _think(self, text: str) -> None:
+        if self._reasoning and (leaving := self._reasoning.add(text)):
+            self._deltas.append(AnswerDelta(reasoning=leaving))
+
+    def _say(self, text: str) -> None:
+        if leaving := self._content.add(text):
+            self._deltas.append(AnswerDelta(content=leaving))
+
+    def _take(self, call: ToolCall) -> None:
+        self._content.keeps_edges = False
+        self._deltas.append(AnswerDelta(call=call, call_index=len(self._calls)))
+        self._calls.append(call)
+
+
+class Prose:
+    """Text that leaves as it comes. White space waits until more follows, for at an end it may not belong to the text.
+
+    >>> prose = Prose(keeps_edges=False)
+    >>> prose.add(" a "), prose.add("b "), prose.end()
+    ('a', ' b', '')
+    """
+
+    def __init__(self, *, keeps_edges: bool) -> None:
+        self.keeps_edges = keeps_edges
+        self._space = ""
+        self._said: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All that has left."""
+        return "".join(self._said)
+
+    def add(self, text: str) -> str:
+        """Add text that has come; returns what leaves with it."""
+        text = self._space + text
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        if not self._said and not self.keeps_edges:
+            body = body.lstrip()
+        return self._say(body)
+
+    def end(self) -> str:
+        """No more will come; returns what leaves last."""
+        return self._say(self._space if self.keeps_edges else "")
+
+    def _say(self, text: str) -> str:
+        if text:
+            self._said.append(text)
+        return text

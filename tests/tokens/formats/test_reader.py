@@ -1,0 +1,177 @@
+"""An answer that is still coming:
+
+- reasoning and content leave at once, but for what may begin a tag, and white space at an end
+- a call leaves in one piece when its last character has come, each with its index
+- a malformed call becomes content soon after its text breaks, or at the end of the answer, and is counted
+- a long call that is held back is not read again with every token
+- a call of another tool than the only one allowed is content, and so is one that is refused
+- a family needs not be JSON: marks, one function that reads, and one that writes
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.base import AnswerDelta, Marks, ParsedAnswer, PartialCall, ToolCall
+from areal_agent.tokens.formats.cursor import Cursor
+from areal_agent.tokens.formats.hermes import Hermes
+from areal_agent.tokens.formats.reader import AnswerReader
+
+HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.THINK)
+LLAMA = replace(HERMES, tool_format=ToolFormat.LLAMA3_JSON)
+CALL = ToolCall(name="f", arguments={"x": 'a"}'})
+
+
+def test_content_leaves_but_for_what_may_begin_a_tag() -> None:
+    reader = HERMES.reader()
+    assert reader.feed("<") == ()
+    assert reader.feed("b> yes") == (AnswerDelta(content="<b> yes"),)
+    assert reader.feed(" <tool") == ()
+    assert reader.feed("s>") == (AnswerDelta(content=" <tools>"),)
+    assert reader.feed(" \n") == ()
+    assert reader.finish()[0] == (AnswerDelta(content=" \n"),)
+
+
+def test_reasoning_leaves_but_for_what_may_begin_a_tag() -> None:
+    reader = HERMES.reader()
+    assert reader.feed("<think>\nHm") == (AnswerDelta(reasoning="Hm"),)
+    assert reader.feed(", <") == (AnswerDelta(reasoning=","),)
+    assert reader.feed("b>.\n</thi") == (AnswerDelta(reasoning=" <b>."),)
+    assert reader.feed("nk>\n") == ()
+    assert reader.feed("\nYes.") == (AnswerDelta(content="Yes."),)
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (ToolFormat.HERMES, 'So:\n<tool_call>{"name": "f", "arguments": {"x": "a\\"}"}}</tool_call>'),
+        (ToolFormat.HERMES, 'So:\n<tool_call>{"arguments": {"x": "a\\"}"}, "name": "f"}\n</tool_call>'),
+        (ToolFormat.LLAMA3_JSON, 'So: <|python_tag|>{"name": "f", "parameters": {"x": "a\\"}"}}'),
+        (ToolFormat.MISTRAL, 'So:[TOOL_CALLS] [{"name": "f", "arguments": {"x": "a\\"}"}}'),
+        (ToolFormat.MISTRAL_V11, 'So:[TOOL_CALLS]f[ARGS]{"x": "a\\"}"}'),
+        (
+            ToolFormat.DEEPSEEK_V31,
+            'So:<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "a\\"}"}<｜tool▁call▁end｜>',
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_call_leaves_in_one_piece_with_its_last_character(tool_format: ToolFormat, text: str, size: int) -> None:
+    reader = replace(HERMES, tool_format=tool_format).reader()
+    *before, last = [text[begin : begin + size] for begin in range(0, len(text), size)]
+    deltas = [delta for chunk in before for delta in reader.feed(chunk)]
+    assert "".join(delta.content for delta in deltas) == "So:"
+    assert not reader.has_call
+    assert reader.feed(last) == (AnswerDelta(call=CALL),)
+    assert reader.has_call
+    assert reader.finish() == ((), ParsedAnswer(content="So:", tool_calls=(CALL,)))
+
+
+def test_each_call_has_its_index() -> None:
+    reader = replace(HERMES, tool_format=ToolFormat.MISTRAL_V11).reader()
+    deltas = reader.feed("[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}")
+    assert [(delta.call_index, delta.call and delta.call.name) for delta in deltas] == [(0, "f"), (1, "g")]
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"name": "f", "x": 1}</tool_call>', '<tool_call>{"name": "f", "argu'])
+def test_what_proves_to_be_no_call_is_content(text: str) -> None:
+    reader = HERMES.reader()
+    assert reader.feed(text[:25]) == ()
+    deltas = reader.feed(text[25:])
+    last, answer = reader.finish()
+    assert "".join(delta.content for delta in deltas + last) == text
+    assert answer == ParsedAnswer(content=text, num_malformed=1)
+
+
+def test_json_that_is_no_call_leaves_soon_after_it_shows() -> None:
+    reader, text = LLAMA.reader(), '{"name": "Ann", "age": 5, "likes": ["tea", "long walks", "sums"]}'
+    num_shown = text.index(":", text.index("age"))
+    for character in text[: 2 * num_shown]:
+        reader.feed(character)
+    assert reader.feed(text[2 * num_shown :]) == (AnswerDelta(content=text[2 * num_shown :]),)
+    assert reader.finish()[1] == ParsedAnswer(content=text)
+
+
+def test_a_long_call_is_not_read_again_with_every_token() -> None:
+    class Counting(Hermes):
+        num_reads = 0
+
+        def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
+            Counting.num_reads += 1
+            super().read(cursor, call, opening)
+
+    reader = AnswerReader(family=Counting(newline=""), has_thinking=False)
+    for token in ["<tool_call>", '{"name": "f", "arguments": {"x": "', *["1234"] * 1000, '"}}', "</tool_call>"]:
+        reader.feed(token)
+    assert reader.has_call
+    assert Counting.num_reads < 20
+
+
+@pytest.mark.parametrize("rest", [", oops</tool_call> bye", "</tool_call> bye", "", "x"])
+def test_a_call_without_its_end_is_content(rest: str) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"x": 1}' + rest
+    reader = HERMES.reader()
+    deltas = reader.feed(text)
+    last, answer = reader.finish()
+    assert answer == ParsedAnswer(content=text, num_malformed=1)
+    assert "".join(delta.content for delta in deltas + last) == text
+
+
+def test_a_good_call_behind_a_broken_one_leaves_with_its_end() -> None:
+    reader = HERMES.reader()
+    broken = '<tool_call>{"name": "f", "arguments": {"x": oops'
+    good = '<tool_call>{"name": "f", "arguments": {"x": "a\\"}"}}</tool_call>'
+    for character in f"{broken} {good}"[:-1]:
+        reader.feed(character)
+    assert not reader.has_call
+    assert reader.feed(">")[-1] == AnswerDelta(call=CALL)
+    assert reader.finish()[1] == ParsedAnswer(content=broken, tool_calls=(CALL,), num_malformed=1)
+
+
+def test_a_call_that_is_not_allowed_is_content() -> None:
+    text = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    refused = ParsedAnswer(content=text, num_malformed=1)
+    assert HERMES.reader(only_tool="f").finish(text)[1] == refused
+    assert HERMES.reader(accepts=lambda call: call.name == "f").finish(text)[1] == refused
+    assert HERMES.reader(only_tool="g", accepts=lambda call: call.name == "g").finish(text)[1].content == ""
+
+
+class Tagged:
+    """A family that is not JSON: several calls in one block, arguments in tags."""
+
+    marks = Marks(openings=("<calls>",), closing="</call>", separators=("<call>",), endings=("</calls>",))
+
+    def is_written_by(self, template: str) -> bool:
+        return "<calls>" in template
+
+    def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
+        if opening == "<calls>":
+            cursor.expect("<call>")
+        names: list[str] = []
+        cursor.find(("=",), names.append)
+        cursor.expect("=")
+        values: list[str] = []
+        cursor.find(("</call>",), values.append)
+        cursor.expect("</call>")
+        call.set_name("".join(names))
+        call.arguments = {"text": "".join(values)}
+
+    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
+        written = [f"<call>{call.name}={call.arguments['text']}</call>" for call in calls]
+        return f"{content}<calls>{''.join(written)}</calls>"
+
+    def opening(self, tool_name: str | None) -> str:
+        return "<calls><call>" + (f"{tool_name}=" if tool_name else "")
+
+
+@pytest.mark.parametrize("size", [1, 4, 99])
+def test_a_family_needs_not_be_json(size: int) -> None:
+    calls = (ToolCall(name="f", arguments={"text": "a < b"}), ToolCall(name="g", arguments={"text": "{}"}))
+    text = f"{Tagged().write('hm ', calls)} so <calls><call>f"
+    reader = AnswerReader(family=Tagged(), has_thinking=False)
+    for begin in range(0, len(text), size):
+        reader.feed(text[begin : begin + size])
+    content = "hm  so <calls><call>f"
+    assert reader.finish()[1] == ParsedAnswer(content=content, tool_calls=calls, num_malformed=1)
