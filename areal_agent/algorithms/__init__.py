@@ -1,11 +1,7 @@
-"""The mathematics of a train step as pure functions over torch tensors; no process, no model class, no I/O.
+"""The mathematics of a train step as pure functions over torch tensors, without processes, model classes or I/O.
 
-records ─▶ credit.py ─▶ scoring.py ─▶ samples.py, aggregation.py ─▶ packing.py, batching.py ─▶ (a model) ─▶ logprobs.py
-                            │                                                                                      │
-         timeline.py, turn_returns.py, advantages.py                                                losses.py, values.py
-                                                                                                           │
-                                                              loss_tokens.py, loss_stats.py, divergence.py, proximal.py
+records ─▶ credit.py ─▶ advantages.py ─▶ batching.py, packing.py ─▶ (a model) ─▶ losses.py
 
-config.py names what can be chosen and imports no torch; plugins.py finds a user's own. Docstrings state equation,
-paper, shapes and normalisation.
+config.py holds the choices and loads the user's own functions; it, credit.py and packing.py import no torch.
+Docstrings state equation, paper, shapes and normalisation.
 """

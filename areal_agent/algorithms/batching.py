@@ -1,15 +1,10 @@
-"""From samples to the tensors that a model is run on: packed in one row, or padded to rows of one length.
+"""From records to the tensors that a model is run on, and from hidden states to log-probabilities.
 
-Packed, sequences stand one behind the other in a single row; each begins at position 0, and attention keeps to
-`segments`. Padded, each has a row of its own, filled up on the right: a causal model never looks there. Either way no
-sequence sees another, and the loss tokens are the same. Knows no model and no loss.
-Shapes: R rows of T tokens, S samples, M loss tokens of a micro-batch.
-
-What of one record the loss needs: a *sample*. Knows no other record, no micro-batch and no model.
-
-Shapes: T input tokens and M loss tokens of one sample.
-
-Log-probability and entropy of chosen tokens from hidden states, without ever holding all logits. Pure functions.
+A `Sample` is what the loss needs of one record. `collate` joins samples into a `MicroBatch`. Packed, the sequences are
+concatenated in a single row; each starts at position 0, and attention stays within `segments`. Padded, each has its own
+row, filled up on the right, where a causal model never looks. Either way no sequence sees another, and the loss tokens
+are the same.
+Shapes: R rows of T tokens, S samples, M loss tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,34 +18,39 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_agent.types import TokenRecord
 
+LOGITS_PER_CHUNK = 2**24
+"""The number of logits that exist at once: 64 MiB in float32, however large the batch and the vocabulary."""
+Head = Callable[[Tensor], Tensor]
+"""The output layer of a model: hidden states [M, H] -> logits [M, V]."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
     """One record as the loss sees it. Loss token m is predicted at input position `predicting[m]`.
 
     A record of tokens `a b C D e`, of which C and D were sampled, has the inputs `a b C`, predicts at 1 and 2, and
-    leaves out what trails its last loss token. Fields with a default are filled in on the way through a train step, as
-    far as the algorithm needs them.
+    drops what follows its last loss token. A train step fills in the fields that have defaults, as far as the algorithm
+    needs them.
     """
 
-    rollout: str  # the session that it is a branch of
+    rollout: str  # the session that the record is a branch of
     inputs: Tensor  # [T] int64
     predicting: Tensor  # [M] int64, in 0..T-1
     targets: Tensor  # [M] int64
     temperatures: Tensor  # [M] float32
-    behavior: Tensor  # [M] float32, log-probabilities by the engine
+    behavior: Tensor  # [M] float32, the engine's log-probabilities
     versions: Tensor  # [M] int32, WeightVersion.step
     incarnations: Tensor  # [M] int32, WeightVersion.incarnation
     advantages: Tensor | None = None  # [M] float32
     weight: float = 0.0  # of each of its loss tokens in the loss of the optimiser update
     proximal: Tensor | None = None  # [M] float32, log-probabilities at the start of the step
-    reference: Tensor | None = None  # [M] float32, log-probabilities by the reference model
-    values: Tensor | None = None  # [M] float32, of the critic at the start of the step
-    returns: Tensor | None = None  # [M] float32, what the critic learns
+    reference: Tensor | None = None  # [M] float32, the reference model's log-probabilities
+    values: Tensor | None = None  # [M] float32, the critic's values at the start of the step
+    returns: Tensor | None = None  # [M] float32, the critic's targets
 
     @property
     def num_tokens(self) -> int:
-        """Input tokens: what it costs."""
+        """The number of input tokens, which determines the cost."""
         return len(self.inputs)
 
     @property
@@ -58,14 +58,14 @@ class Sample:
         return len(self.targets)
 
     def emptied(self) -> Self:
-        """A sample of one input token and no loss token, with the same fields filled in: work that changes nothing."""
+        """Return a sample with one input token, no loss token and the same fields set. It trains nothing."""
         of_tokens = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("rollout", "weight")}
         nothing = {name: value[:0] for name, value in of_tokens.items() if value is not None}
         return replace(self, **(nothing | {"inputs": torch.zeros(1, dtype=torch.long)}))
 
 
 def sample_of(record: TokenRecord) -> Sample:
-    """Take from a record what the loss needs.
+    """Extract from a record what the loss needs.
 
     Raises ValueError for a record that cannot be trained: its first token is in the loss, or a loss token has no
     finite log-probability or no positive temperature.
@@ -103,15 +103,17 @@ def _check(record: TokenRecord) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
-    """Samples that go through the model together; their loss tokens are concatenated in order, M of them.
+    """Samples that go through the model together. Their M loss tokens are concatenated in order.
 
-    What is None is in none of the samples. Packed, `a b c` and `d e` are the row `a b c d e` with the positions
+    A field is None if the samples do not have it. Packed, `a b c` and `d e` are the row `a b c d e` with the positions
     `0 1 2 0 1` and the segments `(3, 2)`.
     """
 
     inputs: Tensor  # [R, T] int64
     positions: Tensor  # [R, T] int64, of each token in its own sequence
-    segments: tuple[int, ...] | None  # lengths of the sequences in the one row; None: one a row, padded on the right
+    segments: (
+        tuple[int, ...] | None
+    )  # lengths of the sequences in the one row; None: one sequence a row, padded on the right
     num_input_tokens: int  # of samples with loss tokens; without padding
     predicting: Tensor  # [M] int64, positions in the flattened inputs
     sequences: Tensor  # [M] int64, in 0..S-1: the sample of each loss token
@@ -133,7 +135,7 @@ class MicroBatch:
 
 
 def collate(samples: Sequence[Sample], device: torch.device, *, is_padded: bool = False) -> MicroBatch:
-    """Put samples in one row, or in a row each with `is_padded`, and concatenate their loss tokens, on `device`."""
+    """Put samples in one row, or with `is_padded` in a row each, and concatenate their loss tokens, on `device`."""
     lengths = [one.num_tokens for one in samples]
     positions = [torch.arange(length) for length in lengths]
     if is_padded:
@@ -170,28 +172,21 @@ def _joined(
     field: Literal["advantages", "proximal", "reference", "values", "returns"],
     device: torch.device,
 ) -> Tensor | None:
-    """One field of all samples, which have it or lack it alike."""
+    """Concatenate one field, which either all samples have or none."""
     parts: list[Tensor | None] = [getattr(one, field) for one in samples]
     present = [part for part in parts if part is not None]
     assert len(present) in (0, len(parts)), f"{len(present)} of {len(parts)} samples have {field}"
     return torch.cat(present).to(device) if present else None
 
 
-LOGITS_PER_CHUNK = 2**24
-"""Logits that exist at once: 64 MiB in float32, however long the batch and however large the vocabulary."""
-
-Head = Callable[[Tensor], Tensor]
-"""The output layer of a model: hidden states [M, H] -> logits [M, V]."""
-
-
 def logprobs_and_entropy(
     hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Head, *, vocab_size: int, chunk_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of its distribution, both in nats and differentiable.
+    """The log-probability of each target and the entropy of its distribution, both in nats and differentiable.
 
     logp_i = log softmax(head(h_i) / temperature_i)[target_i];  H_i = -sum_v p_iv log p_iv.
-    `hidden` holds the states at the *predicting* positions (one before each target): nothing is computed for tokens
-    that are not in the loss. More than one chunk of `chunk_size` positions recomputes its logits in the backward pass,
+    `hidden` holds the states at the *predicting* positions (one before each target), so nothing is computed for tokens
+    outside the loss. With more than one chunk of `chunk_size` positions, logits are recomputed in the backward pass,
     which changes memory, not values. Always computed in float32.
     Shapes: hidden [M, H], targets [M], temperatures [M] -> [M], [M].
     """

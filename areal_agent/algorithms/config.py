@@ -1,7 +1,4 @@
-"""The config section of the algorithm: a preset and what may be overridden in it. Imports no torch.
-
-A user's own advantage or loss, found by its import path. It knows neither what it computes nor when it is called.
-"""
+"""The config section of the algorithm: a preset and its overrides, and the user's own functions. Imports no torch."""
 
 import importlib
 import inspect
@@ -26,7 +23,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "cispo": {"loss": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
     "dapo": {"clip_high": 0.28, "dynamic_sampling": True},
 }
-"""What each preset chooses in place of the defaults of AlgorithmConfig. Keys that are set win over it."""
+"""The choices of each preset in place of AlgorithmConfig's defaults. Keys that the user sets override them."""
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 DIVIDING_ADVANTAGES = ("grpo", "reinforce_pp", "gae")
@@ -34,7 +31,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class AlgorithmConfig(Section):
-    """How rewards become gradients. In YAML a bare preset name is `{preset: NAME}`; every other key overrides it.
+    """The algorithm that turns rewards into gradients. In YAML a bare preset name means `{preset: NAME}`.
 
     >>> AlgorithmConfig(preset="rloo").divides_by_std
     False
@@ -43,72 +40,74 @@ class AlgorithmConfig(Section):
     """
 
     preset: Preset = "grpo"
-    """A table of choices for the keys below. `grpo`: the defaults. `rloo`: advantage rloo. `ppo`: advantage gae with a
-    critic. `gspo`: loss gspo, sequence_mean, clips 0.0003 and 0.0004. `cispo`: loss cispo, proximal behavior, clips 1
-    (none below) and 4. `dapo`: clip_high 0.28, dynamic_sampling."""
+    """A set of choices for the keys below; keys that are set override it. `grpo`: the defaults. `rloo`: advantage rloo.
+    `ppo`: advantage gae with a critic. `gspo`: loss gspo, sequence_mean, clips 0.0003 and 0.0004. `cispo`: loss cispo,
+    proximal behavior, clips 1 (none below) and 4. `dapo`: clip_high 0.28, dynamic_sampling."""
     advantage: str = "grpo"
     """`grpo`: return minus the group's mean at that turn. `dr_grpo`: the same, never divided. `rloo`: minus the mean of
-    the others. `reinforce_pp`: return, normalised over the batch. `gae`: of a critic. Or a function,
+    the others. `reinforce_pp`: return, normalised over the batch. `gae`: by a critic. Or the user's own function,
     `package.module:function`, as in `examples/custom_loss/`."""
     normalize_by_std: bool | None = None
-    """Divide advantages by a standard deviation: grpo, dr_grpo and rloo that of the group's rewards; reinforce_pp and
-    gae that of the batch, whose mean they subtract. By default as the paper: grpo, reinforce_pp and gae yes."""
+    """Divide advantages by a standard deviation: grpo, dr_grpo and rloo by that of the group's rewards; reinforce_pp
+    and gae by that of the batch, whose mean they subtract. The default follows the papers: yes for grpo, reinforce_pp
+    and gae."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards have no spread, all of whose advantages are zero, and roll out other tasks instead:
-    from every turn on, all rollouts that have a token to train earn the same."""
+    """Drop groups whose advantages are all zero because all their rollouts earn the same from every turn on, and roll
+    out other tasks instead. Only rollouts with a token to train count."""
     step_group_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a second advantage (GiGPO), of turns against turns of the group that saw the same observation."""
+    """Weight of a second advantage (GiGPO) that compares turns of a group which saw the same observation."""
     loss: str = "ppo_clip"
-    """`ppo_clip`, `gspo` (one ratio a sequence) or `cispo` (clipped weights, no clipped gradients). Or a function,
-    `package.module:function`, as in `examples/custom_loss/`."""
+    """`ppo_clip`, `gspo` (one ratio a sequence) or `cispo` (clips weights, never gradients). Or the user's own
+    function, `package.module:function`, as in `examples/custom_loss/`."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - clip_low; 1 clips nothing."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
     """The ratio to the proximal policy is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """A token of negative advantage is clipped above this ratio as well (ppo_clip alone)."""
+    """Tokens with a negative advantage are also clipped above this ratio (ppo_clip only)."""
     proximal: Literal["recompute", "approximate", "behavior"] = "recompute"
-    """What the ratio is taken to: the trainer's policy at the start of the step, recomputed; the same approximated
-    from the token's age, without a forward pass; or the policy that sampled the token, as PPO without decoupling."""
+    """The policy in the ratio's denominator. `recompute`: the trainer's at the start of the step. `approximate`: the
+    same, estimated from the token's age without a forward pass. `behavior`: the policy that sampled the token, as in
+    PPO without decoupling."""
     behavior_weight_cap: Annotated[float, Field(ge=1)] = 5.0
-    """The importance weight (proximal over behaviour probability) is truncated here."""
+    """The importance weight (proximal over behaviour probability) is truncated at this value."""
     behavior_weight_level: Literal["token", "sequence", "none"] = "token"
-    """Whether that weight is of each token, or one product for all tokens of a sequence. `none`: it is 1, for
-    `max_staleness: 0` alone, where engine and trainer have the same weights: two runs of one seed end with identical
-    weights then, for the loss reads nothing that depends on what else an engine computed at the time."""
+    """The level of that weight. `token`: each token has its own. `sequence`: one product for all tokens of a sequence.
+    `none`: it is 1; only with `max_staleness: 0`, where engine and trainer have the same weights. Two runs of one seed
+    then end with identical weights, because the loss reads nothing that depends on what else an engine computed."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """What one token counts, over a whole optimiser update: `token_mean` all alike; `sequence_mean` every rollout
-    alike; `constant` 1 / (rollouts * aggregation_tokens)."""
+    """The weight of one token over a whole optimiser update. `token_mean`: every token counts the same.
+    `sequence_mean`: every rollout counts the same. `constant`: 1 / (rollouts * aggregation_tokens)."""
     aggregation_tokens: Annotated[int, Field(ge=1)] | None = None
     """The divisor of `aggregation: constant`, for example the most tokens that a rollout may have."""
     minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimiser updates a train step, each on its own share of the rollouts."""
+    """Optimiser updates in a train step, each on its own share of the rollouts."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount of rewards from turn to turn; tokens within a turn, and observations, are not discounted."""
     reward_parts: dict[str, float] = Field(default_factory=dict[str, float])
-    """Named parts of the reward and their weights: weight times part is added to a rollout's final reward."""
+    """Weights of named reward parts: weight times part is added to a rollout's final reward."""
     critic: bool = False
-    """Train a critic: the policy's architecture with one output, for advantage gae."""
+    """Train a critic, for advantage gae: the policy's architecture with one output."""
     critic_learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of the critic's own optimiser; by default `trainer.learning_rate`. Its other settings are the trainer's."""
+    """Learning rate of the critic's optimiser; by default `trainer.learning_rate`. Other settings are the trainer's."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Lambda of gae, from loss token to loss token."""
     value_clip: Annotated[float, Field(gt=0)] = 0.2
-    """How far a value may move from that at the start of the step before the critic's loss is clipped."""
+    """How far a value may move from its value at the start of the step before the critic's loss is clipped."""
     reference: Literal["none", "initial"] = "none"
     """`initial`: keep a frozen copy of the weights that the run began with, and measure the divergence from it."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the divergence from the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where that is paid: in the loss, or subtracted from the rewards, token by token."""
+    """Where the divergence is applied: added to the loss, or subtracted from each token's reward."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1: -log x, k2: (log x)^2 / 2, k3: x - 1 - log x, with x the reference's probability over the policy's."""
+    """k1: -log x, k2: (log x)^2 / 2, k3: x - 1 - log x, where x is the reference's probability over the policy's."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
 
     @property
     def divides_by_std(self) -> bool:
-        """`normalize_by_std`, or the advantage's own choice."""
+        """The value of `normalize_by_std`, or the advantage's own default."""
         return self.advantage in DIVIDING_ADVANTAGES if self.normalize_by_std is None else self.normalize_by_std
 
     @model_validator(mode="before")
@@ -209,8 +208,9 @@ class AlgorithmConfig(Section):
 
 
 def before_preset(values: Mapping[str, object], preset: str) -> dict[str, object]:
-    """A section that is about to get another preset, without what only repeats its present one: a run's own config
-    has every key, and would hold the new preset to the choices of the old.
+    """Return a section without the keys that only repeat its present preset, so that another preset can take effect.
+
+    A run's stored config has every key; they would override all choices of the new preset.
 
     >>> before_preset({"preset": "rloo", "advantage": "rloo", "clip_low": 0.1}, "gspo")
     {'preset': 'rloo', 'clip_low': 0.1}
@@ -222,17 +222,17 @@ def before_preset(values: Mapping[str, object], preset: str) -> dict[str, object
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a choice is a function of the user's: `package.module:function`."""
+    """Return whether a choice names a user's function: `package.module:function`."""
     return IMPORT_PATH.fullmatch(name) is not None
 
 
 def load_advantage(path: str) -> Callable[..., Any]:
-    """The function that `algorithm.advantage` names: `package.module:function`. Raises ConfigError."""
+    """Import the function that `algorithm.advantage` names: `package.module:function`. Raises ConfigError."""
     return _load(path, "algorithm.advantage", ("records", "rewards", "config"))
 
 
 def load_loss(path: str) -> Callable[..., Any]:
-    """The function that `algorithm.loss` names. Raises ConfigError."""
+    """Import the function that `algorithm.loss` names. Raises ConfigError."""
     return _load(path, "algorithm.loss", ("tokens", "config"))
 
 
@@ -240,7 +240,7 @@ def _load(path: str, key: str, arguments: tuple[str, ...]) -> Callable[..., Any]
     module_name, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # a module of the user's may fail in any way at import
+    except Exception as error:  # importing a user's module may fail in any way
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{key}: {path!r} cannot be imported ({type(error).__name__}: {reason}); check the name, and that it can "
@@ -249,7 +249,7 @@ def _load(path: str, key: str, arguments: tuple[str, ...]) -> Callable[..., Any]
     if not callable(found):
         raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; give a function")
     if not _takes(found, len(arguments)):
-        raise ConfigError(f"{key}: {path!r} cannot be called with ({', '.join(arguments)}); let it take these")
+        raise ConfigError(f"{key}: {path!r} cannot be called with ({', '.join(arguments)}); make it accept these")
     return found
 
 
@@ -258,6 +258,6 @@ def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
         inspect.signature(function).bind(*range(num_arguments))
     except TypeError:
         return False
-    except ValueError:  # of some that are written in C nobody knows
+    except ValueError:  # some functions written in C have no signature
         return True
     return True

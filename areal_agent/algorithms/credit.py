@@ -1,16 +1,12 @@
-"""Who earned what: rewards moved along the tree of a rollout's branches before anything is scored.
+"""Credit assignment along the tree of a rollout's branches, before advantages are computed. Pure functions; no torch.
 
     turn 0 ─ turn 1 ─ turn 2        branch 0, to where the rollout ended
                ├───── turn 2'       branch 1, a parallel sample of turn 2: the trunk earns the mean of both
                └───── turn 2"       branch 2, a sub-agent that turn 1 called: the trunk earns its rewards as well
 
-Rewards of completions travel so, discounted from turn to turn along the branch, never by the order in which calls
-came. The final reward travels along each branch by itself: it stands at the end of every one (tokens/records.py).
-Pure functions over records; imports no torch.
-
-What each rollout of a step earns from each of its turns on: what groups are compared by. Pure; imports no torch.
-
-It knows records and rewards, and neither groups nor baselines.
+Rewards of completions move up this tree, discounted from turn to turn along the branch, whatever the order of the calls
+was. The final reward needs no moving: tokens/records.py puts it at the end of every branch.
+`returns_by_turn` then gives what each rollout earns from each of its turns on, by which groups are compared.
 """
 
 from collections import defaultdict
@@ -34,8 +30,8 @@ def with_parts(
 ) -> tuple[list[TokenRecord], dict[str, float]]:
     """Add the weighted sum of named parts to the final reward of each rollout: R_i + sum_name weight_name part_i_name.
 
-    A part that a rollout did not name adds nothing to it; one without a weight is a metric alone. `rewards` and `parts`
-    are by session id. Returns the records, and the total rewards.
+    A part that a rollout did not name adds nothing to it; a part without a weight is only a metric. `rewards` and
+    `parts` are by session id. Returns the records and the total rewards.
     """
     extra = {
         session_id: sum(weight * parts.get(session_id, {}).get(name, 0.0) for name, weight in weights.items())
@@ -54,11 +50,11 @@ def _with_final(record: TokenRecord, more: float) -> TokenRecord:
 
 
 def with_causal_credit(records: Sequence[TokenRecord], discount: float) -> list[TokenRecord]:
-    """Records whose turn rewards, summed along each branch alone, give every turn what its whole subtree earned.
+    """Set turn rewards so that their sum along each single branch gives every turn what its whole subtree earned.
 
-    The return of a turn: G = r + discount * sum over what follows from it, parallel samples taken as their mean. Then
-    the turn's own reward is set to G - discount * G_next, so that estimators need to know nothing of branches. Rollouts
-    without forks, or without rewards of completions, come back as they are.
+    The return of a turn is G = r + discount * (sum over what follows it, parallel samples counted by their mean). The
+    turn's own reward becomes G - discount * G_next, so estimators need not handle branches. Rollouts without forks, or
+    without rewards of completions, come back unchanged.
     """
     by_session: dict[str, list[TokenRecord]] = defaultdict(list)
     for record in records:
@@ -76,20 +72,23 @@ def _is_moved(branches: Sequence[TokenRecord]) -> bool:
 
 
 def _without_final(record: TokenRecord) -> NDArray[np.float64]:
-    """The rewards of completions, by turn."""
+    """Return the rewards of completions, by turn."""
     rewards = record.turn_rewards.astype(np.float64)
     rewards[-1] -= record.final_reward
     return rewards
 
 
 def _credit_session(branches: Sequence[TokenRecord], discount: float) -> list[TokenRecord]:
-    """A branch forks from one with a smaller number, so going down every subtree is known before it is needed."""
+    """Credit the branches from the highest number down.
+
+    A branch forks from one with a smaller number, so every subtree is complete before it is needed.
+    """
     returns: dict[int, NDArray[np.float64]] = {}
     children: dict[Node, list[TokenRecord]] = defaultdict(list)
     credited: list[TokenRecord] = []
     for record in sorted(branches, key=lambda one: -one.branch):
         own = _without_final(record)
-        earned = np.zeros(len(own) + 1)  # G of each turn, and 0 behind the last
+        earned = np.zeros(len(own) + 1)  # G of each turn, and 0 after the last
         for turn in reversed(range(len(own))):
             forks = children[record.branch, turn]
             following = _mean_of_samples(record, turn, forks, earned, returns, discount)
@@ -109,9 +108,9 @@ def _mean_of_samples(
     returns: Mapping[int, NDArray[np.float64]],
     discount: float,
 ) -> float:
-    """What follows from a turn: the sum over calls, of the mean over the parallel samples of a call, discounted."""
+    """Return the discounted return that follows a turn: summed over calls, the mean over each call's samples."""
     samples: dict[int, list[float]] = defaultdict(list)
-    samples[record.branch].append(discount * earned[turn + 1])  # this branch itself goes on
+    samples[record.branch].append(discount * earned[turn + 1])  # this branch itself continues
     for fork in forks:
         call = fork.branch if fork.sample_of is None else fork.sample_of
         samples[call].append(discount ** (fork.own_turn - turn) * float(returns[fork.branch][fork.own_turn]))
@@ -125,12 +124,12 @@ def _paid_along(record: TokenRecord, earned: NDArray[np.float64], discount: floa
 
 
 Returns = NDArray[np.float64]
-"""Returns by turn, [K] of a branch or a rollout, [branches, K] of several."""
+"""Returns by turn: [K] of a branch or a rollout, [branches, K] of several branches."""
 _Branch = tuple[TokenRecord, Returns]
 
 
 def rollouts_of(records: Sequence[TokenRecord]) -> dict[str, str]:
-    """The group of each rollout that has a record, by session id."""
+    """Return the group of each rollout that has a record, by session id."""
     return {record.session_id: record.group_id for record in records}
 
 
@@ -139,9 +138,9 @@ def returns_by_turn(
 ) -> Returns:
     """V_{i,k} = sum_{j >= k} discount^(j - k) r_j: the return of rollout i from turn k on, less its penalties.
 
-    A rollout that ends before turn k stands there with its last turn, so that one reward at the end, not discounted, is
-    the total reward at every turn. Of a forked rollout it is the mean over the branches that have turn k to themselves;
-    branches without a loss token do not count. Shapes: penalties [M] a record -> [R rollouts, K turns].
+    A rollout that ends before turn k counts there with its last turn, so that one undiscounted reward at the end is the
+    total reward at every turn. For a forked rollout it is the mean over the branches that own turn k; branches without
+    a loss token do not count. Shapes: penalties [M] a record -> [R rollouts, K turns].
     """
     branches = list(_branches_by_rollout(records, penalties, discount))
     num_turns = _num_turns(records)
@@ -151,11 +150,11 @@ def returns_by_turn(
 def earn_alike(
     records: Sequence[TokenRecord], discount: float, tolerance: float, *, compares_turns: bool = False
 ) -> bool:
-    """Whether the rollouts of one group cannot be told apart: every advantage against its baseline is zero.
+    """Return whether the rollouts of one group earn the same, so that every advantage against its baseline is zero.
 
-    From each turn k on all of them earn the same, V_{i,k} = V_{j,k}, and within a forked rollout so do all branches
-    that `returns_by_turn` takes the mean of. With `compares_turns` all turns must earn the same, too, as they are
-    compared where they meet in one state. The same: apart by at most `tolerance` of the size, or of 1 if that is more.
+    They do if V_{i,k} = V_{j,k} for each turn k, and within a forked rollout for all branches that `returns_by_turn`
+    averages. With `compares_turns` all turns must earn the same too, since turns that meet in one state are compared.
+    Values are the same if they differ by at most `tolerance` times their size, or times 1 if that is larger.
     """
     num_turns = _num_turns(records)
     unpenalised = [np.zeros(int(record.loss_mask.sum())) for record in records]
@@ -175,7 +174,7 @@ def _num_turns(records: Sequence[TokenRecord]) -> int:
 def _branches_by_rollout(
     records: Sequence[TokenRecord], penalties: Sequence[NDArray[np.float64]], discount: float
 ) -> Iterable[Sequence[_Branch]]:
-    """In the order of `rollouts_of`; every branch as long as the longest."""
+    """Group the branches in the order of `rollouts_of`, every branch extended to the longest."""
     num_turns = _num_turns(records)
     branches: dict[str, list[_Branch]] = {name: [] for name in rollouts_of(records)}
     for record, penalty in zip(records, penalties, strict=True):
@@ -201,7 +200,7 @@ def _over_branches(branches: Sequence[_Branch], num_turns: int) -> Returns:
 
 
 def _counted(branches: Sequence[_Branch], num_turns: int) -> tuple[Returns, NDArray[np.bool_]]:
-    """Of one rollout: returns of the branches that count, and which turns each has to itself; both [branches, K]."""
+    """Return one rollout's branches that count, and which turns each of them owns; both [branches, K]."""
     counted = [one for one in branches if one[0].loss_mask.any()] or branches
     returns = np.array([held for _, held in counted])
     first = np.array([record.own_turn for record, _ in counted])

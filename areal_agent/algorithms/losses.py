@@ -1,24 +1,11 @@
-"""Policy losses. Pure functions over the loss tokens of one micro-batch.
+"""Policy and critic losses. Pure functions over the loss tokens of one micro-batch.
 
     L = -sum_t w_t r_t J_t  +  kl_coefficient sum_t w_t KL_t  -  entropy_coefficient sum_t w_t H_t
 
 J_t is an *objective*: `ppo_clip`, `gspo`, `cispo` or a user's own. w_t is fixed for the whole optimiser update
-(aggregation.py), so the losses of micro-batches add up to the loss of the update, however it was split. r_t is the
+(packing.py), so the losses of micro-batches add up to the loss of the update, however it was split. r_t is the
 truncated importance weight of the proximal over the behaviour policy, so with `ppo_clip` the first term is decoupled
-PPO (AReaL, arXiv 2505.24298, eq. 5). The divergence and the entropy are not weighted so.
-
-The loss of a critic. Pure functions over the loss tokens of one micro-batch.
-
-The proximal policy without a forward pass. Pure function.
-
-Estimates of a divergence between two policies from samples of one. Pure functions.
-
-Schulman, "Approximating KL divergence", 2020: of KL(q || p) from samples of q, with `log_ratio` = log p/q there.
-Any shape -> the same shape, one estimate an element, in nats.
-
-What a policy loss is computed from: the loss tokens of one micro-batch. It knows no loss.
-
-What is worth knowing about a policy loss: sums and maxima over loss tokens, which do not depend on the split.
+PPO (AReaL, arXiv 2505.24298, eq. 5). r_t does not apply to the divergence and the entropy.
 """
 
 from collections.abc import Callable
@@ -30,65 +17,8 @@ from torch import Tensor
 
 from areal_agent.algorithms.config import AlgorithmConfig, is_import_path, load_loss
 
-
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, weights: Tensor, *, clip: float) -> tuple[Tensor, int]:
-    """The clipped squared error of PPO's critic (arXiv 2005.12729, section 3), and how many tokens were clipped.
-
-    L = sum_t w_t 1/2 max((V_t - R_t)^2, (V_t^clip - R_t)^2),  V_t^clip = old_t + clip(V_t - old_t, -clip, clip),
-    with the values `old` from the start of the step. The gradient flows through `values` alone.
-    Shapes: all [M] -> scalar, count. Normalised by `weights`, as the policy's loss.
-    """
-    assert values.shape == old.shape == returns.shape == weights.shape, (values.shape, old.shape, returns.shape)
-    old, returns = old.detach(), returns.detach()
-    error = (values - returns).square()
-    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
-    num_clipped = int((clipped > error).sum()) if len(values) else 0
-    return (weights * torch.maximum(error, clipped)).sum() / 2, num_clipped
-
-
-def approximate_proximal(logprobs: Tensor, behavior: Tensor, versions: Tensor, start_version: int) -> Tensor:
-    """Log-probabilities at the start of the step, on the line between the policy that sampled and the current one.
-
-    log p_prox = log p_behav + a (log p_theta - log p_behav),  a = d / (d + 1),  d = start_version - version >= 0.
-    Versions count steps, and the current policy is on its way to start_version + 1: a token of age 0 was sampled by the
-    proximal policy itself, an old one is close to the current. The idea is that of A-3PO (arXiv 2512.06547).
-    Detached. Shapes: [M], [M], [M] -> [M].
-    """
-    assert logprobs.shape == behavior.shape == versions.shape, (logprobs.shape, behavior.shape, versions.shape)
-    age = (start_version - versions).clamp_min(0).to(logprobs.dtype)
-    return behavior + age / (age + 1.0) * (logprobs.detach() - behavior)
-
-
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to it: e**20 is far outside every clip, and e**89 would be infinite in float32."""
-
-
-def k1(log_ratio: Tensor) -> Tensor:
-    """-log p/q: unbiased, of either sign, with a large variance."""
-    return -log_ratio
-
-
-def k2(log_ratio: Tensor) -> Tensor:
-    """(log p/q)^2 / 2: biased, never negative; its gradient is unbiased."""
-    return log_ratio.square() / 2
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """p/q - 1 - log p/q: unbiased and never negative."""
-    return log_ratio.expm1() - log_ratio
-
-
-def divergence(policy: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """KL(policy || reference) a token, from the log-probabilities of tokens; differentiable in `policy`: [M] -> [M]."""
-    assert policy.shape == reference.shape, (policy.shape, reference.shape)
-    log_ratio = (reference.detach() - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    match estimator:
-        case "k1":
-            return k1(log_ratio)
-        case "k2":
-            return k2(log_ratio)
-        case "k3":
-            return k3(log_ratio)
+"""Log-ratios are clamped to this: e**20 is far outside every clip, and e**89 would be infinite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,11 +26,11 @@ class LossTokens:
     """M loss tokens, log-probabilities and entropy in nats. The gradient flows through `logprobs` and `entropy` alone.
 
     A sequence is one branch of a rollout; all its loss tokens are in the same micro-batch. `weights` are fixed over the
-    whole optimiser update, before it is split (aggregation.py).
+    whole optimiser update, before it is split (packing.py).
     """
 
     logprobs: Tensor  # [M], of the policy that is trained
-    entropy: Tensor  # [M], of its distribution at each token
+    entropy: Tensor  # [M], of the policy's distribution at each token
     proximal: Tensor  # [M], log-probabilities of the policy around which ratios are clipped
     behavior: Tensor  # [M], log-probabilities of the policy that sampled
     advantages: Tensor  # [M]
@@ -112,7 +42,9 @@ class LossTokens:
         for field in ("entropy", "proximal", "behavior", "advantages", "weights", "sequences", "reference"):
             value: Tensor | None = getattr(self, field)
             if value is not None and (value.ndim != 1 or value.shape != self.logprobs.shape):
-                raise ValueError(f"{field} is of shape {tuple(value.shape)}, logprobs of {tuple(self.logprobs.shape)}")
+                raise ValueError(
+                    f"{field} has shape {tuple(value.shape)}, but logprobs {tuple(self.logprobs.shape)}; give [M] each"
+                )
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -141,16 +73,16 @@ class LossTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossStats:
-    """Sums over loss tokens, and maxima (`*_max`), which merge over micro-batches exactly; means come at the end."""
+    """Sums and maxima (`*_max`) over loss tokens, which merge exactly over micro-batches; `metrics` takes the means."""
 
     num_tokens: int = 0
-    ratio_sum: float = 0.0  # pi_theta / pi_prox; of the sequence with gspo
+    ratio_sum: float = 0.0  # pi_theta / pi_prox; with gspo, of the sequence
     ratio_max: float = 0.0
-    clipped_low: float = 0.0  # tokens that the lower clip touched: cut off their gradient (cispo: bounded their weight)
+    clipped_low: float = 0.0  # tokens whose gradient the lower clip cut off; with cispo, whose weight it bounded
     clipped_high: float = 0.0
     dual_clipped: float = 0.0
-    kl_sum: float = 0.0  # of theta to the proximal policy, estimator k3
-    kl_ref_sum: float = 0.0  # of theta to the reference, estimator k3
+    kl_sum: float = 0.0  # KL of the current from the proximal policy, estimator k3
+    kl_ref_sum: float = 0.0  # KL of the current policy from the reference, estimator k3
     weight_sum: float = 0.0  # pi_prox / pi_behav, capped
     weight_square_sum: float = 0.0
     weight_max: float = 0.0  # before the cap
@@ -159,7 +91,7 @@ class LossStats:
 
     @classmethod
     def of(cls, tokens: LossTokens, ratio: Tensor, uncapped: Tensor, config: AlgorithmConfig) -> Self:
-        """`ratio` is what the loss clips, `uncapped` the importance weight. Shapes: [M], [M]."""
+        """Count over `tokens`. `ratio` is what the loss clips, `uncapped` the importance weight. Shapes: [M], [M]."""
         if len(tokens) == 0:
             return cls()
         is_bad, is_good = tokens.advantages < 0, tokens.advantages > 0
@@ -187,14 +119,14 @@ class LossStats:
         )
 
     def merge(self, other: Self) -> Self:
-        """The statistics of both together."""
+        """Return the statistics of both together."""
         both = {one.name: (getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
         return type(self)(**{name: max(pair) if name.endswith("_max") else sum(pair) for name, pair in both.items()})
 
     def metrics(self) -> dict[str, float]:
-        """Means a token. The effective sample size is (sum w)^2 / sum w^2 over the number of tokens: 1 is ideal.
+        """Return means over tokens. The effective sample size is (sum w)^2 / sum w^2 / number of tokens: 1 is ideal.
 
-        `kl_ref` is there when a reference is.
+        `kl_ref` is present if there is a reference.
         """
         count = max(self.num_tokens, 1)
         return {
@@ -213,16 +145,16 @@ class LossStats:
 
 
 def _is_cispo(config: AlgorithmConfig) -> bool:
-    """Whether weights are clipped whatever the advantage's sign."""
+    """Return whether the clip applies whatever the advantage's sign."""
     return config.loss == "cispo"
 
 
 Objective = Callable[[LossTokens, AlgorithmConfig], Tensor]
-"""What is maximised, a token: [M], differentiable in `logprobs`. Not weighted, not aggregated."""
+"""The quantity to maximise for each token: [M], differentiable in `logprobs`, not weighted or aggregated."""
 
 
 def choose_objective(config: AlgorithmConfig) -> Objective:
-    """The objective that `config.loss` names. Raises ConfigError for a function that cannot be imported."""
+    """Return the objective that `config.loss` names. Raises ConfigError for a function that cannot be imported."""
     match config.loss:
         case "ppo_clip":
             return ppo_clip
@@ -235,7 +167,7 @@ def choose_objective(config: AlgorithmConfig) -> Objective:
 
 
 def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objective) -> tuple[Tensor, LossStats]:
-    """The loss above, to be minimised, and its statistics. Shapes: LossTokens of M -> scalar."""
+    """The loss L of this module, to be minimised, and its statistics. Shapes: LossTokens of M -> scalar."""
     uncapped = importance_weights(tokens, config)
     values = objective(tokens, config)
     if is_import_path(config.loss):
@@ -252,7 +184,7 @@ def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objectiv
 
 
 def _check_own(values: object, tokens: LossTokens, config: AlgorithmConfig) -> None:
-    """Raise ValueError unless a user's objective is one that can be trained."""
+    """Check a user's objective. Raises ValueError unless it can be trained."""
     if not isinstance(values, Tensor) or values.shape != tokens.logprobs.shape:
         what = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{type(values).__name__}"
         raise ValueError(
@@ -260,20 +192,34 @@ def _check_own(values: object, tokens: LossTokens, config: AlgorithmConfig) -> N
         )
     if tokens.logprobs.requires_grad and not values.requires_grad:
         raise ValueError(
-            f"loss {config.loss!r} returned what has no gradient; compute it from tokens.logprobs, not detached"
+            f"loss {config.loss!r} returned a tensor without a gradient; compute it from tokens.logprobs, not detached"
         )
     if not bool(values.isfinite().all()) and bool(tokens.logprobs.isfinite().all()):
         raise ValueError(
-            f"loss {config.loss!r} returned NaN or infinity: nothing could be learned of the whole batch; return "
-            "finite numbers"
+            f"loss {config.loss!r} returned NaN or infinity: that would spoil the whole batch; return finite numbers"
         )
+
+
+def importance_weights(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
+    """pi_prox / pi_behav before truncation, which corrects for the policy that sampled. Detached.
+
+    By `behavior_weight_level` it is of each token; of each sequence, the product over its loss tokens, which is the
+    exact weight of the sequence given its observations; or 1. `policy_loss` truncates it at `behavior_weight_cap`
+    (truncated importance sampling). Shapes: [M] -> [M].
+    """
+    log_weights = tokens.log_importance
+    if config.behavior_weight_level == "none":
+        return torch.ones_like(log_weights)
+    if config.behavior_weight_level == "sequence":
+        log_weights = tokens.sequence_sums(log_weights)
+    return log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def ppo_clip(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
     """PPO's clipped objective (arXiv 1707.06347, eq. 7), with clip-higher (2503.14476) and dual clip (1912.09729).
 
     J_t = min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t),  u_t = pi_theta / pi_prox;
-    with `dual_clip` c, and A_t < 0: max(J_t, c A_t), so that a bad token that grew far has a bounded loss.
+    with `dual_clip` c, and A_t < 0: max(J_t, c A_t), which bounds the loss of a bad token whose ratio has grown large.
     Shapes: [M] -> [M].
     """
     ratio = tokens.log_ratio.exp()
@@ -286,14 +232,12 @@ def ppo_clip(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
 
 
 def gspo(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
-    """GSPO (arXiv 2507.18071), in its token form: one ratio a sequence, clipped for all its tokens alike.
+    """GSPO (arXiv 2507.18071), in its token form: one ratio for each sequence, clipped alike for all its tokens.
 
-    J_t = min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t),  s_t = sg[s] pi_t / sg[pi_t],
-    s = exp(mean_t log pi_theta / pi_prox) over the loss tokens of a sequence: each token has the value s, and the
-    gradient s grad log pi_t. With one advantage a sequence and `sequence_mean` that is the sequence form, value and
-    gradient. A sequence is one branch of a rollout: what branches share is in the loss of one of them, and counts in
-    the ratio of that one.
-    Shapes: [M] -> [M].
+    J_t = min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t),  s_t = sg[s] pi_t / sg[pi_t], s = exp(mean_t log
+    pi_theta / pi_prox) over the loss tokens of a sequence: each token has the value s, and the gradient s grad log
+    pi_t. With one advantage a sequence and `sequence_mean` that is the sequence form, value and gradient. A sequence is
+    one branch of a rollout; tokens that branches share are in the loss and the ratio of only one. Shapes: [M] -> [M].
     """
     ratio = sequence_ratio(tokens).detach() * (tokens.logprobs - tokens.logprobs.detach()).exp()
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -315,16 +259,60 @@ def cispo(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
     return weight * tokens.advantages * tokens.logprobs
 
 
-def importance_weights(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
-    """pi_prox / pi_behav before truncation: what corrects for the policy that sampled. Detached.
+def divergence(policy: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """KL(policy || reference) of each token, from log-probabilities; differentiable in `policy`: [M], [M] -> [M]."""
+    assert policy.shape == reference.shape, (policy.shape, reference.shape)
+    log_ratio = (reference.detach() - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match estimator:
+        case "k1":
+            return k1(log_ratio)
+        case "k2":
+            return k2(log_ratio)
+        case "k3":
+            return k3(log_ratio)
 
-    Of each token, or of each sequence: the product over its loss tokens, which is the exact weight of the sequence
-    given its observations; or 1. `policy_loss` truncates it at `behavior_weight_cap` (truncated importance sampling).
-    Shapes: [M] -> [M].
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """Schulman's k1 (2020), -log p/q: unbiased, of either sign, with a large variance.
+
+    Like k2 and k3 it estimates KL(q || p), in nats, from samples of q with `log_ratio` = log p/q, element by element.
     """
-    log_weights = tokens.log_importance
-    if config.behavior_weight_level == "none":
-        return torch.ones_like(log_weights)
-    if config.behavior_weight_level == "sequence":
-        log_weights = tokens.sequence_sums(log_weights)
-    return log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """(log p/q)^2 / 2: biased, never negative; its gradient is unbiased."""
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """p/q - 1 - log p/q: unbiased and never negative."""
+    return log_ratio.expm1() - log_ratio
+
+
+def approximate_proximal(logprobs: Tensor, behavior: Tensor, versions: Tensor, start_version: int) -> Tensor:
+    """Log-probabilities at the start of the step, interpolated between the sampling policy and the current one.
+
+    log p_prox = log p_behav + a (log p_theta - log p_behav),  a = d / (d + 1),  d = start_version - version >= 0.
+    Versions count steps, and the current policy is on its way to start_version + 1: a token of age 0 was sampled by the
+    proximal policy itself; an old token's proximal policy is close to the current one. The idea is A-3PO's (arXiv
+    2512.06547). Detached. Shapes: [M], [M], [M] -> [M].
+    """
+    assert logprobs.shape == behavior.shape == versions.shape, (logprobs.shape, behavior.shape, versions.shape)
+    age = (start_version - versions).clamp_min(0).to(logprobs.dtype)
+    return behavior + age / (age + 1.0) * (logprobs.detach() - behavior)
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, weights: Tensor, *, clip: float) -> tuple[Tensor, int]:
+    """The clipped squared error of PPO's critic (arXiv 2005.12729, section 3), and the number of clipped tokens.
+
+    L = sum_t w_t 1/2 max((V_t - R_t)^2, (V_t^clip - R_t)^2),  V_t^clip = old_t + clip(V_t - old_t, -clip, clip),
+    with the values `old` from the start of the step. The gradient flows through `values` alone.
+    Shapes: all [M] -> scalar, count. Normalised by `weights`, as the policy's loss.
+    """
+    assert values.shape == old.shape == returns.shape == weights.shape, (values.shape, old.shape, returns.shape)
+    old, returns = old.detach(), returns.detach()
+    error = (values - returns).square()
+    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+    num_clipped = int((clipped > error).sum()) if len(values) else 0
+    return (weights * torch.maximum(error, clipped)).sum() / 2, num_clipped

@@ -1,12 +1,8 @@
-"""Which sequences go through the model together, and on which rank. Pure functions of lengths; imports no torch.
+"""Packing sequences into micro-batches, dealing these to ranks, and weighting tokens. Pure functions; no torch.
 
 Every index is in exactly one micro-batch. A sequence longer than the budget is alone. Sequences are taken by falling
-length, so that the result depends on the lengths and not on their order.
-
-What one loss token counts: weights over a whole optimiser update, fixed before it is split. Pure; imports no torch.
-
-The loss of an update is sum_t w_t l_t. As the weights do not depend on how the update is split into micro-batches,
-neither do its loss and its gradient. A rollout that has forked into several sequences counts once.
+length, so the result depends on the lengths and not on their order. Token weights are fixed for a whole optimiser
+update before it is split, so neither its loss sum_t w_t l_t nor its gradient depends on the split.
 """
 
 from collections import Counter
@@ -16,7 +12,7 @@ from itertools import accumulate
 from areal_agent.algorithms.config import AlgorithmConfig
 
 MAX_PADDING = 0.05
-"""Of a sequence in a padded micro-batch: sequences of like length go together, and short outliers alone."""
+"""The largest fraction of a padded row that may be padding; sequences of like length go together, outliers alone."""
 
 
 def balanced(lengths: Sequence[int], token_budget: int, *, at_least: int = 1) -> list[list[int]]:
@@ -43,7 +39,7 @@ def balanced(lengths: Sequence[int], token_budget: int, *, at_least: int = 1) ->
 
 
 def first_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """First-fit decreasing: a sequence joins the first micro-batch with room. Close to the fewest that there can be.
+    """First-fit decreasing: a sequence joins the first micro-batch with room. Close to the smallest possible number.
 
     >>> first_fit([5, 8, 2, 7, 3, 4], 16)
     [[1, 3], [0, 5, 4, 2]]
@@ -62,9 +58,9 @@ def first_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 
 def alike(lengths: Sequence[int], token_budget: int, *, max_padding: float = MAX_PADDING) -> list[list[int]]:
-    """For rows that are padded to the longest of their micro-batch: sequences of like length together.
+    """Group sequences of like length, for rows that are padded to the longest of their micro-batch.
 
-    The budget holds padding included, and the padding of a sequence is at most `max_padding` of its row.
+    The budget includes padding, and the padding of a sequence is at most `max_padding` of its row.
 
     >>> alike([100, 50, 98, 49], 1000)
     [[0, 2], [1, 3]]
@@ -81,10 +77,11 @@ def alike(lengths: Sequence[int], token_budget: int, *, max_padding: float = MAX
 
 
 def deal(micro_batches: Sequence[Sequence[int]], lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-    """The micro-batches of each rank, equally many: ranks go through the model in step, or they wait for each other.
+    """Return the micro-batches of each rank, equally many, because ranks run each forward pass together.
 
-    The largest are halved until their number divides, and what still lacks is empty. Neighbours in size run at the
-    same time, and a rank that had the largest of one round has the smallest of the next.
+    The largest micro-batches are halved until their number divides, and any gap is filled with empty ones.
+    Micro-batches of neighbouring size run at the same time, and a rank that had the largest of one round has the
+    smallest of the next.
 
     >>> deal([[0], [1], [2]], [4, 5, 6], 2)
     [[[2], []], [[1], [0]]]
@@ -105,7 +102,7 @@ def deal(micro_batches: Sequence[Sequence[int]], lengths: Sequence[int], num_ran
 
 
 def _falling(lengths: Sequence[int]) -> list[int]:
-    """Indices by falling length."""
+    """Return the indices by falling length."""
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
@@ -114,7 +111,7 @@ def _tokens(indices: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def _halves(indices: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Cut in two of about as many tokens, neither empty."""
+    """Cut in two parts with about as many tokens, neither empty."""
     half = _tokens(indices, lengths) / 2
     ends = list(accumulate(lengths[index] for index in indices))
     cut = min(range(1, len(indices)), key=lambda place: abs(ends[place - 1] - half))
@@ -143,5 +140,5 @@ def token_weights(num_loss_tokens: Sequence[int], rollouts: Sequence[str], confi
         case "sequence_mean":
             return [1.0 / (num_rollouts * max(by_rollout[rollout], 1)) for rollout in rollouts]
         case "constant":
-            assert config.aggregation_tokens is not None  # the config has seen to it
+            assert config.aggregation_tokens is not None  # the config requires it
             return [1.0 / (num_rollouts * config.aggregation_tokens) for _ in rollouts]

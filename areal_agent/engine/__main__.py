@@ -1,8 +1,8 @@
-"""`python -m areal_agent.engine`: the embedded engine as a process.
+"""`python -m areal_agent.engine` runs the embedded engine as a process.
 
 It prints one line when it serves, and ends on SIGTERM, on Ctrl-C, with its parent, or when its model thread dies.
-After SIGTERM it takes no request any more; those in flight may end for `--drain` seconds, and are then answered with
-what they have, as they are at once after Ctrl-C or a second SIGTERM.
+After SIGTERM it accepts no more requests. Those in flight may finish within `--drain` seconds; after that, and at once
+after Ctrl-C or a second SIGTERM, they are answered with the tokens so far.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from areal_agent.errors import ConfigError, EngineError
 from areal_agent.process import allow_many_connections, exit_with_parent
 from areal_agent.types import WeightVersion
 
-logger = logging.getLogger("areal_agent.engine")  # run as a module, its own name would be __main__
+logger = logging.getLogger("areal_agent.engine")  # because `__name__` is __main__ here
 
 DRAIN_S = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, load, serve; the exit code."""
+    """Parse, load and serve; return the exit code."""
     exit_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = _parser().parse_args(None if argv is None else list(argv))
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     allow_many_connections()
     torch.set_num_threads(config.threads)
     torch.set_num_interop_threads(1)
-    disable_progress_bar()  # the output is a log
+    disable_progress_bar()  # its output is a log
     runner = ModelRunner.load(
         options.model,
         device=config.device,
@@ -67,7 +67,7 @@ def _parser() -> Parser:
         prog="python -m areal_agent.engine",
         description="Serve a Hugging Face model on SGLang's wire: continuous batching, interruption, weight updates.",
     )
-    parser.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face folder, or a name of the hub")
+    parser.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face folder, or a name on the hub")
     parser.add_argument("--port", type=int, default=fields.port, help="0 picks a free one (default)")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to bind (default 127.0.0.1); there is no access key"
@@ -81,20 +81,23 @@ def _parser() -> Parser:
         "--max-context",
         type=int,
         default=fields.max_context_tokens,
-        help="tokens a request, prompt and answer (default %(default)s)",
+        help="tokens of one request, prompt and answer (default %(default)s)",
     )
     parser.add_argument(
-        "--kv-tokens", type=int, help="tokens whose keys and values are kept (default: by the memory there is)"
+        "--kv-tokens", type=int, help="tokens whose keys and values are kept (default: depends on the memory)"
     )
     parser.add_argument(
-        "--leave-gib", type=float, metavar="GIB", help="what they leave free of the memory there is, for a trainer, say"
+        "--leave-gib",
+        type=float,
+        metavar="GIB",
+        help="memory that keys and values leave free, for example for a trainer",
     )
     parser.add_argument(
         "--sharing",
         type=int,
         default=1,
         metavar="N",
-        help="engines that share the memory, this one among them: without --kv-tokens each takes its part (default 1)",
+        help="engines that share the memory, including this one; without --kv-tokens each takes its part (default 1)",
     )
     parser.add_argument("--weight-version", default="0:0", help="label of the weights it starts with (default 0:0)")
     parser.add_argument(
@@ -102,15 +105,15 @@ def _parser() -> Parser:
         type=float,
         default=DRAIN_S,
         metavar="SECONDS",
-        help="on SIGTERM, let requests in flight end for so long, or until a second SIGTERM, before they are answered "
-        "with what they have (default %(default)s)",
+        help="on SIGTERM, let requests in flight finish for this long, or until a second SIGTERM, then answer them "
+        "with the tokens so far (default %(default)s)",
     )
-    parser.add_argument("--announce", type=Path, metavar="FILE", help="write the base URL there once it serves")
+    parser.add_argument("--announce", type=Path, metavar="FILE", help="file to write the base URL to once it serves")
     return parser
 
 
 def _config(options: Namespace) -> EngineConfig:
-    """The options under the bounds that the config section sets."""
+    """Validate the options with the config section."""
     try:
         return EngineConfig(
             port=options.port,
@@ -137,7 +140,7 @@ def _weight_version(text: str) -> WeightVersion:
 async def _serve(
     runner: ModelRunner, host: str, port: int, version: WeightVersion, announce: Path | None, drain_s: float
 ) -> None:
-    stopped, hurried = asyncio.Event(), asyncio.Event()  # by the first SIGTERM, and by the second
+    stopped, hurried = asyncio.Event(), asyncio.Event()  # set by the first SIGTERM, and by the second
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: hurried.set() if stopped.is_set() else stopped.set()
     )
@@ -148,7 +151,9 @@ async def _serve(
         print(f"engine ready at {server.base_url}", flush=True)
         has_failed = await _first_to_end(stopped.wait(), server.failed()) == 1
         if drain_s and not has_failed:
-            logger.info("SIGTERM: what is under way may end for %g s (--drain); a second SIGTERM ends it now", drain_s)
+            logger.info(
+                "SIGTERM: requests in flight may finish within %g s (--drain); a second SIGTERM ends them now", drain_s
+            )
             await _first_to_end(server.drain(drain_s), hurried.wait())
     finally:
         await server.aclose()
@@ -157,7 +162,7 @@ async def _serve(
 
 
 async def _first_to_end(*waits: Coroutine[Any, Any, object]) -> int:
-    """Which of them it is; the others are cancelled."""
+    """Return the index of the first to end; cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +174,7 @@ async def _first_to_end(*waits: Coroutine[Any, Any, object]) -> int:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raises ConfigError for an address that cannot be listened at: known before a large model is loaded."""
+    """Raise ConfigError for an address that cannot be bound, before a large model is loaded."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
@@ -178,7 +183,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """A reader sees all of the text or no file."""
+    """Write a file so that a reader sees all of the text or no file."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.replace(part, path)

@@ -1,6 +1,6 @@
-"""Where an engine is and of which kind: what another process needs to use it, too.
+"""The address of an engine and its kind, as another process needs them to use the engine.
 
-Which kind of server an engine is: a config names it, or the server tells. It knows no client of any.
+The kind comes from a config, or the server is asked for it.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from areal_agent.types import JsonObject
 
 Backend = Literal["embedded", "sglang", "vllm"]
 
-_OF_SGLANG = "max_req_input_len"  # in its `/server_info` alone
-_OF_THE_WIRE = "model_path"  # in that of every server on the common wire
+_OF_SGLANG = "max_req_input_len"  # only in SGLang's `/server_info`
+_OF_THE_WIRE = "model_path"  # in the `/server_info` of every server on the common wire
 
 
 async def find_backend(url: str) -> Backend:
-    """Ask a server that runs. Raises EngineUnreachable when none is there, or none of these."""
+    """Ask a running server for its kind. Raises EngineUnreachable if no server of these kinds is there."""
     transport = Transport(url, keeps_connections=False)
     try:
         told = await _fields(transport, wire.SERVER_INFO)
@@ -43,13 +43,13 @@ async def find_backend(url: str) -> Backend:
     finally:
         await transport.aclose()
     raise EngineUnreachable(
-        f"what listens at {url} says neither in {wire.SERVER_INFO} nor in {MODELS} that it is an engine; give the URL "
+        f"neither {wire.SERVER_INFO} nor {MODELS} shows that the server at {url} is an engine; give the URL "
         "of a server of areal_agent.engine, SGLang or vLLM, without a path"
     )
 
 
 async def _fields(transport: Transport, path: str) -> JsonObject:
-    """What a server says there; nothing where it has no such page."""
+    """Return what a server answers at a path; empty if it has no such path."""
     try:
         answer = await transport.get(path)
     except EngineRejected:
@@ -58,7 +58,7 @@ async def _fields(transport: Transport, path: str) -> JsonObject:
 
 
 def _owners(told: JsonObject) -> set[Any]:
-    """Who made the server, as each of its models says."""
+    """Return the makers of the server that its models name."""
     try:
         cards: list[Any] = get(told, "data", list)
         return {as_object(card, "an entry of data").get("owned_by") for card in cards}
@@ -72,24 +72,24 @@ class EngineAddress(Section):
     backend: Backend
     urls: tuple[str, ...]
     max_context_tokens: int | None = None
-    """Of a prompt and its completion, where the limit of SGLang's or vLLM's servers is not meant."""
+    """The limit of prompt and completion together, if it is not that of SGLang's or vLLM's servers."""
     do_others_push: bool = False
-    """Before they do, SGLang's and vLLM's servers have weights that nobody has labelled."""
+    """True if another process pushes: until it does, SGLang's and vLLM's servers have weights without a label."""
     hung_after_s: float = Patience().hung_after_s
     wait_s: float = Patience().wait_s
 
     @classmethod
     async def of_server(cls, url: str) -> Self:
-        """Of one that runs already, and tells of which kind it is. Raises EngineUnreachable."""
+        """Return the address of one running server, which is asked for its kind. Raises EngineUnreachable."""
         return cls(backend=await find_backend(url), urls=(url,))
 
     async def where_others_push(self) -> Self:
-        """The same for a process that nobody tells of pushes. Raises EngineError when the server tells nothing.
+        """Return this address for a process that is not told of pushes. Raises EngineError if it does not answer.
 
-        SGLang and vLLM are silent while they load weights: that is no hang within the time that their pusher gives it.
-        Until the first push they serve weights without a label of ours.
+        SGLang and vLLM are silent while they load weights, so they count as hung only after the time that a load may
+        take. Until the first push their weights have no label of ours.
         """
-        if self.backend == "embedded":  # it answers meanwhile
+        if self.backend == "embedded":  # it answers during a load
             return self
         engine = self.client()(self.urls[0])
         try:
@@ -100,7 +100,7 @@ class EngineAddress(Section):
         return self.model_copy(update={"hung_after_s": max(self.hung_after_s, load_s), "do_others_push": True})
 
     def connect(self) -> Fleet:
-        """A client of all its servers, not connected yet."""
+        """Create a client of all its servers, not connected yet."""
         return Fleet(
             self.urls,
             self.client(),
@@ -109,7 +109,7 @@ class EngineAddress(Section):
         )
 
     def client(self) -> Callable[[str], MemberEngine]:
-        """What makes a client of one server by its URL; those that it makes are given the same weights."""
+        """Return a function that creates a client of one server by its URL. All of them are given the same weights."""
         if self.backend == "embedded":
             return HttpEngine
         folders, server = WeightFolders(), VllmServer if self.backend == "vllm" else SglangServer

@@ -1,9 +1,4 @@
-"""The config section of the inference engine.
-
-Which GPUs the servers of an engine take, and how much of each, by their arguments. It starts none.
-
-How many tokens' keys and values the embedded engine keeps when nobody says. Pure arithmetic; imports no torch.
-"""
+"""The config section of the inference engine, the GPUs of each server, and the KV cache's size. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,62 +12,63 @@ from areal_agent.section import Section
 
 
 class EngineConfig(Section):
-    """How tokens are sampled. Derived from the rest of the config: the model, the seed and the weight version."""
+    """The inference engine. Its model, seed and weight version are derived from the rest of the config."""
 
     backend: Backend = "embedded"
     """`embedded`: the engine that comes with areal_agent, in processes of its own. `sglang`, `vllm`: their servers,
-    started with `python` or running at `urls`; seeds of requests hold in SGLang with its
+    started with `python` or running at `urls`. With SGLang, seeds of requests need its
     `--enable-deterministic-inference`."""
     python: str | None = None
-    """The Python of an environment that has SGLang or vLLM: it starts the servers. Their pins are their own, so each
-    has one."""
+    """The Python of an environment with SGLang or vLLM, which starts the servers. Each needs an environment of its own,
+    because of the versions that it pins."""
     num_servers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Servers to start, each in a process of its own with `threads` of its own. Each turn goes to the one that has its
-    beginning in its cache, unless that has more to do than others. With `device: cuda` each has GPUs of its own."""
+    """Servers to start, each in a process with `threads` of its own. Each turn goes to the server that has its
+    beginning in the cache, unless that one is much busier than others. With `device: cuda` each has its own GPUs."""
     first_gpu: Annotated[int, Field(ge=0)] = 0
-    """With `device: cuda`: where the GPUs of the first server begin; those of the next ones follow. How many a server
-    of SGLang or vLLM has, `server_args` say."""
+    """With `device: cuda`: the first GPU of the first server; the GPUs of further servers follow. `server_args` set the
+    number of GPUs of an SGLang or vLLM server."""
     server_args: tuple[str, ...] = ()
     """Further arguments of `sglang.launch_server`, as in `["--mem-fraction-static", "0.6"]`, or of `vllm serve`."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+")], ...] = ()
-    """Servers of SGLang or vLLM that run already, for this run alone, and that see its files: they are given its
-    weights. They are SGLang's unless `backend` is `vllm`; SGLang's are started with
-    `--incremental-streaming-output`, vLLM's by areal_agent/engine/vllm/launcher.py."""
+    """Running servers of SGLang or vLLM that only this run uses and that see its files: they are given its weights.
+    They are SGLang's unless `backend` is `vllm`. Start SGLang's with `--incremental-streaming-output`, and vLLM's with
+    areal_agent/engine/vllm/launcher.py."""
     url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
-    """An engine that runs already, on this machine: with `rollout.gateway_url`, the engine behind that gateway. The
-    server tells of which kind it is; where `backend` says so, too, it has to be that."""
+    """An engine that runs already, on this machine; with `rollout.gateway_url`, the engine behind that gateway. The
+    server reports its kind; if `backend` is set, it has to match."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the engine on 127.0.0.1, where it is one server; 0 picks a free one."""
+    """Port of the engine on 127.0.0.1 if it is one server; 0 picks a free one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of each engine process. Engines and trainer together should not exceed the cores of the machine."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Requests that sample at once; further ones queue. On a GPU the embedded engine takes the memory of their whole
-    contexts from the start; where half of `kv_tokens` is less than that, fewer sample at once."""
+    """Requests that sample at the same time; further ones queue. On a GPU the embedded engine allocates their whole
+    contexts at the start; if half of `kv_tokens` is less than that, fewer sample at the same time."""
     max_context_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 1024
-    """Prompt and completion of one request together."""
+    """The limit of prompt and completion of one request together."""
     kv_tokens: Annotated[int, Field(ge=16)] | None = None
     """Tokens whose keys and values are kept, of running requests and of those that may be continued. Default: what fits
-    into a quarter of the machine's memory (a GPU: half of what is free), which the servers there divide, at most two
-    contexts a running request; with SGLang, what its `--mem-fraction-static` gives, with vLLM its
+    into a quarter of the machine's memory (on a GPU: half of what is free), divided among the servers there, and at
+    most two contexts for each running request; with SGLang what its `--mem-fraction-static` gives, with vLLM its
     `--gpu-memory-utilization`."""
     leave_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """GiB that keys and values leave free, for a trainer on the same GPU above all: they take the rest of what is free
-    once the engine's model is loaded, at most two contexts a running request. A trainer takes 16 bytes a parameter
-    (weights, gradients, AdamW's two moments), 2 bytes for each that it publishes, and its activations; the engine takes
-    its own activations of it, and 2 bytes a parameter to have new weights beside those that serve."""
+    """GiB that keys and values leave free, mainly for a trainer on the same GPU: they take the rest of what is free
+    once the engine's model is loaded, at most two contexts for each running request. A trainer takes 16 bytes a
+    parameter (weights, gradients, AdamW's two moments), 2 bytes for each that it publishes, and its activations. The
+    engine takes its own activations from it, and 2 bytes a parameter to hold new weights beside the current ones."""
     release_kv: bool = False
-    """Give the memory of keys and values back while the trainer trains, for a trainer on the same GPU that needs it.
-    Answers under way wait for the end of the train step and are computed again up to where they were."""
+    """Free the memory of keys and values while the trainer trains, for a trainer on the same GPU that needs it. Answers
+    in progress wait for the end of the train step, and their keys and values are then recomputed."""
     on_push: Literal["interrupt", "turn_boundary", "drain"] = "interrupt"
-    """What new weights do to answers under way. `interrupt`: they stop at a token and go on under the new weights.
-    `turn_boundary`: they end under the old ones first, and the next turns wait. `drain`: whole rollouts end first."""
+    """What new weights do to answers in progress. `interrupt`: they stop at a token and continue under the new weights.
+    `turn_boundary`: they finish under the old weights first, and the next turns wait. `drain`: whole rollouts finish
+    first."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the engine may take to load the model and answer."""
     hung_after_s: Annotated[float, Field(gt=0)] = 30.0
-    """A server that has neither answered nor sampled a token for so long hangs: its turns go on at others. Once
-    it answers it is given the weights of the others, and serves again. One that is slow is left alone."""
+    """A server that has neither answered nor sampled a token for this long counts as hung, and its turns continue at
+    other servers. Once it answers, it is given the current weights and serves again. A slow server is left alone."""
     wait_s: Annotated[float, Field(gt=0)] = 120.0
     """How long turns and pushes wait while no server serves, before they fail."""
 
@@ -88,31 +84,33 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _fits_its_backend(self) -> Self:
         if self.backend == "embedded":
-            self._refuse(_OF_FOREIGN, "is for engine.backend sglang and vllm")
+            self._refuse(_OF_FOREIGN, "only applies to engine.backend sglang and vllm")
             self._require_places()
             if self.kv_tokens is not None and self.leave_gib is not None:
                 raise ValueError(
-                    f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}: each alone says "
-                    "how much keys and values take; leave one out"
+                    f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}, but each alone "
+                    "determines how much keys and values take; leave one out"
                 )
             if self.leave_gib is not None and self.num_servers > 1:
                 raise ValueError(
-                    f"engine.leave_gib is {self.leave_gib:g}, and engine.num_servers {self.num_servers}: the first "
-                    "would leave nothing for the others; say with engine.kv_tokens what each takes"
+                    f"engine.leave_gib is {self.leave_gib:g}, but engine.num_servers is {self.num_servers}: the "
+                    "first would leave nothing for the others; set engine.kv_tokens for each"
                 )
             return self
-        self._refuse(("leave_gib", "release_kv"), "is for the embedded engine")
+        self._refuse(("leave_gib", "release_kv"), "only applies to the embedded engine")
         if self.url is not None:
-            self._refuse(("urls",), "are the servers of a run, and engine.url is the engine behind a gateway")
+            self._refuse(("urls",), "names the servers of a run, but engine.url the engine behind a gateway")
         elif self.urls:
-            self._refuse(_OF_STARTED_SERVERS, "is for servers that are started here, and engine.urls run already")
+            self._refuse(
+                _OF_STARTED_SERVERS, "only applies to servers that the run starts, but those of engine.urls run already"
+            )
         elif self.python is None:
             raise ValueError(
                 f"engine.backend is {self.backend!r}: set engine.python to the Python of an environment that has it, "
                 "or engine.urls to servers that run"
             )
         if self.backend == "vllm" and self.device == "cpu":
-            raise ValueError("engine.device is 'cpu': vLLM takes what its build is for; leave it out")
+            raise ValueError("engine.device is 'cpu', but vLLM's build decides that; leave it out")
         if self.first_gpu and any(word.startswith("--base-gpu-id") for word in self.server_args):
             raise ValueError("engine.first_gpu and --base-gpu-id in engine.server_args are the same; leave one out")
         if len(set(self.urls)) < len(self.urls):
@@ -123,13 +121,15 @@ class EngineConfig(Section):
     def _require_places(self) -> None:
         if self.first_gpu and self.device != "cuda":
             raise ValueError(
-                f"engine.first_gpu is {self.first_gpu}, and engine.device {self.device!r}; set that to 'cuda'"
+                f"engine.first_gpu is {self.first_gpu}, but engine.device is {self.device!r}; set that to 'cuda'"
             )
         if self.port and self.num_servers > 1:
-            raise ValueError(f"engine.port is {self.port}, and engine.num_servers {self.num_servers}: leave port out")
+            raise ValueError(
+                f"engine.port is {self.port}, but engine.num_servers is {self.num_servers}; leave port out"
+            )
 
     def _refuse(self, names: tuple[str, ...], why: str) -> None:
-        """No option is silently without effect."""
+        """Refuse options that would have no effect."""
         for name in names:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"engine.{name} {why}; leave it out")
@@ -151,10 +151,10 @@ _OF_STARTED_SERVERS = (
 
 
 DEFAULT_FRACTION = 0.9
-"""Of a GPU's memory, where the config names no share: about what SGLang and vLLM take by themselves."""
+"""The fraction of a GPU's memory that SGLang and vLLM take, about, if the config does not set it."""
 
 FRACTION_OF_ALL = ("--gpu-memory-utilization",)
-"""vLLM's share has everything in it, SGLang's only weights and keys."""
+"""vLLM's fraction includes everything, SGLang's only weights and keys."""
 FRACTION = ("--mem-fraction-static", *FRACTION_OF_ALL)
 SHARDS = ("--tp-size", "--tp", "--tensor-parallel-size", "-tp")
 REPLICAS = ("--dp-size", "--dp", "--data-parallel-size", "-dp")
@@ -164,7 +164,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlan:
-    """Servers on GPUs `first_gpu`, `first_gpu + 1`, ...; with `engine.device: cuda` each has GPUs of its own.
+    """Servers on GPUs `first_gpu`, `first_gpu + 1`, ...; with `engine.device: cuda` each has its own GPUs.
 
     >>> two = {"backend": "sglang", "python": "p", "device": "cuda", "num_servers": 2}
     >>> plan = EnginePlan.of(EngineConfig(**two, server_args=("--tp-size=2", "--base-gpu-id", "4")))
@@ -176,7 +176,7 @@ class EnginePlan:
     num_shards: int = 1  # GPUs that share one copy of the weights
     num_replicas: int = 1  # copies of one server
     num_servers: int = 1
-    is_spread: bool = False  # each server has GPUs of its own
+    is_spread: bool = False  # each server has its own GPUs
     memory_fraction: float = DEFAULT_FRACTION
     is_share_of_all: bool = False
 
@@ -195,32 +195,32 @@ class EnginePlan:
 
     @property
     def num_sharing(self) -> int:
-        """How many servers share what each of them has: a GPU, or the machine's memory."""
+        """The number of servers that share one device: a GPU, or the machine's memory."""
         return 1 if self.is_spread else self.num_servers
 
     @property
     def num_gpus(self) -> int:
-        """Of one server."""
+        """The number of GPUs of one server."""
         return self.num_shards * self.num_replicas
 
     def gpus_of(self, server: int) -> range:
-        """The GPUs of a server."""
+        """Return the GPUs of a server."""
         first = self.first_gpu_of(server)
         return range(first, first + self.num_gpus)
 
     def first_gpu_of(self, server: int) -> int:
-        """Where a server's GPUs begin."""
+        """Return the first GPU of a server."""
         return self.first_gpu + (server * self.num_gpus if self.is_spread else 0)
 
     def num_servers_on(self, gpu: int) -> int:
-        """How many have a shard there."""
+        """Return the number of servers with a shard on this GPU."""
         return sum(gpu in self.gpus_of(server) for server in range(self.num_servers))
 
 
 def visible_gpus(config: EngineConfig, server: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What shows a server its own GPUs alone, out of those that are seen here: for one that has no argument for it.
+    """Return the environment that shows a server only its own GPUs; for servers that have no argument for this.
 
-    Raises ConfigError when they are not enough.
+    Raises ConfigError when too few are visible here.
     """
     if config.device != "cuda":
         return {}
@@ -228,14 +228,14 @@ def visible_gpus(config: EngineConfig, server: int, environ: Mapping[str, str]) 
     known = seen.split(",") if seen else [str(gpu) for gpu in range(own.stop)]
     if own.stop > len(known):
         raise ConfigError(
-            f"engine {server} is to have GPUs {own.start} to {own.stop - 1}, and {VISIBLE_GPUS} is {seen!r}; lower "
+            f"engine {server} is to have GPUs {own.start} to {own.stop - 1}, but {VISIBLE_GPUS} is {seen!r}; lower "
             "engine.first_gpu or engine.num_servers"
         )
     return {VISIBLE_GPUS: ",".join(known[own.start : own.stop])}
 
 
 def may_be_on(config: EngineConfig, num_gpus: int) -> bool:
-    """Whether the engine may hold memory of the first `num_gpus` GPUs, which are the trainer's.
+    """Return whether the engine may use memory of the first `num_gpus` GPUs, which are the trainer's.
 
     >>> [may_be_on(EngineConfig(device=device), 1) for device in ("auto", "cpu")]
     [True, False]
@@ -246,13 +246,13 @@ def may_be_on(config: EngineConfig, num_gpus: int) -> bool:
     if config.device == "cpu":
         return False
     if config.urls or config.url:
-        return True  # nobody says where they run
+        return True  # their GPUs are unknown
     plan = EnginePlan.of(config)
     return any(plan.num_servers_on(gpu) for gpu in range(num_gpus))
 
 
 def read_arguments(words: Sequence[str]) -> Mapping[str, str]:
-    """`--name value` and `--name=value`, by name.
+    """Read `--name value` and `--name=value`, by name.
 
     >>> read_arguments(["--a", "1", "--b=2", "--c"])
     {'--a': '1', '--b': '2', '--c': ''}
@@ -282,14 +282,14 @@ def _is_number(text: str) -> bool:
 
 
 GPU_SHARE = 0.5
-"""Of the memory that is free when the model has been loaded, unless it is said what to leave; the rest is for
-activations, and for a trainer."""
+"""The fraction of the memory free after loading the model that keys and values take, unless `leave_gib` is set. The
+rest is for activations and a trainer."""
 
 CPU_SHARE = 0.25
-"""Of the machine's memory, unless it is said what to leave free."""
+"""The fraction of the machine's memory that keys and values take, unless `leave_gib` is set."""
 
 CONTEXTS_A_SLOT = 2
-"""As many contexts are kept for each request that may run: its own, and one that has ended, to be continued."""
+"""The number of contexts kept for each request that may run: its own, and an ended one that may be continued."""
 
 
 def default_kv_tokens(
@@ -303,8 +303,9 @@ def default_kv_tokens(
     num_slots: int,
     max_context_tokens: int,
 ) -> int:
-    """What fits into a share of a device that has `all_bytes`, or into all that is free but `leave_bytes`: the part of
-    one of `num_sharing` engines on this device.
+    """Return how many tokens' keys and values one of `num_sharing` engines on a device keeps by default.
+
+    They fit into a fraction of the device's memory, or into all that is free but `leave_bytes`.
 
     >>> [default_kv_tokens(is_gpu=False, free_bytes=3000, all_bytes=4000, leave_bytes=None, num_sharing=number,
     ...                    token_bytes=10, num_slots=4, max_context_tokens=20) for number in (1, 2)]

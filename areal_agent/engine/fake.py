@@ -1,20 +1,19 @@
-"""A scripted engine in this process: no model, no sockets, no clock, the same answers every time.
+"""A scripted engine in this process, for tests: no model, no sockets, no clock, and the same answers every time.
 
-It keeps the promises of `protocols.Engine`: a pause really holds requests back, an abort returns what was sampled, a
-token bears the version that was current when it was sampled. With `is_stepped` nothing is sampled until the test
-calls `step`, so a weight swap can fall between any two tokens. With a `clock` (virtual_clock.py) every request in
-flight gets a token each `token_s` seconds of it, in no time of ours. A streamed request gets one chunk a `step`;
-without `is_stepped`, one chunk a token.
+It keeps the promises of `protocols.Engine`: a pause really holds requests back, an abort returns what was sampled, and
+a token has the version that was current when it was sampled. With `is_stepped` nothing is sampled until the test
+calls `step`, so a weight swap can fall between any two tokens. With a `clock` (`VirtualClock`) every request in flight
+gets a token each `token_s` virtual seconds. A streamed request gets one chunk for each `step`; without `is_stepped`,
+one chunk for each token.
 
-What goes wrong with real engines can be made to go wrong here, once each:
-
+The failures of real engines can be planned, once each:
     fail_next(operation, error)   the next such call raises
-    hang_next(operation)          it never ends, until it is cancelled or `recover` is called
-    die_after(num_tokens)         in the middle of a turn: requests in flight and all later calls find nobody,
-                                  until `recover`
+    hang_next(operation)          the next such call never ends, until it is cancelled or `recover` is called
+    die_after(num_tokens)         in the middle of a turn, requests in flight and all later calls find no engine, until
+                                  `recover`
     garble_next(garbage)          the next answer breaks one promise of `GenerateResult`
-    corrupt_next_push()           a bit of the weights is flipped on their way: their digests tell, the push is
-                                  refused, and the old version goes on
+    corrupt_next_push()           a bit of the next weights is flipped in transit: the digests reveal it, the push is
+                                  refused, and the old version keeps serving
 
 >>> import asyncio
 >>> from areal_agent.types import DiskWeights
@@ -32,24 +31,6 @@ What goes wrong with real engines can be made to go wrong here, once each:
 ...     return tuple(s.version.step for s in (await answer).versions for _ in range(s.start, s.end))
 >>> asyncio.run(interrupted())
 (7, 7, 8, 8)
-
-One request of the scripted engine: its reply, and how much of that has been sampled. Knows nothing of other rows.
-
-What can go wrong with the scripted engine, once each: planned by a test, struck by the engine. Knows no request.
-
-The weights of the scripted engine: none, so any will do. What is stored is read and proved as the real engine does.
-
-A path behind which nothing lies is a name in a test's script: it is taken at its word, unless it is to be damaged.
-
-A clock that goes when a test says so: what is due happens in order, at once, in the test's own thread.
-
->>> clock = VirtualClock()
->>> clock.call_later(2.0, lambda: print("at", clock.now_s))
->>> clock.advance(1.0)
->>> clock.advance(9.0)
-at 2.0
->>> clock.now_s
-10.0
 """
 
 import asyncio
@@ -79,9 +60,26 @@ from areal_agent.types import (
     WeightVersion,
 )
 
+__all__ = [
+    "FakeEngine",
+    "Garbage",
+    "Operation",
+    "Reply",
+    "Script",
+    "VirtualClock",
+    "fake_logprob",
+    "fake_top_logprobs",
+]
+
+Reply = Sequence[int] | Exception
+"""The ids that answer one request (with an end token if there should be one), or the error that it raises."""
+
+Script = Sequence[Reply] | Callable[[GenerateRequest], Reply]
+"""One reply for each request in order of arrival, or a function of the request."""
+
 
 def fake_logprob(token_id: int, position: int) -> float:
-    """The log-probability that FakeEngine reports for the token at this position of a completion.
+    """Return the log-probability that FakeEngine reports for the token at this position of a completion.
 
     >>> fake_logprob(5, 0)
     -1.5
@@ -90,7 +88,7 @@ def fake_logprob(token_id: int, position: int) -> float:
 
 
 def fake_top_logprobs(token_id: int, position: int, num_top_logprobs: int) -> TopLogprobs:
-    """The likeliest tokens that FakeEngine reports there: the sampled one, then the smallest other ids.
+    """Return the likeliest tokens that FakeEngine reports there: the sampled one, then the smallest other ids.
 
     >>> fake_top_logprobs(5, 0, 3)
     ((5, -1.5), (0, -1.75), (1, -2.0))
@@ -107,12 +105,12 @@ class FakeRow:
     request: GenerateRequest
     reply: tuple[int, ...]
     on_chunk: Callable[[TokenChunk], None] | None
-    versions: list[WeightVersion] = field(default_factory=list[WeightVersion])  # one a sampled token
-    is_held: bool = False  # it came during a pause that lets nobody begin
+    versions: list[WeightVersion] = field(default_factory=list[WeightVersion])  # one for each sampled token
+    is_held: bool = False  # it arrived during a pause in which no request may begin
     answer: asyncio.Future[GenerateResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def sample(self, num_tokens: int, version: WeightVersion) -> int:
-        """Up to `num_tokens` more tokens of the reply; how many there were."""
+        """Sample up to `num_tokens` more tokens of the reply; return how many there were."""
         if self.answer.done():
             return 0
         start = len(self.versions)
@@ -130,7 +128,7 @@ class FakeRow:
         return len(self.versions) - start
 
     def finish(self, reason: FinishReason) -> None:
-        """Answer with what there is. Harmless when answered before."""
+        """Answer with the tokens so far. Does nothing if it was answered before."""
         if self.answer.done():
             return
         sampled = self._chunk(0)
@@ -145,7 +143,7 @@ class FakeRow:
         )
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error. Harmless when answered before."""
+        """Answer with an error. Does nothing if it was answered before."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -154,7 +152,7 @@ class FakeRow:
             self.on_chunk(self._chunk(start))
 
     def _chunk(self, start: int) -> TokenChunk:
-        """The sampled tokens from index `start` on."""
+        """Return the sampled tokens from index `start` on."""
         sampled = list(enumerate(self.reply[: len(self.versions)]))[start:]
         num_top = self.request.num_top_logprobs
         return TokenChunk(
@@ -194,14 +192,14 @@ class Operation(StrEnum):
 class Garbage(StrEnum):
     """The promises of an answer that can be broken."""
 
-    ID_OUTSIDE = "id_outside"  # the last id is no id of the vocabulary
+    ID_OUTSIDE = "id_outside"  # the last id is outside the vocabulary
     LOGPROB_MISSING = "logprob_missing"  # one log-probability fewer than ids
-    LOGPROB_NAN = "logprob_nan"  # the last log-probability is no number
-    VERSIONS_MISSING = "versions_missing"  # no span says who sampled the tokens
+    LOGPROB_NAN = "logprob_nan"  # the last log-probability is NaN
+    VERSIONS_MISSING = "versions_missing"  # no span says which version sampled the tokens
 
 
 class Faults:
-    """The faults that are planned. Use it from one event loop."""
+    """The planned faults. Use it from one event loop."""
 
     def __init__(self) -> None:
         self.is_dead = False
@@ -209,7 +207,7 @@ class Faults:
         self._hanging: list[asyncio.Event] = []
         self._garbage: deque[Garbage] = deque()
         self._num_corrupt = 0  # pushes whose bytes arrive damaged
-        self._lifetime: int | None = None  # tokens that are still sampled; None: all
+        self._lifetime: int | None = None  # number of tokens until the engine dies; None: never
 
     def fail_next(self, operation: Operation, error: Exception) -> None:
         self._next[operation].append(error)
@@ -226,7 +224,7 @@ class Faults:
         self._num_corrupt += 1
 
     def next_spoil(self) -> Spoil | None:
-        """What to do with the bytes of the weights that arrive now."""
+        """Return how to damage the weights that arrive now, or None."""
         if not self._num_corrupt:
             return None
         self._num_corrupt -= 1
@@ -243,7 +241,7 @@ class Faults:
         self._hanging.clear()
 
     async def strike(self, operation: Operation) -> None:
-        """What is planned for the next call of `operation`, if anything."""
+        """Carry out the fault that is planned for the next call of `operation`, if any."""
         if self.is_dead:
             raise self.nobody_there()
         if not self._next[operation]:
@@ -254,11 +252,11 @@ class Faults:
         await fault.wait()
 
     def lifetime(self, num_tokens: int) -> int:
-        """How many of so many tokens are sampled before the end."""
+        """Return how many of `num_tokens` tokens are sampled before the engine dies."""
         return num_tokens if self._lifetime is None else min(num_tokens, self._lifetime)
 
     def live(self, num_tokens: int) -> int:
-        """So many have been sampled; the same number."""
+        """Count `num_tokens` sampled tokens, and return that number."""
         if self._lifetime is not None:
             self._lifetime -= num_tokens
             self.is_dead = self._lifetime == 0
@@ -269,7 +267,7 @@ class Faults:
 
     @staticmethod
     def nobody_there() -> EngineUnreachable:
-        return EngineUnreachable("the scripted engine has died, as it was told to; call recover()")
+        return EngineUnreachable("the scripted engine has died as planned; call recover()")
 
 
 def _flip_a_bit(data: bytearray) -> None:
@@ -277,7 +275,7 @@ def _flip_a_bit(data: bytearray) -> None:
 
 
 def garbled(result: GenerateResult, garbage: Garbage | None, vocab_size: int) -> GenerateResult:
-    """The answer with one promise broken; None: as it is."""
+    """Return the answer with one promise broken; None breaks nothing."""
     match garbage:
         case None:
             return result
@@ -293,14 +291,14 @@ def garbled(result: GenerateResult, garbage: Garbage | None, vocab_size: int) ->
 
 @dataclass(kw_only=True, slots=True)
 class FakeWeights:
-    """A `pushes.PushTarget`."""
+    """The scripted engine's weights, a `pushes.PushTarget`. Stored weights are read and verified, not used."""
 
     version: WeightVersion
     faults: Faults
     updates: list[Weights]  # all that have served since the start, in order
 
     async def take(self, weights: Weights) -> Weights:
-        """The same, when its bytes are what its digests say."""
+        """Return the weights if their bytes match their digests."""
         prove(weights, self.faults.next_spoil())
         return weights
 
@@ -313,12 +311,15 @@ class FakeWeights:
 
 
 def prove(weights: Weights, spoil: Spoil | None) -> None:
-    """Raises WeightUpdateError for bytes that are not what was written."""
+    """Raise WeightUpdateError if the bytes do not match their digests.
+
+    A path that does not exist is a name in a test's script, and is accepted unless it is to be damaged.
+    """
     if isinstance(weights, DistributedWeights):
         raise WeightUpdateError("the scripted engine joins no process group; send shared memory or a folder")
     if not Path(weights.path).exists():
         if spoil is not None:
-            raise WeightUpdateError(f"nothing lies at {weights.path!r}, so the push was damaged as a whole")
+            raise WeightUpdateError(f"there is no {weights.path!r}, so the whole push counts as damaged")
     elif isinstance(weights, DiskWeights):
         take_folder(weights, spoil)
     else:
@@ -326,43 +327,34 @@ def prove(weights: Weights, spoil: Spoil | None) -> None:
 
 
 class VirtualClock:
-    """Seconds since it was made."""
+    """A clock that only a test advances. Actions that are due run in order, at once, in the test's thread.
+
+    >>> clock = VirtualClock()
+    >>> clock.call_later(2.0, lambda: print("at", clock.now_s))
+    >>> clock.advance(1.0)
+    >>> clock.advance(9.0)
+    at 2.0
+    >>> clock.now_s
+    10.0
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._due: list[tuple[float, int, Callable[[], object]]] = []
-        self._num_planned = 0  # what is due at the same time happens in the order in which it was planned
+        self._num_planned = 0  # actions that are due at the same time run in the order in which they were planned
 
     def call_later(self, delay_s: float, action: Callable[[], object]) -> None:
-        """Call `action` once the clock has gone so far."""
+        """Call `action` in `delay_s` seconds."""
         heapq.heappush(self._due, (self.now_s + delay_s, self._num_planned, action))
         self._num_planned += 1
 
     def advance(self, duration_s: float) -> None:
-        """Let time pass; what becomes due meanwhile, also by what happens meanwhile, happens at its time."""
+        """Let time pass. Actions that become due meanwhile, even if planned meanwhile, run at their time."""
         end_s = self.now_s + duration_s
         while self._due and self._due[0][0] <= end_s:
             self.now_s, _, action = heapq.heappop(self._due)
             action()
         self.now_s = end_s
-
-
-__all__ = [
-    "FakeEngine",
-    "Garbage",
-    "Operation",
-    "Reply",
-    "Script",
-    "VirtualClock",
-    "fake_logprob",
-    "fake_top_logprobs",
-]
-
-Reply = Sequence[int] | Exception
-"""The ids that one request is answered with (an end token included where there should be one), or what it raises."""
-
-Script = Sequence[Reply] | Callable[[GenerateRequest], Reply]
-"""One reply a request in the order of their arrival, or a function of the request."""
 
 
 class FakeEngine:
@@ -381,8 +373,8 @@ class FakeEngine:
         token_s: float = 0.02,
     ) -> None:
         self.paused: PauseMode | None = None
-        self.requests: list[GenerateRequest] = []  # every request that was accepted, in order
-        self.aborted_ids: list[str] = []  # every abort that was asked for, cancelled calls included
+        self.requests: list[GenerateRequest] = []  # every accepted request, in order
+        self.aborted_ids: list[str] = []  # every abort that was requested, including cancelled calls
         self.weights: list[Weights] = []  # every update that was taken
         self._script = script
         self._vocab_size = vocab_size
@@ -461,7 +453,7 @@ class FakeEngine:
         self._pushes.abort(push_id)
 
     async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
-        """The swap in one call."""
+        """Swap the weights in one call."""
         await self._faults.strike(Operation.UPDATE_WEIGHTS)
         await self._weights.swap(await self._weights.take(weights), version, flush_cache=True)
 
@@ -469,7 +461,7 @@ class FakeEngine:
 
     @property
     def version(self) -> WeightVersion:
-        """That serves; a test may set it."""
+        """The version that serves; a test may set it."""
         return self._weights.version
 
     @version.setter
@@ -477,7 +469,7 @@ class FakeEngine:
         self._weights.version = version
 
     def info(self) -> EngineInfo:
-        """What the engine says of itself."""
+        """Return the engine's report about itself."""
         return EngineInfo(
             model_path="fake",
             weight_version=self.version,
@@ -488,11 +480,11 @@ class FakeEngine:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have no answer yet."""
+        """The number of requests that have no answer yet."""
         return sum(not running.answer.done() for running in self._running.values())
 
     def step(self, num_tokens: int = 1) -> int:
-        """Sample up to `num_tokens` for every request in flight, none while paused. Returns how many were sampled."""
+        """Sample up to `num_tokens` for every request in flight, none while paused. Return how many were sampled."""
         if self.paused not in (None, PauseMode.WAIT):
             return 0
         num_sampled = 0
@@ -520,12 +512,12 @@ class FakeEngine:
         self._faults.hang_next(operation)
 
     def die_after(self, num_tokens: int) -> None:
-        """Be gone once so many tokens have been sampled from now on, whoever they belong to; 0: now."""
+        """Die once this many tokens have been sampled from now on, by any requests; 0: now."""
         self._faults.die_after(num_tokens)
         self.step(0)
 
     def recover(self) -> None:
-        """Be there again: calls that hang go on, and later ones are answered. What was in flight is lost."""
+        """Work again: calls that hang continue, and later calls are answered. Requests in flight are lost."""
         self._faults.recover()
 
     def garble_next(self, garbage: Garbage) -> None:
@@ -533,7 +525,7 @@ class FakeEngine:
         self._faults.garble_next(garbage)
 
     def corrupt_next_push(self) -> None:
-        """Flip a bit of the next weights on their way: they are refused, and the old version goes on."""
+        """Flip a bit of the next weights in transit: they are refused, and the old version keeps serving."""
         self._faults.corrupt_next_push()
 
     # ------------------------------------------------------------------------------------------- internals
@@ -544,7 +536,7 @@ class FakeEngine:
         elif len(self.requests) < len(self._script):
             reply = self._script[len(self.requests)]
         else:
-            raise EngineError(f"the script has {len(self._script)} replies and this is one request more; extend it")
+            raise EngineError(f"the script has {len(self._script)} replies, but there is one more request; extend it")
         if isinstance(reply, Exception):
             self.requests.append(request)  # it used up its reply
             raise reply
@@ -555,7 +547,7 @@ class FakeEngine:
             self._arrived.notify_all()
 
     def _advance(self) -> None:
-        """Sample all there is, a token at a time, unless the test or the clock does it."""
+        """Sample everything, a token at a time, unless the test or the clock does it."""
         if self._clock is not None:
             self._tick_later(self._clock)
         else:

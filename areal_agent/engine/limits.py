@@ -1,4 +1,4 @@
-"""What an engine can serve. Knows nothing of models or transport.
+"""The limits of what an engine can serve.
 
 The client checks before it sends (an id outside the vocabulary kills a real SGLang server), the server before it runs.
 """
@@ -13,11 +13,11 @@ from areal_agent.errors import EngineRejected
 from areal_agent.types import EngineInfo, GenerateRequest
 
 MAX_TOP_LOGPROBS = 1000
-"""At each token: of a whole vocabulary of 150,000 they would take 15 GB for 1,000 tokens, and the engine along."""
+"""The limit at each token: with a whole vocabulary of 150,000, 1,000 tokens would take 15 GB and crash the engine."""
 
 
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:
-    """Raises EngineRejected for a request that an engine with this vocabulary and context cannot serve."""
+    """Raise EngineRejected for a request that an engine with this vocabulary and context cannot serve."""
     _check_ids(request.input_ids, info.vocab_size)
     _check_length(len(request.input_ids), request.sampling.max_tokens, info.max_context_tokens)
     _check_bias(request.sampling.logit_bias, info.vocab_size)
@@ -38,7 +38,10 @@ def _check_ids(input_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _largest_id(input_ids: Sequence[int]) -> float:
-    """More than any vocabulary has when one is negative. An array takes a third of the time of `min` and `max`."""
+    """Return the largest id, or more than any vocabulary if one is negative.
+
+    An array takes a third of the time of `min` and `max`.
+    """
     try:
         packed = input_ids if isinstance(input_ids, array) else array("i", input_ids)
     except OverflowError:
@@ -76,6 +79,6 @@ def _check_grammar(grammar: tuple[str, str] | None, *, has_grammar: bool) -> Non
     if grammar is not None and not has_grammar:
         name, text = grammar
         raise EngineRejected(
-            f"{name} is {text!r:.80}, and this engine does not constrain answers to a grammar; "
+            f"{name} is {text!r:.80}, but this engine does not constrain answers to a grammar; "
             "leave it out, or use an engine that has one"
         )

@@ -1,22 +1,15 @@
-"""The pushes of weights that one engine takes: one at a time, and all of it or none.
+"""The pushes of weights that one engine takes: one at a time, each whole or not at all.
 
-    begin ──▶ send ──▶ commit(version)      the old version serves until the commit; then the new one, whole
+    begin ──▶ send ──▶ commit(version)      the old version serves until the commit, then the new one
       │         │         │
-      └─────────┴─────────┴──▶ abort, or any failure: the old version goes on, and the next push may begin
+      └─────────┴─────────┴──▶ abort, or any failure: the old version keeps serving, and the next push may begin
 
-`send` takes the weights into memory of the engine's own and proves them, while it samples: what becomes of the sender
-or of its files afterwards changes nothing. A sender that has not been heard of for `timeout_s` may be dead: the next
-`begin` replaces its push. Until then a second push is refused, and where the sender has paused the engine for its
-commit, nobody else lets it go on before that.
+`send` copies the weights into memory of the engine's own and verifies them while it samples, so it does not matter what
+happens to the sender or its files afterwards. A sender that was silent for `timeout_s` may be dead: the next `begin`
+replaces its push. Until then a second push is refused, and if the sender has paused the engine for its commit, nobody
+else can resume it.
 
-Versions only go up. The one that serves may come again, with the weights that serve: a push that is repeated is none.
-It knows neither HTTP, nor how weights are stored, nor the model that takes them.
-
-Takes a stored set of weights into memory, and proves that its bytes are those that were written. Knows no tensor.
-
-What is returned is this process's own: whatever becomes of the files, or of who wrote them, changes it no more.
-
-How many bytes a set of weights has, wherever it lies. It knows no server.
+Versions only go up. The current version may be pushed again with the same weights, which has no effect.
 """
 
 import asyncio
@@ -46,38 +39,38 @@ PUSH_TIMEOUT_S = 60.0
 
 
 class PushTarget(Protocol[T]):
-    """What takes the weights. A `T` is a set of them that has been read and proved."""
+    """An engine that takes pushed weights. A `T` is a set of them that has been read and verified."""
 
     @property
     def version(self) -> WeightVersion:
-        """That serves."""
+        """The version that serves."""
         ...
 
     async def take(self, weights: Weights) -> T:
-        """Read and prove a set of weights, beside whatever goes on. Raises WeightUpdateError."""
+        """Read and verify a set of weights while the engine works. Raises WeightUpdateError."""
         ...
 
     async def holds(self, taken: T) -> bool:
-        """Whether these are the weights that serve."""
+        """Return whether these are the weights that serve."""
         ...
 
     async def swap(self, taken: T, version: WeightVersion, *, flush_cache: bool) -> None:
-        """Serve them from now on."""
+        """Serve these weights from now on."""
         ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Push(Generic[T]):
     id: str
-    heard_s: float  # when its sender has called last
+    heard_s: float  # when its sender last called
     taken: T | None = None
     is_sending: bool = False
-    is_pausing: bool = False  # its sender waits for the engine to come to rest
+    is_pausing: bool = False  # its sender waits for the engine to pause
     is_holding: bool = False  # its sender has paused the engine
 
 
 class Pushes(Generic[T]):
-    """The push that is open, if one is. Use it from one event loop."""
+    """The pushes of one engine, of which at most one is open. Use it from one event loop."""
 
     def __init__(self, target: PushTarget[T], *, timeout_s: float = PUSH_TIMEOUT_S) -> None:
         self._target = target
@@ -87,13 +80,13 @@ class Pushes(Generic[T]):
         self._swapping = asyncio.Lock()  # one change of weights at a time
 
     def begin(self, push_id: str) -> None:
-        """Open a push. Raises PushConflict while another one is open whose sender may be alive."""
+        """Open a push. Raises PushConflict while another push is open whose sender may be alive."""
         if self._open is not None and self._open.id != push_id:
             self._give_up_if_dead(self._open)
         self._open = _Push(id=push_id, heard_s=time.monotonic())
 
     async def send(self, push_id: str, weights: Weights) -> None:
-        """Take and prove all weights of a push. Raises WeightUpdateError, and the push is no more."""
+        """Take and verify all weights of a push. Raises WeightUpdateError, which ends the push."""
         push = self._find(push_id)
         if push.is_sending or push.taken is not None:
             raise PushConflict(f"push {push_id!r} has been sent its weights already; commit it, or begin another one")
@@ -103,7 +96,7 @@ class Pushes(Generic[T]):
         push.is_sending, push.heard_s = False, time.monotonic()
 
     async def commit(self, push_id: str, version: WeightVersion, *, flush_cache: bool) -> None:
-        """Serve what was sent as `version`. Raises WeightUpdateError, and the push is no more."""
+        """Serve what was sent as `version`. Raises WeightUpdateError, which ends the push."""
         push = self._find(push_id)
         if push.taken is None:
             raise PushConflict(f"push {push_id!r} has been sent no weights yet; a commit comes after the send")
@@ -118,7 +111,7 @@ class Pushes(Generic[T]):
 
     @contextlib.contextmanager
     def hold(self, push_id: str | None) -> Generator[None]:
-        """Inside, the engine comes to rest, as a step of this push or of none. One that is not open holds nothing."""
+        """Mark the push as holding the engine, which the caller pauses inside. Ignored unless that push is open."""
         push = self._open
         if push is None or push.id != push_id:
             yield
@@ -130,13 +123,12 @@ class Pushes(Generic[T]):
             push.is_pausing, push.heard_s = False, time.monotonic()
 
     def let_go(self, push_id: str | None) -> None:
-        """The engine is to go on, as a step of this push or of none.
+        """End the hold on the engine, as a step of this push or, with None, of no push.
 
-        Raises PushConflict while another push holds it still whose sender may be alive.
-        """
+        Raises PushConflict while another push holds the engine whose sender may be alive."""
         for push in self._committing:
             if push.is_holding and push.id != push_id:
-                raise PushConflict(f"push {push.id!r} is being committed, and the engine still for it; try again")
+                raise PushConflict(f"push {push.id!r} is being committed and holds the engine paused; try again")
         push = self._open
         if push is not None and push.is_holding:
             if push.id != push_id:
@@ -145,20 +137,20 @@ class Pushes(Generic[T]):
             push.is_holding = False
 
     def abort(self, push_id: str) -> None:
-        """Forget a push. One that is not open is no error."""
+        """Forget a push. A push that is not open is no error."""
         if self._open is not None and self._open.id == push_id:
             self._open = None
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[None]:
-        """Inside, no push is committed: for a change of weights that is none of a push."""
+        """Prevent commits inside, for a change of weights that is not a push."""
         async with self._swapping:
             yield
 
     def _give_up_if_dead(self, push: _Push[T]) -> None:
         left_s = push.heard_s + self._timeout_s - time.monotonic()
         if push.is_sending or push.is_pausing or left_s > 0:
-            held = ", and holds the engine still" if push.is_holding else ""
+            held = " and holds the engine paused" if push.is_holding else ""
             raise PushConflict(
                 f"push {push.id!r} is open{held}; commit or abort it first. It may be replaced once its sender has "
                 f"been silent for {self._timeout_s:g} s, in {max(left_s, 0):.0f} s"
@@ -184,14 +176,14 @@ class Pushes(Generic[T]):
             raise
 
     async def _is_repeated(self, taken: T, version: WeightVersion) -> bool:
-        """Whether they serve already. Raises WeightUpdateError for a version that would go back."""
+        """Return whether they serve already. Raises WeightUpdateError for a version that is not later."""
         serving = self._target.version
         if version > serving:
             return False
         if version == serving and await self._target.holds(taken):
             return True
         raise WeightUpdateError(
-            f"version {version} was pushed, and {serving} serves{' with other weights' * (version == serving)}; "
+            f"version {version} was pushed, but {serving} serves{' with other weights' * (version == serving)}; "
             "versions only go up: push a later one"
         )
 
@@ -199,14 +191,14 @@ class Pushes(Generic[T]):
 Bytes = NDArray[np.uint8]
 
 Spoil = Callable[[bytearray], None]
-"""Changes bytes between their storage and the proof: how a test damages a transfer."""
+"""Changes bytes between storage and verification, so that a test can damage a transfer."""
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None) -> Bytes:
-    """The whole file, its checksum found right. Raises WeightUpdateError."""
+    """Read the whole file and verify its checksum. Raises WeightUpdateError."""
     check_places(weights.entries)
     num_bytes = max(entry.offset + entry.num_bytes for entry in weights.entries)
     try:
@@ -215,7 +207,7 @@ def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None)
             if num_bytes > num_file_bytes:
                 raise ValueError(f"it has {num_file_bytes} bytes of {num_bytes}: file or manifest is damaged")
             data = np.empty(num_bytes, dtype=np.uint8)
-            file.readinto(data.data)  # a file that is cut short meanwhile fails the checksum
+            file.readinto(data.data)  # a file that is truncated meanwhile fails the checksum
     except (OSError, ValueError) as error:
         raise WeightUpdateError(
             f"cannot read the weight file {weights.path!r}: {error}; engine and trainer must share a host"
@@ -229,17 +221,18 @@ def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None)
 
 
 def check_places(entries: Sequence[TensorEntry]) -> None:
-    """Raises WeightUpdateError where these cannot be the places of tensors."""
+    """Raise WeightUpdateError if this layout is impossible."""
     if not entries:
-        raise WeightUpdateError("the new weights have no tensor at all; publish the model that the engine loaded")
+        raise WeightUpdateError("the new weights have no tensors; publish the model that the engine loaded")
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise WeightUpdateError(f"{twice!r} is there twice; every tensor is sent once: the manifest is damaged")
+        raise WeightUpdateError(f"{twice!r} is listed twice: the manifest is damaged; publish the weights again")
     for entry in entries:
         if entry.offset < 0 or entry.num_bytes <= 0:
             raise WeightUpdateError(
-                f"{entry.name!r} lies at byte {entry.offset} and has {entry.num_bytes} bytes; the manifest is damaged"
+                f"{entry.name!r} lies at byte {entry.offset} and has {entry.num_bytes} bytes: the manifest is damaged; "
+                "publish the weights again"
             )
 
 
@@ -255,16 +248,16 @@ def _check_crc32(weights: SharedMemoryWeights, data: Bytes) -> None:
 
 
 def take_folder(weights: DiskWeights, spoil: Spoil | None = None) -> Mapping[str, bytes]:
-    """The safetensors files of a folder, each proved by its manifest. Raises WeightUpdateError.
+    """Read the safetensors files of a folder, verified by its manifest. Raises WeightUpdateError.
 
-    What else the manifest names has to be there in full size: a folder that is half there is refused.
+    The manifest's other files only need to have their full size, so that an incomplete folder is refused.
     """
     folder = Path(weights.path)
     try:
         digests, _ = read_manifest(folder)
         for name, digest in digests.items():
             if (folder / name).stat().st_size != digest.num_bytes:
-                raise ValueError(f"{name} has not the size of which its manifest speaks")
+                raise ValueError(f"{name} does not have the size in its manifest")
         taken: dict[str, bytes] = {}
         for name in weight_files(folder):
             data = (folder / name).read_bytes()
@@ -284,7 +277,7 @@ def take_folder(weights: DiskWeights, spoil: Spoil | None = None) -> Mapping[str
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of a Hugging Face folder's safetensors."""
+    """Return the names of a Hugging Face folder's safetensors files."""
     index = folder / INDEX
     if not index.exists():
         return [WEIGHTS]
@@ -293,7 +286,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def size_of(weights: Weights) -> int:
-    """Of a push; what cannot be read here counts nothing, and whoever is to load it says why."""
+    """Return the number of bytes of a push. Unreadable files count as 0; loading them reports the error."""
     match weights:
         case DiskWeights():
             return size_of_folder(Path(weights.path))
@@ -304,7 +297,7 @@ def size_of(weights: Weights) -> int:
 
 
 def size_of_folder(folder: Path) -> int:
-    """Of all files in it."""
+    """Return the number of bytes of all files in a folder; 0 if they cannot be read."""
     try:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except OSError:

@@ -1,10 +1,6 @@
-"""Every number of the tiny model: its shape, and how it is warm-started. It knows no torch.
+"""The tiny model's recipe: its shape and warm start, its demonstrations, and its folder in the cache. Imports no torch.
 
-Where built models are kept. It knows no torch, so that asking whether one is there costs nothing.
-
-A model is named by everything that decides it: the recipe, the demonstrations and the seed.
-
-Loads demonstrations by their import path, so that no environment is imported by name. It knows no model.
+A cached model is named by everything that determines it: the recipe, the demonstrations and the seed.
 """
 
 import hashlib
@@ -24,9 +20,9 @@ from areal_agent.models.tokenizer import Conversation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Shape, tokenizer and warm start; about a million parameters."""
+    """Shape, tokenizer and warm start of a model of about a million parameters."""
 
-    version: int = 1  # raise it when the code that follows the recipe changes what it builds
+    version: int = 1  # increase it when the code that follows the recipe changes its result
 
     hidden_size: int = 192
     intermediate_size: int = 512
@@ -36,7 +32,7 @@ class Recipe:
     rope_theta: float = 1_000.0  # positions matter within a hundred tokens
     max_context_tokens: int = 1024
 
-    vocab_size: int = 1024  # at most; the demonstrations decide
+    vocab_size: int = 1024  # at most; the demonstrations determine it
     num_tokenizer_conversations: int = 4_000
 
     batch_size: int = 16  # conversations
@@ -46,7 +42,7 @@ class Recipe:
     max_grad_norm: float = 1.0
     num_warmup_steps: int = 30
 
-    check_every: int = 25  # steps between two looks at how well it copies
+    check_every: int = 25  # steps between two measurements of how well it copies
     num_check_conversations: int = 128
     copy_gate: float = 0.9  # copying at least this well starts the decay of the learning rate
     typical_gate_steps: int = 150  # for the progress bar
@@ -57,12 +53,12 @@ class Recipe:
 RECIPE = Recipe()
 
 DEMONSTRATIONS = "envs.calculator.demonstrations:demonstrations"
-"""What the tiny model is warm-started on, unless told otherwise: an import path, so that no environment is imported."""
+"""The default demonstrations of the tiny model: an import path, so that no environment is imported."""
 TINY = "tiny"
 
 
 def demonstrations_of(model: str) -> str | None:
-    """What the tiny model of a config is warm-started on; None when `model` names another model.
+    """Return the demonstrations for the tiny model of a config; None when `model` names another model.
 
     >>> demonstrations_of("tiny:my.module:function"), demonstrations_of("org/name")
     ('my.module:function', None)
@@ -74,7 +70,7 @@ def demonstrations_of(model: str) -> str | None:
 
 
 def cache_root() -> Path:
-    """`$AREAL_AGENT_CACHE`, else `areal_agent` in the user's cache folder (XDG)."""
+    """Return `$AREAL_AGENT_CACHE`, else `areal_agent` in the user's cache folder (XDG)."""
     own = os.environ.get("AREAL_AGENT_CACHE")
     if own:
         return Path(own)
@@ -82,9 +78,9 @@ def cache_root() -> Path:
 
 
 def model_folder(recipe: Recipe, seed: int, demonstrations: str) -> Path:
-    """The folder in the cache for this model, whether it is there or not.
+    """Return the folder in the cache for this model, which need not exist.
 
-    `demonstrations` is `package.module:name`; the source of the module's package is part of the name.
+    `demonstrations` is `package.module:name`; the source of the module's package is part of the folder's name.
     """
     parts = [orjson.dumps(asdict(recipe)), demonstrations.encode(), *_sources(demonstrations.partition(":")[0])]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
@@ -92,7 +88,7 @@ def model_folder(recipe: Recipe, seed: int, demonstrations: str) -> Path:
 
 
 def _sources(module: str) -> list[bytes]:
-    """The sources beside the module: what it draws its demonstrations from."""
+    """Read the sources in the module's package, which the demonstrations depend on."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return []
@@ -100,14 +96,14 @@ def _sources(module: str) -> list[bytes]:
 
 
 Demonstrations = Callable[[int], Iterator[Conversation]]
-"""`demonstrations(seed)`: conversations without end."""
+"""`demonstrations(seed)` yields conversations without end."""
 
 
 def load_demonstrations(path: str) -> Demonstrations:
-    """Import `package.module:function`; raises ConfigError that says which half is wrong."""
+    """Import `package.module:function`. Raises ConfigError that says which half is wrong."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise ConfigError(f"demonstrations: {path!r} is not of the form 'package.module:function'")
+        raise ConfigError(f"demonstrations: {path!r} is not of the form 'package.module:function'; give such a path")
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ImportError as error:

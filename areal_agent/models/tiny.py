@@ -1,6 +1,6 @@
 """Builds the quickstart's model: tokenizer, model and warm start, put into a Hugging Face folder in one move.
 
-Same seed, same machine, same model. It knows neither engine nor trainer; where models are kept is `cache.py`'s.
+On one machine, the same seed gives the same model.
 
     python -m areal_agent.models.tiny --out DIR [--seed S] [--threads N] [--demonstrations MODULE:FUNCTION]
 """
@@ -32,7 +32,7 @@ REPORT_NAME = "warm_start.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyReport:
-    """What building a model did; kept in its folder."""
+    """The result of building a model, stored in its folder."""
 
     seed: int
     num_parameters: int
@@ -53,9 +53,9 @@ def build(
     threads: int = 2,
     on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> TinyReport:
-    """Build a model into the folder `out`, which appears whole or not at all.
+    """Build a model into the folder `out`, which appears complete or not at all.
 
-    Raises ConfigError when something is in the way at `out`, or `demonstrations` cannot be loaded.
+    Raises ConfigError when `out` exists and is not an empty folder, or when `demonstrations` cannot be loaded.
     """
     started_s = time.monotonic()
     _check_free(out)
@@ -87,7 +87,7 @@ def cached(
     threads: int = 2,
     on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> Path:
-    """The folder of this model in the cache, built now if it is not there."""
+    """Return the folder of this model in the cache, and build the model if it is missing."""
     folder = model_folder(recipe, seed, demonstrations)
     if not (folder / "config.json").is_file():
         build(folder, seed=seed, demonstrations=demonstrations, recipe=recipe, threads=threads, on_progress=on_progress)
@@ -95,7 +95,7 @@ def cached(
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Qwen3ForCausalLM:
-    """A model with random weights, in the shape of Qwen3."""
+    """Create a model with random weights and the architecture of Qwen3."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
@@ -116,7 +116,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Qwen3ForCa
 
 @contextlib.contextmanager
 def _torch_settings(seed: int, threads: int) -> Generator[None]:
-    """Seeded, on `threads` threads; torch is left as it was found."""
+    """Seed torch and limit it to `threads` threads; restore its state afterwards."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -135,9 +135,9 @@ def _check_free(out: Path) -> None:
 
 
 def _publish(out: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: TinyReport) -> None:
-    """Write beside `out`, then rename: nobody ever sees half a model.
+    """Write beside `out`, then rename, so that nobody ever sees half a model.
 
-    Another process may have built the same model meanwhile; whoever is first wins, and the other copy is dropped.
+    Another process may have built the same model meanwhile; the first one wins, and the other copy is dropped.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,9 @@
-"""Trains the tiny model's tokenizer on conversations. It knows no model.
+"""The tiny model's tokenizer, trained on conversations, and its chat template: ChatML with Hermes tool calls.
 
-Byte-level BPE. A digit is always a token of its own, and between digits the text is split at line ends only, so that
-what the demonstrations say over and over (`{"name": "python", "arguments": ... print(`) becomes one token. A number
-then stands at the same distance from its copy in every conversation, which is what a small model learns first.
-
-How the tiny model reads a conversation: ChatML, with tool calls as Hermes writes them. It knows no tokenizer.
-
-The text of a conversation is a prefix of the text of every longer one: nothing said before is ever rewritten.
+A byte-level BPE. A digit is always a token of its own, and between digits the text is split only at line ends, so that
+what the demonstrations repeat (`{"name": "python", "arguments": ... print(`) becomes one token. A number is then always
+at the same distance from its copy, which is what a small model learns first.
+The text of a conversation is a prefix of the text of every continuation of it.
 """
 
 from collections.abc import Iterable
@@ -46,26 +43,26 @@ CHAT_TEMPLATE = r"""
 
 
 Conversation = list[dict[str, Any]]
-"""Messages as OpenAI writes them."""
+"""Messages in OpenAI's format."""
 
 PAD = "<|endoftext|>"
 START = "<|im_start|>"
 END = "<|im_end|>"
 TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")  # part of an answer, so not special: decoding keeps them
-ASSISTANT = "assistant\n"  # what follows START where the model speaks: one token, by the split at line ends
+ASSISTANT = "assistant\n"  # follows START where the model speaks; a single token, because text is split at line ends
 
 MIN_FREQUENCY = 8
 _PIECES = Regex(r"\d|[^\d\n]*\n|[^\d\n]+")
 
 
 def render(conversation: Conversation) -> str:
-    """The text of a whole conversation."""
+    """Return the text of a whole conversation."""
     texts, _ = render_jinja_template([conversation], chat_template=CHAT_TEMPLATE)
     return texts[0]
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` tokens, with the chat template, trained on rendered conversations."""
+    """Train a tokenizer of at most `vocab_size` tokens on rendered conversations. It has the chat template."""
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = Sequence(  # pyright: ignore[reportAttributeAccessIssue]
         [Split(_PIECES, behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -92,6 +89,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    """The id of the one token that `token` is."""
+    """Return the id of `token`, which has to be a single token."""
     (found,) = tokenizer.encode(token, add_special_tokens=False)
     return found

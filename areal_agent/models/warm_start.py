@@ -1,8 +1,8 @@
-"""Supervised training of a small model on demonstrations, until it copies numbers. It knows no folder and no task.
+"""Supervised training of a small model on demonstrations, until it copies numbers.
 
-Copying is what reinforcement learning cannot repair later: it strengthens habits, and a model that garbles every long
-number has no right answer to strengthen. So the training is gated: the learning rate stays up until digits are copied
-well, and only then decays. Everything but the wall clock is a function of the seed.
+Reinforcement learning cannot teach copying later: it strengthens habits, and a model that garbles every long number has
+no right answer to strengthen. So the learning rate stays up until digits are copied well, and only then decays. All but
+the wall clock is a function of the seed.
 """
 
 import time
@@ -20,7 +20,7 @@ from areal_agent.models.tokenizer import ASSISTANT, END, PAD, START, Conversatio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStartProgress:
-    """How far the warm start is. `fraction` of the work is an estimate until the decay starts."""
+    """The progress of the warm start. `fraction` is an estimate until the decay starts."""
 
     fraction: float
     step: int
@@ -31,7 +31,7 @@ class WarmStartProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStartResult:
-    """What the warm start did."""
+    """The result of the warm start."""
 
     steps: int
     num_tokens: int
@@ -42,7 +42,7 @@ class WarmStartResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """Conversations, padded on the right: under a causal mask no real token sees the padding."""
+    """Conversations, padded on the right: with a causal mask no real token sees the padding."""
 
     inputs: Tensor  # [B, T] token ids
     targets: Tensor  # [B, T] the next token where the model speaks, else -100
@@ -76,7 +76,7 @@ class ConversationEncoder:
         )
 
     def spoken(self, ids: Sequence[int]) -> list[bool]:
-        """Which tokens the model says: from behind the opening of an assistant message to its end token."""
+        """Mark the tokens that the model says: from after the opening of an assistant message to its end token."""
         marks: list[bool] = []
         speaks = False
         for index, token in enumerate(ids):
@@ -108,12 +108,12 @@ class WarmStart:
             model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
         self._check = self._draw(recipe.num_check_conversations)
-        self._decay_starts = recipe.max_gate_steps  # sooner when the gate opens
+        self._decay_starts = recipe.max_gate_steps  # earlier when the gate opens
         self._num_tokens = 0
         self._started_s = time.monotonic()
 
     def run(self) -> WarmStartResult:
-        """Train: at full learning rate until the gate opens, then through the decay."""
+        """Train at full learning rate until the gate opens, then through the decay."""
         recipe = self._recipe
         step, loss, copying = 0, float("nan"), 0.0
         while step < self._decay_starts + recipe.num_decay_steps:
@@ -133,7 +133,7 @@ class WarmStart:
 
     @torch.no_grad()
     def copy_accuracy(self) -> float:
-        """The probability that all digits of a conversation are copied, the mean over conversations that have any."""
+        """Return the probability that all digits of a conversation are copied, averaged over conversations."""
         logprobs = -self._losses(self._check)  # [B, T]
         by_conversation = torch.where(self._check.is_digit, logprobs, 0.0).sum(dim=1).exp()
         return by_conversation[self._check.is_digit.any(dim=1)].mean().item()
@@ -151,7 +151,7 @@ class WarmStart:
         return loss.item()
 
     def _losses(self, batch: _Batch) -> Tensor:
-        """Negative log-likelihood of each spoken token, 0 elsewhere, [B, T]."""
+        """Return the negative log-likelihood of each spoken token, 0 elsewhere, [B, T]."""
         logits = self._model(input_ids=batch.inputs, use_cache=False).logits  # [B, T, V]
         losses = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
         return losses.view_as(batch.targets)
@@ -161,7 +161,7 @@ class WarmStart:
             self._decay_starts = min(self._decay_starts, step)
 
     def _rate(self, step: int) -> float:
-        """The learning rate: linear warm-up, constant, linear decay to a fiftieth."""
+        """Return the learning rate: linear warm-up, constant, linear decay to a fiftieth."""
         recipe = self._recipe
         warmup = min(1.0, (step + 1) / recipe.num_warmup_steps)
         decay = max(0.02, 1.0 - max(0, step - self._decay_starts) / recipe.num_decay_steps)

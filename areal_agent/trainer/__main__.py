@@ -1,6 +1,6 @@
-"""`python -m areal_agent.trainer --fd N`: the trainer process. A run starts it; N is its end of a socket pair.
+"""`python -m areal_agent.trainer --fd N` runs the trainer process. A run starts it; N is its end of a socket pair.
 
-With `--rank K` it is another rank of a trainer: rank 0 starts it.
+With `--rank K` it is another rank of the trainer, started by rank 0.
 """
 
 import logging

@@ -1,20 +1,21 @@
 """Checkpoint folders: published whole or not at all, found again, checked and pruned. Imports no torch.
 
     checkpoints/step_000012/      a Hugging Face folder: config.json, model.safetensors, tokenizer ...
-                ├─ training/      what going on needs besides the weights: optimiser, updates, generator
-                ├─ adapter/       adapters, where these are trained, in the format of PEFT
-                ├─ run.json       what the rest of the run needs: its place in the data, what was leased
+                ├─ training/      what resuming needs besides the weights: optimiser, updates, generator
+                ├─ adapter/       the adapters in PEFT's format, if the run trains adapters
+                ├─ run.json       what the rest of the run needs: its place in the data, the leased tasks
                 └─ manifest.json  step, incarnation, and size and SHA-256 of every file; written last
 
-A folder is written under a hidden name, brought to the disk, then renamed: under its own name it is complete. What is
-removed or replaced steps aside first, by a rename too. A directory has one writer, who calls `recover` after a crash.
+A folder is written under a hidden name, synced to disk, then renamed, so a folder with a checkpoint's name is complete.
+A folder that is removed or replaced is first renamed to a hidden name as well. A directory has one writer, which calls
+`recover` after a crash.
 
-The moments at which a crash may fall while a train step becomes final, by name. It knows no file and no ledger.
+A train step becomes final in these stages, and a crash may fall between any two of them:
 
     LEASED ─▶ TRAINED ─▶ PUSHED ─▶ ... ─▶ WRITTEN ─▶ DURABLE ─▶ (ASIDE) ─▶ PUBLISHED ─▶ PRUNED ─▶ COMMITTED
     then, in the next process: RECOVERED ─▶ RESTARTED
 
-Whoever passes one says so to a `Passing`. In a run nobody listens; the test that kills a trainer at each of them does.
+The code reports each stage to a `Passing`. A run ignores these reports; a test kills the trainer at each of them.
 """
 
 import logging
@@ -31,32 +32,6 @@ from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest, read_man
 from areal_agent.types import JsonObject
 
 logger = logging.getLogger(__name__)
-
-
-class CommitPoint(StrEnum):
-    """What has just become true. What a crash here costs is said beside it."""
-
-    LEASED = "leased"  # a batch is leased in the ledger: it waits again
-    TRAINED = "trained"  # the weights hold its step, in memory alone: it waits again
-    PUSHED = "pushed"  # engines serve those weights: their tokens stay trainable
-    WRITTEN = "written"  # the checkpoint's files are there, under a hidden name: the folder is removed
-    DURABLE = "durable"  # they are on the disk, still hidden: the same
-    ASIDE = "aside"  # an older checkpoint of the same step has stepped aside: it comes back
-    PUBLISHED = "published"  # the checkpoint bears its name and the ledger does not know: it counts
-    PRUNED = "pruned"  # older checkpoints are removed
-    COMMITTED = "committed"  # the ledger has it: what it holds is trained, once and for all
-    RECOVERED = "recovered"  # after a crash: the folder of checkpoints is in order again
-    RESTARTED = "restarted"  # after a crash: later leases wait again, in a new incarnation
-
-
-Passing = Callable[[CommitPoint], None]
-"""Hears of each point as it is passed."""
-
-
-def pass_by(point: CommitPoint) -> None:
-    """The `Passing` of every run: nobody listens."""
-
-
 RUN_STATE = "run.json"
 TRAINING = "training"
 ADAPTER = "adapter"
@@ -64,6 +39,30 @@ NAME = re.compile(r"step_\d{6,}")
 WRITING = ".writing-"
 ASIDE = ".aside-"
 REMOVING = ".removing-"
+
+
+class CommitPoint(StrEnum):
+    """A stage that a train step has just reached. The comments say what a crash at that moment costs."""
+
+    LEASED = "leased"  # a batch is leased in the ledger; after a crash it waits again
+    TRAINED = "trained"  # the weights include the batch, in memory only; after a crash it waits again
+    PUSHED = "pushed"  # engines serve those weights; their tokens stay trainable
+    WRITTEN = "written"  # the checkpoint's files exist under a hidden name; a crash removes the folder
+    DURABLE = "durable"  # the files are synced to disk, still hidden; a crash removes the folder
+    ASIDE = "aside"  # an older checkpoint of the same step was renamed; a crash restores it
+    PUBLISHED = "published"  # the checkpoint has its name but the ledger has no entry yet; it counts
+    PRUNED = "pruned"  # older checkpoints are removed
+    COMMITTED = "committed"  # the ledger has recorded the step: the batch counts as trained for good
+    RECOVERED = "recovered"  # after a crash: the checkpoint directory is in order again
+    RESTARTED = "restarted"  # after a crash: batches leased later wait again, in a new incarnation
+
+
+Passing = Callable[[CommitPoint], None]
+"""A function that is called at each point as it is passed."""
+
+
+def pass_by(point: CommitPoint) -> None:
+    """Ignore the point. Every run uses this `Passing`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +74,7 @@ class Checkpoint:
     incarnation: int
 
     def run_state(self) -> JsonObject:
-        """What the rest of the run gave it to keep."""
+        """Return what the rest of the run stored in the checkpoint."""
         return orjson.loads((self.path / RUN_STATE).read_bytes())
 
 
@@ -92,8 +91,8 @@ def publish_checkpoint(
 ) -> Checkpoint:
     """Write `directory/step_NNNNNN` with `write(folder)`, publish it in one rename, then remove all but `keep_last`.
 
-    `begun_with` stays, too: engines that die are started again with it, and tokenizers are copied from there.
-    A checkpoint of the same step that stands there already is replaced.
+    `begun_with` is kept as well, because engines are restarted from it and tokenizers are copied from it.
+    An existing checkpoint of the same step is replaced.
     """
     directory.mkdir(parents=True, exist_ok=True)
     recover(directory)
@@ -122,12 +121,12 @@ def publish_checkpoint(
 
 
 def hidden_folder(directory: Path, step: int) -> Path:
-    """Where a checkpoint is written before it has its name: the same for all who write to it."""
+    """Return the folder that a checkpoint is written to before it is renamed. Every rank gets the same one."""
     return directory / f"{WRITING}step_{step:06d}"
 
 
 def recover(directory: Path) -> None:
-    """Put in order what a writer that died has left: what stepped aside comes back, unless it has been replaced."""
+    """Clean up after a writer that died: restore a folder that was moved aside, unless it has been replaced."""
     for path in directory.glob(f"{ASIDE}*"):
         target = directory / path.name.removeprefix(ASIDE)
         if target.exists():
@@ -139,7 +138,7 @@ def recover(directory: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Check a checkpoint folder against its manifest, byte for byte. Raises ValueError saying what is wrong with it."""
+    """Check a checkpoint folder against its manifest, byte for byte. Raises ValueError that says what is wrong."""
     files, facts = read_manifest(path)
     try:
         step, incarnation = int(facts["step"]), int(facts["incarnation"])
@@ -155,22 +154,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def latest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint that is not damaged, or None."""
+    """Return the newest checkpoint that is not damaged, or None."""
     return next(intact_checkpoints(directory), None)
 
 
 def newest_step(directory: Path) -> int:
-    """The step of the newest one by name, whether intact or not; 0 when there is none. It reads no file."""
+    """Return the highest step of any checkpoint folder by name, intact or not; 0 when there is none. Reads no file."""
     return max(map(_step_of, _published(directory)), default=0)
 
 
 def intact_checkpoints(directory: Path) -> Iterator[Checkpoint]:
-    """The newest first. Damaged ones are passed over with a warning."""
+    """Yield the intact checkpoints, newest first. Damaged ones are skipped with a warning."""
     for path in reversed(_published(directory)):
         try:
             yield read_checkpoint(path)
         except ValueError as error:
-            logger.warning("passing over a damaged checkpoint: %s", error)
+            logger.warning("skipping a damaged checkpoint: %s", error)
 
 
 def _name(directory: Path, step: int) -> Path:
@@ -178,7 +177,7 @@ def _name(directory: Path, step: int) -> Path:
 
 
 def _published(directory: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, by rising step."""
+    """Return the folders that have a checkpoint's name, by ascending step."""
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if path.is_dir() and NAME.fullmatch(path.name)), key=_step_of)
@@ -189,21 +188,21 @@ def _step_of(path: Path) -> int:
 
 
 def _step_aside(target: Path, passing: Passing) -> None:
-    """A full folder cannot be renamed over: make room for the new one."""
+    """Move an existing folder out of the way, because a full folder cannot be renamed over."""
     if target.exists():
         target.rename(target.with_name(f"{ASIDE}{target.name}"))
         passing(CommitPoint.ASIDE)
 
 
 def _remove(path: Path) -> None:
-    """Hidden first: half a folder must not be taken for a checkpoint."""
+    """Hide the folder before deleting it, so that half a folder is never taken for a checkpoint."""
     hidden = path.with_name(f"{REMOVING}{path.name.removeprefix(ASIDE)}")
     path.rename(hidden)
     shutil.rmtree(hidden)
 
 
 def _prune(directory: Path, newest_step: int, keep_last: int, begun_with: Path | None) -> None:
-    """Keep the last ones up to `newest_step`. Later steps stand there only when a resume had to pass them over."""
+    """Keep the last ones up to `newest_step`. Later steps exist only when a resume had to skip them."""
     published = _published(directory)
     lineage = [path for path in published if _step_of(path) <= newest_step]
     for path in set(published) - set(lineage[-keep_last:]):

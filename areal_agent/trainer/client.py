@@ -1,7 +1,7 @@
-"""The main process's end of the trainer: commands as coroutines. Imports no torch and starts no process.
+"""The main process's end of the trainer: each command is a coroutine. Imports no torch and starts no process.
 
-One command is under way at a time. A reader task, owned by the client, waits for answers and hands each to the command
-with its number: a cancelled command leaves its answer behind without confusing the next one.
+One command runs at a time. A reader task, owned by the client, waits for answers and matches them to commands by
+number, so the answer to a cancelled command does not confuse the next one.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from areal_agent.types import (
 
 
 class TrainerClient:
-    """Speaks to `python -m areal_agent.trainer` over a connected socket, which it owns."""
+    """Talks to `python -m areal_agent.trainer` over a connected socket, which it owns."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -55,12 +55,12 @@ class TrainerClient:
         num_steps: int = 1,
         shares_gpu: bool = False,
     ) -> TrainerInfo:
-        """Load `model`, a Hugging Face folder; with `resume`, when it is a checkpoint, its training state too.
+        """Load `model`, a Hugging Face folder. With `resume`, also load the training state if it is a checkpoint.
 
-        The first command. `base` is the model folder that the run began with: a checkpoint has adapters only beside it.
-        `chat_template` goes with every checkpoint; None: the one of `model`. The learning rate follows a run of
-        `num_steps`. `shared_memory` is the folder in which weights are published. With `shares_gpu` an engine may need
-        what a step leaves of its GPU. Raises ConfigError for a model or a device that cannot be used.
+        This must be the first command. `base` is the model folder that the run began with, which the adapters of a
+        checkpoint need. `chat_template` is saved with every checkpoint; None means that of `model`. The learning rate
+        schedule spans `num_steps`. `shared_memory` is the folder in which weights are published. `shares_gpu` means
+        that an engine uses the same GPU between steps. Raises ConfigError for a model or a device that cannot be used.
         """
         answer = await self._call(
             "init",
@@ -83,7 +83,7 @@ class TrainerClient:
     async def train_step(self, batch: RolloutBatch, *, incarnation: int = 0) -> StepReport:
         """Train one step on a batch's records, with the total rewards of its trajectories and their named parts.
 
-        `incarnation` is that of the run: which of the records' tokens are of weights of this trainer's own.
+        `incarnation` is that of the run; it tells which tokens were sampled by this trainer's own weights.
         """
         rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
         parts = {trajectory.session_id: dict(trajectory.rewards.parts) for trajectory in batch.trained}
@@ -92,12 +92,12 @@ class TrainerClient:
             {"step": batch.step, "incarnation": incarnation, "rewards": rewards, "parts": parts},
             records=batch.records,
         )
-        # JSON has no NaN: what is not finite arrives as null
+        # JSON has no NaN: numbers that are not finite arrive as null
         metrics = {name: math.nan if value is None else value for name, value in answer["metrics"].items()}
         return StepReport(step=batch.step, metrics=metrics, seconds=answer["seconds"])
 
     async def publish(self) -> Weights:
-        """Copy the weights to where engines read. What it returned stays whole until the next call, at least."""
+        """Copy the weights to where engines read them. They stay intact at least until the next call."""
         answer = await self._call("publish", {})
         if "host" in answer:
             answer["entries"] = tuple(_tensor_entry(one) for one in answer["entries"])
@@ -108,7 +108,7 @@ class TrainerClient:
         return SharedMemoryWeights(path=answer["path"], entries=entries, crc32=answer["crc32"])
 
     async def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject) -> Path:
-        """Publish a checkpoint in `directory` and remove old ones, as checkpoint.py says; returns its folder."""
+        """Publish a checkpoint in `directory`, remove old ones (see checkpoint.py) and return its folder."""
         answer = await self._call(
             "save",
             {"directory": str(directory), "step": step, "incarnation": incarnation, "run_state": run_state},
@@ -116,11 +116,11 @@ class TrainerClient:
         return Path(answer["path"])
 
     async def shutdown(self) -> None:
-        """Ask the process to end by itself."""
+        """Ask the process to exit."""
         await self._call("shutdown", {})
 
     async def aclose(self) -> None:
-        """Close the socket, which ends the process if it still runs. Commands under way raise ProcessDied."""
+        """Close the socket, which makes the process exit if it still runs. Pending commands raise ProcessDied."""
         self._fail(ProcessDied("the connection to the trainer is closed"))
         if self._reading is not None:
             self._reading.cancel()
@@ -135,10 +135,10 @@ class TrainerClient:
     async def _call(
         self, command: str, arguments: JsonObject, records: Sequence[TokenRecord] | None = None
     ) -> dict[str, Any]:
-        """Send one command and wait for its answer. Commands go in the order of the calls."""
+        """Send one command and wait for its answer. Commands are sent in the order of the calls."""
         number = next(self._numbers)
         request = {"number": number, "command": command, **arguments}
-        async with self._lock:  # before the encoding, which a large batch takes longer for
+        async with self._lock:  # taken before encoding, so that a batch that takes long to encode keeps its place
             encoded = await asyncio.to_thread(_encoded, request, records)
             writer = await self._connect()
             answer = self._answers[number] = asyncio.get_running_loop().create_future()

@@ -14,9 +14,9 @@ class LoraConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685): thin matrices that are trained in place of the model's own."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
-    """The size between the two matrices of an adapter."""
+    """The rank: the inner dimension of an adapter's two matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """What an adapter adds is multiplied by `alpha` through `rank`."""
+    """An adapter's output is multiplied by `alpha / rank`."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
         "q_proj",
         "k_proj",
@@ -28,12 +28,12 @@ class LoraConfig(Section):
     )
     """The linear layers that get adapters, by the last part of their names; by default all of every layer."""
     push: Literal["merged", "adapter"] = "merged"
-    """What engines get. `merged`: whole weights, which adapters are part of. `adapter`: adapters alone, which vLLM's
-    servers apply as they sample: little goes over, and each token takes longer."""
+    """What engines get. `merged`: whole weights with the adapters merged in. `adapter`: the adapters alone, which
+    vLLM's servers apply as they sample: less is transferred, and each token takes longer."""
 
     @property
     def scale(self) -> float:
-        """Of what an adapter adds."""
+        """The factor that an adapter's output is multiplied by."""
         return self.alpha / self.rank
 
     @field_validator("target_modules")
@@ -45,55 +45,55 @@ class LoraConfig(Section):
 
 
 class TrainerConfig(Section):
-    """How weights are updated; the defaults are the AReaL paper's (Table 3)."""
+    """Optimiser, micro-batches, processes and weight transfer. The defaults are those of the AReaL paper (Table 3)."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
-    """Of AdamW, at the end of the warm-up."""
+    """AdamW's learning rate at the end of the warm-up."""
     schedule: LearningRateSchedule = "constant"
-    """What follows the warm-up: `constant`, or a `linear` or `cosine` fall to zero over all steps of the run."""
+    """What follows the warm-up: `constant`, or a `linear` or `cosine` decay to zero over all steps of the run."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.001
-    """The share of the run's optimiser updates (`steps` times `algorithm.minibatches`) over which the learning rate
+    """The fraction of the run's optimiser updates (`steps` times `algorithm.minibatches`) over which the learning rate
     rises linearly."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the root of AdamW's second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
-    """Of matrices; norms and biases are not decayed."""
+    """Weight decay of matrices; norms and biases are not decayed."""
     gradient_clip: Annotated[float, Field(gt=0)] = 1.0
-    """The gradient's norm is scaled down to it."""
+    """Gradients with a larger norm are scaled down to this norm."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
     """Tokens that go through the model at once, padding included."""
     oversized: Literal["alone", "refuse"] = "alone"
-    """A sequence longer than `tokens_per_micro_batch` goes `alone`, whatever memory that takes; `refuse`: a config
-    under which there can be one, by `engine.max_context_tokens`, is an error."""
+    """What to do with a sequence longer than `tokens_per_micro_batch`. `alone`: it gets a micro-batch of its own,
+    whatever memory that takes. `refuse`: a config whose `engine.max_context_tokens` allows one is an error."""
     gradient_checkpointing: bool = False
-    """Keep of each layer its input alone, and compute the rest again in the backward pass: up to a third more time, for
-    a fraction of the memory that long sequences take. Gradients stay what they are."""
+    """Keep only each layer's input and recompute the rest in the backward pass: up to a third more time, for a fraction
+    of the memory that long sequences take. Gradients do not change."""
     packing: Literal["balanced", "first_fit", "padded"] = "balanced"
-    """How sequences share a micro-batch, each seeing itself alone. `balanced`: one row, no padding, by Algorithm 1 of
-    the paper. `first_fit`: the same by first-fit decreasing. `padded`: a row each, of like lengths."""
+    """How sequences share a micro-batch; none sees another. `balanced`: one row without padding, by Algorithm 1 of the
+    AReaL paper. `first_fit`: one row, by first-fit decreasing. `padded`: one row for each, of similar lengths."""
     num_ranks: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Trainer processes on this machine, which share weights and work (FSDP2); on cuda each has a device of its own."""
+    """Trainer processes on this machine, which share weights and work (FSDP2). On cuda each has its own GPU."""
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of each trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: cuda when there is one. Weights are float32; on cuda the matrices are multiplied in bfloat16."""
+    """`auto`: cuda if there is a GPU. Weights are float32; on cuda, matrices are multiplied in bfloat16."""
     transfer: Literal["shared_memory", "disk", "distributed"] = "shared_memory"
     """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
-    temporary directory, for where /dev/shm is too small, as it is in many containers. `distributed`: by
-    torch.distributed, in a process group of the trainer and a server: NCCL where each has a GPU of its own, else gloo.
-    Servers of `engine.urls` take it that were started by areal_agent's launcher for them."""
+    temporary directory, for machines whose /dev/shm is too small, as in many containers. `distributed`: by
+    torch.distributed, in a process group of the trainer and a server: NCCL if each has its own GPU, else gloo.
+    Servers in `engine.urls` support it if areal_agent's launcher started them."""
     transfer_host: str = "127.0.0.1"
-    """With `transfer: distributed`: the address of this machine at which servers find the trainer. Whoever reaches it
-    can read the weights."""
+    """With `transfer: distributed`: the address of this machine at which servers find the trainer. Anyone who can
+    connect to it can read the weights."""
     transfer_bucket_mib: Annotated[int, Field(ge=1, le=2047)] = 64
-    """With `transfer: distributed`: MiB that are sent at once."""
+    """With `transfer: distributed`: the size of each message in MiB."""
     lora: LoraConfig | None = None
-    """Train adapters (LoRA), and leave the model as it is: optimiser and gradients are of the adapters alone, and the
+    """Train adapters (LoRA) and leave the model as it is: optimiser and gradients are of the adapters alone, and the
     reference is the model without them. Engines and checkpoints get the merged weights, checkpoints the adapters too.
-    They want a learning rate about ten times that of full training. `{}` takes the defaults below; by default, the
-    whole model is trained. See docs/lora.md."""
+    Adapters need about ten times the learning rate of full training. `{}` uses the defaults below; without this key
+    the whole model is trained. See docs/lora.md."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Train steps between checkpoints."""
     keep_last: Annotated[int, Field(ge=1)] = 2
@@ -105,5 +105,5 @@ class TrainerConfig(Section):
     def _has_no_idle_options(self) -> Self:
         for name in ("transfer_host", "transfer_bucket_mib"):
             if self.transfer != "distributed" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"trainer.{name} is for trainer.transfer distributed; leave it out")
+                raise ValueError(f"trainer.{name} only applies to trainer.transfer distributed; leave it out")
         return self

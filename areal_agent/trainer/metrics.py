@@ -1,6 +1,6 @@
-"""What a train step counts on its way through micro-batches: sums and maxima, which do not depend on the split.
+"""The metrics of a train step: numbers by name, from its updates, rewards and advantages.
 
-What a train step tells of itself: numbers by name, from its updates, rewards and advantages.
+The counts are sums and maxima over micro-batches, so they do not depend on how a step is split.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,22 +21,22 @@ from areal_agent.trainer.wire import StepInput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """How far the trainer's log-probabilities at the start of a step are from those that the engine recorded.
+    """The difference between the trainer's log-probabilities at the start of a step and the engine's.
 
-    Over all tokens that includes the drift of the policy since they were sampled; over *fresh* tokens, sampled by the
+    Over all tokens this includes the drift of the policy since they were sampled. Over *fresh* tokens, sampled by the
     very weights that the step starts from, only numerical differences remain.
     """
 
     num_tokens: int = 0
     diff_sum: float = 0.0  # |proximal - behaviour|, nats
     diff_max: float = 0.0
-    kl_sum: float = 0.0  # of the proximal to the behaviour policy, estimator k3
+    kl_sum: float = 0.0  # KL of the proximal from the behaviour policy, estimator k3
     num_fresh: int = 0
     fresh_diff_max: float = 0.0
 
     @classmethod
     def of(cls, proximal: Tensor, behavior: Tensor, is_fresh: Tensor) -> Self:
-        """Shapes: all [M]."""
+        """Compare the two log-probabilities of each token. Shapes: all [M]."""
         if len(proximal) == 0:
             return cls()
         diff = (proximal - behavior).abs()
@@ -75,12 +75,12 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """The counts of some micro-batches."""
+    """The counts of one or more micro-batches."""
 
     loss: float = 0.0
     entropy_sum: float = 0.0
     num_input_tokens: int = 0  # without padding
-    num_padded_tokens: int = 0  # with it
+    num_padded_tokens: int = 0  # with padding
     num_micro_batches: int = 0
     value_loss: float = 0.0
     num_clipped_values: int = 0
@@ -101,7 +101,7 @@ class Tally:
         )
 
     def numbers(self) -> list[float]:
-        """All counts in a row, for another rank to read with `of_numbers`."""
+        """Return all counts as one flat list, which another rank reads with `of_numbers`."""
         return _numbers(self)
 
     @classmethod
@@ -110,7 +110,7 @@ class Tally:
         return _read(cls(), iter(numbers))
 
     def metrics(self) -> dict[str, float]:
-        """Means over tokens, by name; losses are not among them: they add up over the micro-batches of one update."""
+        """Return means over tokens, by name. Losses are left out: they add up over the micro-batches of an update."""
         padding = self.num_padded_tokens - self.num_input_tokens
         return {
             "entropy": self.entropy_sum / max(self.losses.num_tokens, 1),
@@ -124,7 +124,7 @@ class Tally:
 
 
 def _numbers(counts: Tally | LossStats | Mismatch) -> list[float]:
-    """The fields of a record, and of the records in it, in their order."""
+    """Flatten the fields of a record, and of the records nested in it, in order."""
     values = [getattr(counts, one.name) for one in fields(counts)]
     return [
         number
@@ -134,7 +134,7 @@ def _numbers(counts: Tally | LossStats | Mismatch) -> list[float]:
 
 
 def _read(like: Tally | LossStats | Mismatch, numbers: Iterator[float]) -> Any:
-    """A record of the shape and the types of `like`."""
+    """Read a record of the same shape and types as `like`."""
     values: dict[str, Any] = {}
     for one in fields(like):
         value = getattr(like, one.name)
@@ -151,12 +151,12 @@ class Update:
     tally: Tally
     gradient_norm: float
     learning_rate: float
-    is_skipped: bool  # the norm was not finite
+    is_skipped: bool  # because the norm was not finite
     critic_gradient_norm: float | None  # None without a critic
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Token metrics over all updates; losses, gradient norms and learning rate as means over updates."""
+    """Return token metrics over all updates, and the mean loss, gradient norm and learning rate of the updates."""
     tally = reduce(Tally.merge, [update.tally for update in updates], Tally())
     count = max(len(updates), 1)
     return {
@@ -170,7 +170,7 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def reward_metrics(given: StepInput) -> dict[str, float]:
-    """Over the rollouts that are trained; a group whose rewards are all equal has nothing to teach."""
+    """Return reward metrics over the trained rollouts. A group of equal rewards is flat: it teaches nothing."""
     by_group: dict[str, dict[str, float]] = {}
     for record in given.records:
         by_group.setdefault(record.group_id, {})[record.session_id] = given.rewards[record.session_id]
@@ -186,7 +186,7 @@ def reward_metrics(given: StepInput) -> dict[str, float]:
 
 
 def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Over loss tokens."""
+    """Return the statistics of the advantages over all loss tokens."""
     of_samples = [sample.advantages for sample in samples if sample.advantages is not None and sample.num_loss_tokens]
     if not of_samples:
         return dict.fromkeys(("advantage_mean", "advantage_std", "advantage_min", "advantage_max"), 0.0)
@@ -200,14 +200,14 @@ def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def device_memory(device: torch.device, group: Group) -> dict[str, float]:
-    """The most memory of any rank's GPU that tensors have held; nothing on a CPU, whose memory is the process's."""
+    """Return the peak GPU memory of the rank that used most. Empty on a CPU."""
     if device.type != "cuda":
         return {}
     return {"peak_device_memory_bytes": max(group.gather([torch.cuda.max_memory_allocated(device)]))[0]}
 
 
 def critic_metrics(samples: Sequence[Sample], updates: Sequence[Update]) -> dict[str, float]:
-    """Of the critic at the start of the step, over loss tokens, and of its updates. Nothing without one."""
+    """Return metrics of the critic at the start of the step and of its updates. Empty without a critic."""
     values = [one.values for one in samples if one.values is not None]
     returns = [one.returns for one in samples if one.returns is not None]
     if not values or not returns:

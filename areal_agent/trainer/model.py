@@ -1,31 +1,9 @@
-"""The policy that is trained: a transformers causal language model and its forward pass over loss tokens.
+"""The model that is trained: the policy, its critic, and the layers that they change in a transformers model.
 
-It knows micro-batches, not losses or optimisers. With several ranks its parameters are spread over them (`shard`).
-
-Attention within each sequence of a packed row, in the place that transformers' models keep for it.
-
-Each sequence is a call of its own, so none can see another, whatever transformers makes of masks and positions. Rows
-that are padded are one call for all: causal attention never looks at what stands behind. It knows no micro-batch.
-Shapes: B rows of T tokens, H query heads, G key-value heads, D head dimension.
-
-Layers whose activations are computed again: each keeps its input alone, and runs once more in the backward pass.
-
-Chen et al. 2016 (arXiv 1604.06174). It changes memory and time, no value and no gradient: nothing in a layer is random,
-for models are in eval mode. It knows layers, not models.
-
-Low-rank adapters: linear layers whose weight stands still, beside two thin matrices that are trained in its place.
-
-LoRA (Hu et al. 2021, arXiv 2106.09685). I inputs, O outputs, R the rank:
-
-    y = x W^T + b + (alpha / R) (x A^T) B^T        W [O, I] and b [O] frozen; A [R, I] random, B [O, R] zero at first
-
-so a model with new adapters is the model without. Merged, the layer is a plain one of weight W + (alpha / R) B A.
-It knows models as trees of modules, not losses, optimisers or files. With several ranks, matrices may be spread.
-
-The critic: the policy's architecture with one output in place of the vocabulary, and an optimiser of its own.
-
-It begins as a copy of the policy with an output layer of zeros, so every value is 0 at first. It knows micro-batches
-and returns, not how those were made.
+`Policy` wraps a causal language model and computes log-probabilities of loss tokens. `Critic` copies it with one output
+in place of the vocabulary. `Adapter` adds LoRA, `use_segment_attention` keeps packed sequences apart, and `recompute`
+trades time for memory. With several ranks, parameters are sharded over them; methods that gather them are collective:
+every rank has to call them.
 """
 
 import copy
@@ -52,205 +30,11 @@ from areal_agent.trainer.ranks import ALONE, Group, whole
 ATTENTION_NAME = "areal_agent_segments"
 
 
-def use_segment_attention(model: PreTrainedModel) -> None:
-    """Make the model's layers call `segment_attention`; its forward passes then take `segments`.
-
-    transformers builds no mask for a name that is registered for attention only.
-    """
-    AttentionInterface.register(ATTENTION_NAME, segment_attention)
-    model.set_attn_implementation(ATTENTION_NAME)
-
-
-def segment_attention(
-    _module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    segments: Sequence[int] | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
-
-    Shapes: query [B, H, T, D], key and value [B, G, T, D] -> [B, T, H, D].
-    """
-    lengths = list(segments or (query.shape[2],))
-    assert sum(lengths) == query.shape[2], (lengths, query.shape)
-    parts = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
-    outputs = [_causal(q, k, v, scaling, sliding_window) for q, k, v in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Of one sequence a row; with `window`, no token sees further back than that many, itself included."""
-    length = query.shape[2]
-    if window is None or window >= length:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    everything = torch.ones(length, length, dtype=torch.bool, device=query.device)
-    band = everything.tril() & everything.triu(1 - window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=True)
-
-
-def recompute(layers: Sequence[nn.Module]) -> None:
-    """From now on, for good. Before the layers are spread over ranks: those gather parameters around what is done here.
-
-    A copy of a layer would still call the one that it was copied from: copies have to be made before.
-    """
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. Weight and bias are those of the layer that it replaces: no copy is made."""
-
-    def __init__(self, layer: nn.Linear, *, rank: int, scale: float, generator: torch.Generator) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
-        self.weight = layer.weight
-        self.bias = layer.bias
-        self.lora_A = nn.Linear(layer.in_features, rank, bias=False, device="meta")
-        self.lora_B = nn.Linear(rank, layer.out_features, bias=False, device="meta")
-        bound = 1 / math.sqrt(layer.in_features)
-        begun = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
-        self.lora_A.weight = nn.Parameter(begun.to(layer.weight.device))
-        self.lora_B.weight = nn.Parameter(torch.zeros(layer.out_features, rank, device=layer.weight.device))
-        self.scale = scale
-        self.is_on = True
-
-    def forward(self, input: Tensor) -> Tensor:
-        plain = super().forward(input)  # [..., O]
-        return plain + self.scale * self.lora_B(self.lora_A(input)) if self.is_on else plain
-
-    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The weight of the plain layer that computes the same, from this one's three matrices, in float32.
-
-        Shapes: [O, I], [R, I], [O, R] -> [O, I].
-        """
-        return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale)
-
-
-class Adapter:
-    """All adapters of one model: what is trained of it, and nothing else is."""
-
-    def __init__(self, layers: Mapping[str, LoraLinear]) -> None:
-        """By the name of the layer in the model."""
-        self._layers = layers
-
-    @classmethod
-    def attach(
-        cls, model: nn.Module, inside: Iterable[nn.Module], config: LoraConfig, seed: int, *, is_gpu: bool = False
-    ) -> Self:
-        """Freeze `model`, and give adapters to the linear layers inside these parts of it that the config names.
-
-        Raises ConfigError for a name that no linear layer there has. Every rank makes the same ones. On a GPU, where
-        those layers compute in bfloat16, frozen weights that were made in it are held in it, too.
-        """
-        found = _linear_layers(model, inside)
-        known = {_last(name) for name in found}
-        if unknown := [name for name in config.target_modules if name not in known]:
-            raise ConfigError(
-                f"trainer.lora.target_modules names {unknown[0]!r}, and the model's layers have no linear layer of "
-                f"that name; they have {', '.join(sorted(known))}"
-            )
-        model.requires_grad_(False)
-        if is_gpu:
-            for layer in found.values():
-                _halve(layer)
-        generator = torch.Generator().manual_seed(seed)
-        layers: dict[str, LoraLinear] = {}
-        for name, layer in found.items():
-            if _last(name) in config.target_modules:
-                layers[name] = LoraLinear(layer, rank=config.rank, scale=config.scale, generator=generator)
-                model.set_submodule(name, layers[name])
-        return cls(layers)
-
-    def parameters(self) -> dict[str, Tensor]:
-        """What is trained, by its name in the model; where there are several ranks, the shard of this one."""
-        return dict(self._named())
-
-    @contextmanager
-    def off(self) -> Generator[None]:
-        """Inside, the model computes what it did without adapters."""
-        self._switch(is_on=False)
-        try:
-            yield
-        finally:
-            self._switch(is_on=True)
-
-    def merged(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """A parameter of the model as it is without adapters, in one piece; what has one is merged with it, in `dtype`.
-
-        Every rank has to ask.
-        """
-        layer = self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if layer is None:
-            return whole(parameter.detach())
-        a, b = whole(layer.lora_A.weight.detach()), whole(layer.lora_B.weight.detach())
-        return layer.merge(whole(parameter.detach()), a, b).to(dtype)
-
-    def merge(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state of the model as it is without adapters, from that with them, in one piece."""
-        trained = self.parameters()
-        merged = {name: one.float() for name, one in state.items() if name not in trained}
-        for name, layer in self._layers.items():
-            weight, a, b = f"{name}.weight", f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-            merged[weight] = layer.merge(state[weight], state[a], state[b])
-        return merged
-
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        for name, layer in self._layers.items():
-            yield f"{name}.lora_A.weight", layer.lora_A.weight
-            yield f"{name}.lora_B.weight", layer.lora_B.weight
-
-    def _switch(self, *, is_on: bool) -> None:
-        for layer in self._layers.values():
-            layer.is_on = is_on
-
-
-def _linear_layers(model: nn.Module, inside: Iterable[nn.Module]) -> dict[str, nn.Linear]:
-    within = {id(module) for part in inside for module in part.modules()}
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in within
-    }
-
-
-def _halve(layer: nn.Linear) -> None:
-    """Hold a frozen weight in bfloat16 where that loses nothing, as with most models from a hub."""
-    half = layer.weight.detach().to(torch.bfloat16)
-    if torch.equal(half.float(), layer.weight):
-        layer.weight = nn.Parameter(half, requires_grad=False)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
-    """`auto`, `cpu` or `cuda` as the device of one rank. Raises ConfigError for more ranks than CUDA devices."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("trainer.device is 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
-    if num_ranks > torch.cuda.device_count():
-        raise ConfigError(
-            f"trainer.num_ranks is {num_ranks}, but torch sees {torch.cuda.device_count()} CUDA devices, and each rank "
-            "needs one; lower it, or set trainer.device to 'cpu'"
-        )
-    return torch.device("cuda", rank)
-
-
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """On cuda matrices are multiplied in bfloat16; elsewhere nothing changes."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-
-
 class Measured(Protocol):
-    """What log-probabilities are taken of."""
+    """A model that log-probabilities are computed with."""
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the micro-batch's loss tokens, [M] each, at the rollouts' temperatures."""
+        """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
         ...
 
 
@@ -268,7 +52,7 @@ class Policy:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> Self:
-        """Load a Hugging Face folder (safetensors only). Raises ConfigError when it holds no model of ours."""
+        """Load a Hugging Face folder (safetensors only). Raises ConfigError if it holds no supported model."""
         what = f"cannot load a causal language model from {str(folder)!r}"
         try:
             model, loaded = cast(
@@ -284,68 +68,67 @@ class Policy:
             )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{what}: {str(error).strip().splitlines()[0]}") from error
-        if loaded["missing_keys"]:  # transformers would go on with random numbers in their place
+        if loaded["missing_keys"]:  # transformers would fill them with random numbers
             raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
         return cls(model, device)
 
     def frozen(self) -> Self:
-        """This policy, never to be trained: a reference."""
+        """Return this policy with gradients off, for use as a reference."""
         self.model.requires_grad_(False)
         return self
 
     def adapt(self, config: LoraConfig, seed: int) -> None:
-        """From now on train adapters alone. Copies (`backbone`) that are to be trained whole have to be made before."""
+        """Train only adapters from now on. A copy (`backbone`) that is to be trained in full has to be made before."""
         is_gpu = self.device.type == "cuda"
         self.adapter = Adapter.attach(self.model, decoder_layers(self._decoder), config, seed, is_gpu=is_gpu)
 
     def backbone(self) -> nn.Module:
-        """A copy of everything below the output layer, with parameters of its own."""
+        """Return a copy of everything below the output layer, with parameters of its own."""
         return copy.deepcopy(self._decoder)
 
     def recompute_layers(self) -> None:
-        """Keep little for the backward pass, and compute it again there. Copies (`backbone`) have to be made before."""
+        """Recompute activations in the backward pass instead of keeping them. Make copies (`backbone`) before."""
         recompute(decoder_layers(self._decoder))
 
     def shard(self, group: Group) -> None:
-        """Spread the parameters over the ranks of `group`. Copies (`backbone`) have to be made before."""
+        """Shard the parameters over the ranks of `group`. Make copies (`backbone`) before."""
         group.shard(decoder_layers(self._decoder), self._loss_tokens)
         self._group = group
 
     @property
     def publish_dtype(self) -> torch.dtype:
-        """What an engine on the same kind of device computes in."""
+        """The dtype that an engine on the same kind of device computes in."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def trained_parameters(self) -> dict[str, Tensor]:
-        """By name; where there are several ranks, the shard of this one."""
+        """Return the trained parameters by name; with several ranks, this rank's shards."""
         return self.named_parameters() if self.adapter is None else self.adapter.parameters()
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """All of the model but adapters, by name, tied weights once; of several ranks, the shard of this one."""
+        """Return the parameters but the adapters by name, tied weights once; with several ranks, this one's shards."""
         adapters = {} if self.adapter is None else self.adapter.parameters()
         return {name: one for name, one in self.model.named_parameters() if name not in adapters}
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """As `named_parameters`, in one piece, merged with adapters. Every rank has to ask; all but rank 0 are given
-        nothing."""
+        """Return `named_parameters` whole and merged with the adapters. Collective; other ranks than 0 get {}."""
         parameters = ((name, self._whole(name, one)) for name, one in self.named_parameters().items())
         if self._group.rank == 0:
             return dict(parameters)
         for _ in parameters:
-            pass  # its part in gathering
+            pass  # takes part in gathering
         return {}
 
     def whole_adapter(self) -> dict[str, Tensor]:
-        """Adapters by name, in one piece. Every rank has to ask, and is given them."""
+        """Return the adapters by name, whole. Collective; every rank gets them."""
         return {name: whole(one.detach()) for name, one in self.trained_parameters().items()}
 
     def without_adapter(self) -> "WithoutAdapter":
-        """The model that adapters were given to, in the same memory."""
+        """Return the model without its adapters, in the same memory."""
         assert self.adapter is not None, "there is nothing to leave out"
         return WithoutAdapter(self, self.adapter)
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the micro-batch's loss tokens, [M] each, at the rollouts' temperatures."""
+        """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
         with mixed_precision(self.device):
             return self._loss_tokens(batch)
 
@@ -359,21 +142,8 @@ class Policy:
         return self.model.base_model
 
 
-class WithoutAdapter:
-    """A policy as it was before it was trained: the reference of one that has adapters."""
-
-    def __init__(self, policy: Policy, adapter: Adapter) -> None:
-        self._policy = policy
-        self._adapter = adapter
-
-    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """As that of the policy."""
-        with self._adapter.off():
-            return self._policy.logprobs_and_entropy(batch)
-
-
 class LossTokenForward(nn.Module):
-    """The forward pass as one module, which is what FSDP2 gathers parameters for: states, then the output layer."""
+    """The forward pass as one module, because FSDP2 gathers parameters per module."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -387,7 +157,7 @@ class LossTokenForward(nn.Module):
 
 
 def hidden_states(decoder: nn.Module, batch: MicroBatch) -> Tensor:
-    """The last hidden states that loss tokens are predicted from, [M, H]."""
+    """Return the last hidden states that loss tokens are predicted from, [M, H]."""
     states = decoder(
         input_ids=batch.inputs, position_ids=batch.positions, segments=batch.segments, use_cache=False
     ).last_hidden_state  # [R, T, H]
@@ -395,14 +165,14 @@ def hidden_states(decoder: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
-    """The layers of a decoder: what is gathered and let go of together."""
+    """Return the layers of a decoder, each of which is gathered and released as a unit."""
     return [layer for one in decoder.children() if isinstance(one, nn.ModuleList) for layer in one]
 
 
 def _choose_attention(model: PreTrainedModel) -> None:
-    """Switch to attention by segments, and refuse models whose logits are then not what they were.
+    """Switch to segment attention, and refuse a model whose logits that changes.
 
-    They are not for a model with another attention than plain causal, or whose logits are not just its output layer
+    It changes them if the model's attention is not plain causal attention, or if its logits are not its output layer
     applied to its last hidden state.
     """
     probe = torch.arange(4, device=model.device)[None] % int(model.config.get_text_config().vocab_size)
@@ -419,15 +189,37 @@ def _choose_attention(model: PreTrainedModel) -> None:
         )
 
 
+def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """Return a rank's device for `auto`, `cpu` or `cuda`. Raises ConfigError for more ranks than CUDA devices."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("trainer.device is 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
+    if num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.num_ranks is {num_ranks}, but torch sees {torch.cuda.device_count()} CUDA devices, and each rank "
+            "needs one; lower it, or set trainer.device to 'cpu'"
+        )
+    return torch.device("cuda", rank)
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """Return a context that multiplies matrices in bfloat16 on cuda and changes nothing elsewhere."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
 class ValueForward(nn.ModuleDict):
-    """The forward pass as one module, which is what FSDP2 gathers parameters for."""
+    """The forward pass as one module, because FSDP2 gathers parameters per module."""
 
     def forward(self, batch: MicroBatch) -> Tensor:
         return self["head"](hidden_states(self["decoder"], batch))
 
 
 class Critic:
-    """Values of loss tokens: what the rollout will earn from each on, judged by what stands before it."""
+    """Predicts the value of each loss token: what the rollout earns from it on, given the tokens before it.
+
+    It starts as a copy of the policy with an output layer of zeros, so every value is 0 at first.
+    """
 
     def __init__(
         self,
@@ -454,27 +246,20 @@ class Critic:
         self.optimizer = Optimizer(self.model.parameters(), own, own_schedule)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """The value of each loss token of the micro-batch, [M] float32."""
+        """Return the value of each loss token of the micro-batch, [M] float32."""
         with mixed_precision(self._device):
             return self.model(batch).squeeze(1).float()
 
     def backward(self, batch: MicroBatch) -> tuple[float, int]:
-        """Accumulate the gradient of the clipped value loss; returns the loss, and how many values were clipped."""
+        """Accumulate the gradient of the clipped value loss; return the loss and how many values were clipped."""
         assert batch.values is not None and batch.returns is not None, "a critic learns returns"
         loss, num_clipped = value_loss(self.values(batch), batch.values, batch.returns, batch.weights, clip=self._clip)
         loss.backward()
         return float(loss.detach()), num_clipped
 
-    def clear_gradients(self) -> None:
-        self.optimizer.clear_gradients()
-
-    def update(self) -> float:
-        """As `Optimizer.update`: one update; returns the norm of the gradient."""
-        return self.optimizer.update()
-
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(R - V) / Var(R): 1 is a perfect critic, 0 one that knows the mean. 0 where returns are all equal.
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean. 0 if all returns are equal.
 
     Shapes: [N], [N] -> scalar.
     """
@@ -483,3 +268,201 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
         return 0.0
     spread = float(returns.var(correction=0))
     return 1.0 - float(torch.var(returns - values, correction=0)) / spread if spread > 0 else 0.0
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter (LoRA, arXiv 2106.09685). It shares weight and bias with the original layer.
+
+        y = x W^T + b + (alpha / R) (x A^T) B^T     W [O, I] and b [O] frozen; A [R, I] random, B [O, R] zero at first
+
+    I inputs, O outputs, R the rank. A new adapter changes nothing, because B is zero. Merged, the layer is a plain one
+    of weight W + (alpha / R) B A.
+    """
+
+    def __init__(self, layer: nn.Linear, *, rank: int, scale: float, generator: torch.Generator) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.lora_A = nn.Linear(layer.in_features, rank, bias=False, device="meta")
+        self.lora_B = nn.Linear(rank, layer.out_features, bias=False, device="meta")
+        bound = 1 / math.sqrt(layer.in_features)
+        begun = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
+        self.lora_A.weight = nn.Parameter(begun.to(layer.weight.device))
+        self.lora_B.weight = nn.Parameter(torch.zeros(layer.out_features, rank, device=layer.weight.device))
+        self.scale = scale
+        self.is_on = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        plain = super().forward(input)  # [..., O]
+        return plain + self.scale * self.lora_B(self.lora_A(input)) if self.is_on else plain
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the weight of the plain layer that computes the same, in float32.
+
+        Shapes: [O, I], [R, I], [O, R] -> [O, I].
+        """
+        return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale)
+
+
+class Adapter:
+    """All adapters of one model. Nothing else of that model is trained."""
+
+    def __init__(self, layers: Mapping[str, LoraLinear]) -> None:
+        """Hold the adapted layers by their names in the model."""
+        self._layers = layers
+
+    @classmethod
+    def attach(
+        cls, model: nn.Module, inside: Iterable[nn.Module], config: LoraConfig, seed: int, *, is_gpu: bool = False
+    ) -> Self:
+        """Freeze `model` and add adapters to those linear layers within the modules `inside` that the config names.
+
+        Every rank creates the same adapters. On a GPU, frozen weights are kept in bfloat16 if that loses nothing, since
+        layers compute in it there. Raises ConfigError for a name that no linear layer has.
+        """
+        found = _linear_layers(model, inside)
+        known = {_last(name) for name in found}
+        if unknown := [name for name in config.target_modules if name not in known]:
+            raise ConfigError(
+                f"trainer.lora.target_modules names {unknown[0]!r}, but no linear layer of the model has that "
+                f"name; the names are {', '.join(sorted(known))}"
+            )
+        model.requires_grad_(False)
+        if is_gpu:
+            for layer in found.values():
+                _halve(layer)
+        generator = torch.Generator().manual_seed(seed)
+        layers: dict[str, LoraLinear] = {}
+        for name, layer in found.items():
+            if _last(name) in config.target_modules:
+                layers[name] = LoraLinear(layer, rank=config.rank, scale=config.scale, generator=generator)
+                model.set_submodule(name, layers[name])
+        return cls(layers)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the adapters' parameters by their names in the model; with several ranks, this rank's shards."""
+        return dict(self._named())
+
+    @contextmanager
+    def off(self) -> Generator[None]:
+        """Turn the adapters off: inside the context, the model computes what it did without them."""
+        self._switch(is_on=False)
+        try:
+            yield
+        finally:
+            self._switch(is_on=True)
+
+    def merged(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return one whole parameter of the plain model, with its adapter, if any, merged in and cast to `dtype`.
+
+        Collective: every rank has to call it.
+        """
+        layer = self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if layer is None:
+            return whole(parameter.detach())
+        a, b = whole(layer.lora_A.weight.detach()), whole(layer.lora_B.weight.detach())
+        return layer.merge(whole(parameter.detach()), a, b).to(dtype)
+
+    def merge(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state of the plain model, with the adapters of `state` merged in. All tensors are whole."""
+        trained = self.parameters()
+        merged = {name: one.float() for name, one in state.items() if name not in trained}
+        for name, layer in self._layers.items():
+            weight, a, b = f"{name}.weight", f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+            merged[weight] = layer.merge(state[weight], state[a], state[b])
+        return merged
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for name, layer in self._layers.items():
+            yield f"{name}.lora_A.weight", layer.lora_A.weight
+            yield f"{name}.lora_B.weight", layer.lora_B.weight
+
+    def _switch(self, *, is_on: bool) -> None:
+        for layer in self._layers.values():
+            layer.is_on = is_on
+
+
+def _linear_layers(model: nn.Module, inside: Iterable[nn.Module]) -> dict[str, nn.Linear]:
+    within = {id(module) for part in inside for module in part.modules()}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in within
+    }
+
+
+def _halve(layer: nn.Linear) -> None:
+    """Hold a frozen weight in bfloat16 if that loses nothing, as with most published models."""
+    half = layer.weight.detach().to(torch.bfloat16)
+    if torch.equal(half.float(), layer.weight):
+        layer.weight = nn.Parameter(half, requires_grad=False)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+class WithoutAdapter:
+    """A policy with its adapters turned off: the reference of a policy that trains adapters."""
+
+    def __init__(self, policy: Policy, adapter: Adapter) -> None:
+        self._policy = policy
+        self._adapter = adapter
+
+    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return what the policy without adapters computes; see `Policy.logprobs_and_entropy`."""
+        with self._adapter.off():
+            return self._policy.logprobs_and_entropy(batch)
+
+
+def recompute(layers: Sequence[nn.Module]) -> None:
+    """Make layers keep only their input and recompute the rest in the backward pass (arXiv 1604.06174).
+
+    Values and gradients stay the same, since models are in eval mode and nothing in a layer is random. Call it before
+    `shard`, whose hooks must wrap this one, and after any copy is made: a copied layer would still call the original.
+    """
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def use_segment_attention(model: PreTrainedModel) -> None:
+    """Make the model's layers call `segment_attention`; its forward passes then take `segments`.
+
+    Each packed sequence is attended to by a call of its own, so none can see another. Padded rows share one call, since
+    causal attention never looks at the padding behind a sequence. transformers builds no mask for an attention name
+    without a registered mask function.
+    """
+    AttentionInterface.register(ATTENTION_NAME, segment_attention)
+    model.set_attn_implementation(ATTENTION_NAME)
+
+
+def segment_attention(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    segments: Sequence[int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
+
+    Shapes: B rows of T tokens, H query heads, G key-value heads, D head dimension: query [B, H, T, D], key and value
+    [B, G, T, D] -> [B, T, H, D].
+    """
+    lengths = list(segments or (query.shape[2],))
+    assert sum(lengths) == query.shape[2], (lengths, query.shape)
+    parts = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
+    outputs = [_causal(q, k, v, scaling, sliding_window) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Attend within one sequence a row. With `window`, a token sees only the last `window` tokens, itself included."""
+    length = query.shape[2]
+    if window is None or window >= length:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    everything = torch.ones(length, length, dtype=torch.bool, device=query.device)
+    band = everything.tril() & everything.triu(1 - window)
+    return scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=True)

@@ -1,7 +1,4 @@
-"""AdamW under a learning-rate schedule, with gradient clipping. It knows parameters, not models or losses.
-
-The learning rate by the number of updates made: a linear warm-up, then constant, linear or cosine. Pure.
-"""
+"""AdamW with a learning-rate schedule and gradient clipping."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +14,7 @@ from areal_agent.trainer.ranks import whole
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Rises to `peak` over `num_warmup` updates, then follows `shape` down to zero, which no update of a run reaches.
+    """The learning rate: it rises to `peak` over `num_warmup` updates, then follows `shape` towards zero.
 
     >>> linear = Schedule(shape="linear", peak=1.0, num_warmup=2, num_updates=6)
     >>> [linear.at(n) for n in range(6)]
@@ -27,11 +24,11 @@ class Schedule:
     shape: LearningRateSchedule
     peak: float
     num_warmup: int
-    num_updates: int  # of the whole run; updates beyond have the rate of the last
+    num_updates: int  # of the whole run; later updates keep the rate of the last
 
     @classmethod
     def of(cls, config: TrainerConfig, num_updates: int) -> Self:
-        """As the section says it, for a run of so many updates."""
+        """Return the config's schedule for a run of `num_updates` updates."""
         return cls(
             shape=config.schedule,
             peak=config.learning_rate,
@@ -43,7 +40,7 @@ class Schedule:
         return replace(self, peak=peak)
 
     def at(self, num_done: int) -> float:
-        """The rate of the update after `num_done` updates."""
+        """Return the rate of the update that follows `num_done` updates."""
         if num_done < self.num_warmup:
             return self.peak * (num_done + 1) / self.num_warmup
         num_falling = max(1, self.num_updates - self.num_warmup)
@@ -71,8 +68,8 @@ class Optimizer:
             {"params": decayed, "weight_decay": config.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],  # adapters have matrices alone
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],  # adapters have only matrices
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.epsilon,
@@ -80,27 +77,22 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         return self._schedule.at(self.num_updates)
 
-    @property
-    def adamw(self) -> torch.optim.AdamW:
-        """For a checkpoint: its state is by parameter, and there is none before the first update."""
-        return self._adamw
-
     def clear_gradients(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad(set_to_none=True)
 
     def update(self) -> float:
-        """Clip the accumulated gradients, update, clear them; returns their norm before clipping.
+        """Clip the accumulated gradients, update the weights, clear the gradients; return their norm before clipping.
 
-        A norm that is not finite leaves the weights untouched: one such update would destroy them.
+        If the norm is not finite, the weights stay as they are: such an update would destroy them.
         """
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip)))
         if norm < float("inf"):  # false for NaN as well
-            for group in self._adamw.param_groups:
+            for group in self.adamw.param_groups:
                 group["lr"] = self.learning_rate
-            self._adamw.step()
+            self.adamw.step()
             self.num_updates += 1
         self.clear_gradients()
         return norm

@@ -1,15 +1,11 @@
-"""The processes of the other ranks, as rank 0 sees them: it starts them, passes commands on, and ends them.
+"""A trainer of several processes, called ranks: rank 0 starts the others, and all train together in a `Group`.
 
-    main process ── client.py ─▶ rank 0 ─┬─ the same frame ─▶ rank 1        between the ranks: group.py
+    main process ── client.py ─▶ rank 0 ─┬─ the same frame ─▶ rank 1        between the ranks: `Group`
                                          └─ the same frame ─▶ rank 2 ...
 
-A command that fails on one rank ends the others: what they share is in pieces then. A rank that dies by itself ends
-rank 0 too, unless a command under way has told of it. It knows frames, not what they ask for.
-
-The ranks that train together, as one of them sees them. It knows no model, no batch and no process.
-
-Every rank makes the same calls in the same order. Sums and lists come out alike on all of them. A trainer of one rank
-has `ALONE`, which speaks to nobody.
+A command that fails on one rank ends the other ranks, since their shared state is broken then. If a rank dies, rank 0
+exits too, unless a command in progress has already reported it. Within a `Group`, every rank makes the same calls in
+the same order, and every rank gets the same results.
 """
 
 import contextlib
@@ -39,25 +35,23 @@ from areal_agent.process import LIFELINE_VARIABLE
 from areal_agent.trainer.wire import Frame, read_frame
 
 logger = logging.getLogger(__name__)
-
-
 GRACE_S = 10.0
-"""How long a rank may take to fail, or to end, when another has."""
+"""A rank gets this long to report failure, or to exit, after another one failed."""
 
 
 class Ranks:
-    """Ranks 1, 2, ... of a trainer. Make them with `start`, end them with `close`."""
+    """The ranks of a trainer from 1 on, as rank 0 sees them. Make them with `start`, end them with `close`."""
 
     def __init__(self, ranks: list["_Rank"]) -> None:
         self._ranks = ranks
         self._is_broken = False
-        self._is_over = threading.Event()  # a death is no news any more
-        for rank in ranks:  # as daemons, for rank 0 may end before the one it watches
+        self._is_over = threading.Event()  # set when a rank's death needs no report any more
+        for rank in ranks:  # daemon threads, because rank 0 may exit before the rank it watches
             threading.Thread(target=self._watch, args=(rank,), name=f"watch rank {rank.number}", daemon=True).start()
 
     @classmethod
     def start(cls, count: int) -> Self:
-        """Start `count` processes, which log to where this one logs and end with it."""
+        """Start `count` processes, which write to this process's log and exit with it."""
         ranks: list[_Rank] = []
         try:
             for number in range(1, count + 1):
@@ -70,22 +64,22 @@ class Ranks:
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Of ranks 1, 2, ..."""
+        """The process ids of ranks 1, 2, ..."""
         return tuple(rank.process_id for rank in self._ranks)
 
     @contextmanager
     def taking_part(self, command: Frame) -> Generator[None]:
-        """Have the other ranks carry out `command` while this one does so inside.
+        """Have the other ranks carry out `command` while this rank does so inside the context.
 
-        Raises what went wrong, here or there; ProcessDied when a rank is gone.
+        Raises the error of whichever rank failed; ProcessDied when a rank is gone.
         """
         if self._is_broken:
-            raise ProcessDied("the other ranks of this trainer were ended when a command failed; start it anew")
+            raise ProcessDied("a command failed, which ended the other ranks of this trainer; restart the trainer")
         own: Exception | None = None
         try:
             self._send(command)
             yield
-        except Exception as error:  # told below, with what the others say
+        except Exception as error:  # raised below, together with the errors of the others
             own = error
         failures = [rank.failure(timeout_s=GRACE_S if own else None) for rank in self._ranks]
         if (cause := _cause(own, failures)) is not None:
@@ -101,21 +95,21 @@ class Ranks:
             rank.send(encoded)
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """End them, and wait until they are gone."""
+        """End the ranks, and wait until they have exited."""
         self._is_over.set()
         for rank in self._ranks:
             rank.end(grace_s)
 
     def _watch(self, rank: "_Rank") -> None:
-        """End this process when a rank is gone and nothing has told of it, as in a collective that waits for ever."""
+        """Exit when a rank died and nobody noticed, as when this rank waits for it in a collective for ever."""
         how = rank.wait()
         if not self._is_over.wait(GRACE_S):
-            logger.error("rank %d %s, and this trainer cannot go on without it", rank.number, how)
+            logger.error("rank %d %s; this trainer cannot continue without it and exits", rank.number, how)
             os._exit(1)
 
 
 class _Rank:
-    """One process, its end of a socket pair, and its lifeline: a pipe that closes when rank 0 ends, however it does."""
+    """One process, its end of a socket pair, and its lifeline: a pipe that closes when rank 0 exits, for any reason."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -146,18 +140,18 @@ class _Rank:
         self._file.flush()
 
     def failure(self, timeout_s: float | None) -> Exception | None:
-        """What befell it in the last command; None when it is well, or still at it after `timeout_s`."""
+        """Return the error of the last command; None if it succeeded or there is no answer after `timeout_s`."""
         self._socket.settimeout(timeout_s)
         try:
             answer = read_frame(self._file).header
         except TimeoutError:
             return None
         except (EOFError, OSError):
-            return ProcessDied(f"rank {self.number} of the trainer {self.wait()}; its last words are in the log")
+            return ProcessDied(f"rank {self.number} of the trainer {self.wait()}; the log has its last messages")
         return _error_of(self.number, answer["error"]) if "error" in answer else None
 
     def wait(self) -> str:
-        """Wait until it is gone; how it ended."""
+        """Wait until the process exits, and say how it did."""
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
@@ -184,10 +178,10 @@ def _error_of(number: int, error: dict[str, Any]) -> Exception:
 
 
 def _cause(own: Exception | None, failures: list[Exception | None]) -> Exception | None:
-    """What to tell of what went wrong on rank 0 and on the others; None when nothing did.
+    """Choose the error to raise for those of rank 0 and the others; None when there are none.
 
-    A death explains all the rest. What went wrong everywhere alike is told once; otherwise one may be the echo of
-    another, a collective that broke off, and all are told.
+    A dead rank explains everything else. An error that all ranks share is reported once. Otherwise all are reported,
+    because one may only be a consequence of another, such as a collective that broke off.
     """
     others = [one for one in failures if one is not None]
     for kind in (ProcessDied, ConfigError):
@@ -201,7 +195,7 @@ def _cause(own: Exception | None, failures: list[Exception | None]) -> Exception
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Which rank this is, and of how many. `mesh` is there when there are several."""
+    """The ranks that train together, as one of them sees them. `mesh` is None for a trainer of one rank."""
 
     rank: int = 0
     size: int = 1
@@ -209,9 +203,9 @@ class Group:
 
     @classmethod
     def join(cls, rank: int, size: int, rendezvous: Path, device: torch.device) -> Self:
-        """Wait for the other ranks at the file `rendezvous`, which only they know. `leave` ends it.
+        """Wait for the other ranks at the file `rendezvous`, whose path only they know. Undo it with `leave`.
 
-        They are on one machine and speak over its loopback, where nobody else listens.
+        All ranks are on one machine and talk over its loopback interface, where no other machine listens.
         """
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -224,9 +218,9 @@ class Group:
             dist.destroy_process_group()
 
     def shard(self, layers: Sequence[nn.Module], whole: nn.Module) -> None:
-        """Spread the parameters of a model over the ranks (FSDP2): each of its layers, and the rest, by itself.
+        """Shard the parameters of a model over the ranks (FSDP2): each layer is one unit, and the rest is another.
 
-        Gradients add up over the ranks; nothing is divided, for a token's weight is fixed over the whole update.
+        Gradients are summed over the ranks, not averaged, because token weights are fixed over the whole update.
         """
         if self.mesh is None:
             return
@@ -238,7 +232,7 @@ class Group:
                 module.set_force_sum_reduction_for_comms(True)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks of a tensor on the CPU."""
+        """Return the sum over the ranks of a tensor on the CPU."""
         if self.mesh is None:
             return values
         total = values.clone()
@@ -246,7 +240,7 @@ class Group:
         return total
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of every rank, of which all have equally many, by rank."""
+        """Return the numbers of every rank, by rank. All ranks must give equally many."""
         if self.mesh is None:
             return [list(numbers)]
         ours = torch.tensor(numbers, dtype=torch.float64)
@@ -256,7 +250,7 @@ class Group:
 
 
 ALONE = Group()
-"""A trainer of one rank."""
+"""The group of a trainer of one rank."""
 
 
 def _loopback() -> str:
@@ -264,5 +258,5 @@ def _loopback() -> str:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be spread over the ranks, in one piece; every rank has to ask for it."""
+    """Return a tensor that may be sharded over the ranks as one whole. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

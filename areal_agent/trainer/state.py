@@ -1,15 +1,15 @@
-"""What a checkpoint folder holds of a trainer: its weights as a Hugging Face export, and what going on needs besides.
+"""A trainer's files in a checkpoint folder: its weights as a Hugging Face export, and what resuming needs besides.
 
-Reading and writing only; how a folder is published is checkpoint.py's. Both are done by all ranks together, each its
-own part: `torch.distributed.checkpoint` writes tensors as safetensors with their place in the whole, so that what N
-ranks have written M ranks can read. Nothing is pickled: numbers are JSON, and hyperparameters follow from the config.
+This file reads and writes; checkpoint.py publishes folders. All ranks read and write together, each its own part:
+`torch.distributed.checkpoint` stores tensors as safetensors with their place in the whole, so M ranks can read what N
+ranks wrote. Nothing is pickled: numbers are JSON, and hyperparameters come from the config.
 
     training/shard-....safetensors   optimizer.*  generator  critic.*  critic_optimizer.*  reference.*  adapter.*
-             progress.json           numbers of updates, which of these parts there are, and what the adapters are
-    adapter/                         what was trained of a model with adapters, for others to load (adapter_folder.py)
+             progress.json           numbers of updates, which of these parts exist, and the adapters' settings
+    adapter/                         the trained adapters, for other programs to load
 
-Where adapters are trained the export has them merged; what they were merged with is in the folder that the run began
-with, and only there.
+If adapters are trained, the export has them merged in; the weights without them are only in the folder that the run
+began with.
 """
 
 import shutil
@@ -48,25 +48,25 @@ from areal_agent.weights.channels import write_adapter
 PROGRESS = "progress.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Tokenizer and template files; what save_pretrained writes itself is not copied over."""
+"""Tokenizer and template files. Files that save_pretrained wrote are not overwritten."""
 
 ROUNDING = 1e-5
-"""What a merged weight may differ by from the same merged before, by as many threads as there were then."""
+"""How much a merged weight may differ when it is merged again with another number of threads."""
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-"""Of an optimiser: by the name of the parameter, not by its number, which differs between ranks."""
+"""Key an optimiser's state by parameter name, because parameter numbers differ between ranks."""
 
 
 def write_export(folder: Path, policy: Policy, source: Path, chat_template: str | None = None) -> None:
-    """Write the weights in float32 with their config, and the tokenizer files of the folder they were loaded from.
+    """Write the weights in float32 with their config, and copy the tokenizer files of the folder `source`.
 
-    With `chat_template`, that is the tokenizer's template: transformers takes the file before any other place.
+    `chat_template`, if given, becomes the tokenizer's template: transformers prefers this file to any other place.
     """
     weights = _whole_weights(policy)
     if not _is_first_rank():
         return
-    once = {*policy.named_parameters(), *(name for name, _ in policy.model.named_buffers())}  # tied weights, too
+    once = {*policy.named_parameters(), *(name for name, _ in policy.model.named_buffers())}  # lists tied weights once
     policy.model.save_pretrained(folder, state_dict={name: one for name, one in weights.items() if name in once})
     for pattern in COPIED:
         for file in source.glob(pattern):
@@ -78,7 +78,7 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
 
 
 def _whole_weights(policy: Policy) -> Mapping[str, Any]:
-    """In float32, merged with adapters. All ranks take part, and only the first one has them in the end."""
+    """Gather the weights in float32, merged with adapters. Collective; only the first rank gets them."""
     weights = get_model_state_dict(policy.model, options=WHOLE)
     if policy.adapter is None or not _is_first_rank():
         return weights
@@ -86,7 +86,7 @@ def _whole_weights(policy: Policy) -> Mapping[str, Any]:
 
 
 def export_adapter(folder: Path, training: "Training", base: Path) -> None:
-    """Write what was trained beside the model in `base`, if it is adapters, to a folder of its own in `folder`."""
+    """Write the adapters, if any are trained, to the subfolder `adapter`. `base` is the folder of the frozen model."""
     if training.lora is None:
         return
     matrices = training.policy.whole_adapter()
@@ -96,30 +96,30 @@ def export_adapter(folder: Path, training: "Training", base: Path) -> None:
 
 
 def form_of(lora: LoraConfig, base: Path) -> AdapterForm:
-    """What the adapters are that are trained beside the model in `base`."""
+    """Describe the adapters that are trained on the model in `base`."""
     return AdapterForm(base=base, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What going on needs besides the weights: optimiser and number of updates, random state, and two models."""
+    """The state that resuming needs besides the exported weights."""
 
     policy: Policy
-    lora: LoraConfig | None  # what is trained of it; None: all
+    lora: LoraConfig | None  # None: the whole model is trained
     optimizer: Optimizer
     generator: torch.Generator
     critic: Critic | None
-    reference: Policy | None  # its weights are those that the run began with, which nothing else keeps
+    reference: Policy | None  # its weights are those that the run began with, which are stored nowhere else
 
     def optimizers(self) -> Mapping[str, tuple[nn.Module, Optimizer]]:
-        """By name, each with the model whose parameters it updates."""
+        """Return the optimisers by name, each with the model whose parameters it updates."""
         found: dict[str, tuple[nn.Module, Optimizer]] = {"optimizer": (self.policy.model, self.optimizer)}
         if self.critic is not None:
             found["critic_optimizer"] = (self.critic.model, self.critic.optimizer)
         return found
 
     def weights(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """By name, those of which there is no Hugging Face export. Tied ones come once."""
+        """Return by name the weights that the Hugging Face export does not hold. Tied weights appear once."""
         found: dict[str, Mapping[str, Tensor]] = {}
         if self.lora is not None:
             found["adapter"] = self.policy.trained_parameters()
@@ -131,7 +131,7 @@ class Training:
 
 
 def write_training(folder: Path, training: Training) -> None:
-    """Write all of it. An optimiser that has made no update has nothing to write."""
+    """Write all of it. An optimiser that has made no update has no state to write."""
     started = [name for name, (_, optimizer) in training.optimizers().items() if optimizer.adamw.state]
     parts = [*training.weights(), *started]
     with _alone_without_warning():
@@ -146,8 +146,10 @@ def write_training(folder: Path, training: Training) -> None:
 
 
 def read_training(folder: Path, training: Training) -> None:
-    """Restore what `write_training` wrote. Raises ConfigError when the run had no critic or no reference until now, or
-    trained something else."""
+    """Restore what `write_training` wrote.
+
+    Raises ConfigError when the checkpoint lacks a critic or reference that the algorithm needs, or has other adapters.
+    """
     progress: dict[str, Any] = orjson.loads((folder / TRAINING / PROGRESS).read_bytes())
     _require_same_lora(progress.get("lora"), training, folder)
     parts = [name for name in progress["parts"] if name in {*training.weights(), *training.optimizers()}]
@@ -164,7 +166,7 @@ def read_training(folder: Path, training: Training) -> None:
 
 
 def _tensors(training: Training, parts: list[str]) -> dict[str, Tensor]:
-    """The named parts as tensors, of each rank its share: what is written, or read into."""
+    """Return this rank's shards of the named parts as tensors, to write or to read into."""
     tensors = {"generator": training.generator.get_state()}
     for name, weights in training.weights().items():
         tensors |= {f"{name}.{key}": one.detach() for key, one in weights.items()}
@@ -176,7 +178,7 @@ def _tensors(training: Training, parts: list[str]) -> dict[str, Tensor]:
 
 
 def _take(training: Training, tensors: Mapping[str, Tensor]) -> None:
-    """What was read, to where it belongs; the models have it already, for it was read into their parameters."""
+    """Hand the loaded tensors to the generator and optimisers. Models were loaded in place."""
     training.generator.set_state(tensors["generator"])
     for name, (model, optimizer) in training.optimizers().items():
         read = _under(name, tensors)
@@ -187,12 +189,12 @@ def _take(training: Training, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _only_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Hyperparameters are not written: those of the config hold, also where they have changed."""
+    """Drop the hyperparameters, so that those of the config apply even if they have changed."""
     return {key: one for key, one in state.items() if isinstance(one, Tensor)}
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """A number of updates is a tensor without dimensions, of which the file's reader makes no slice."""
+    """Return a shape with at least one dimension, because the reader cannot slice a scalar such as an update count."""
     return tuple(tensor.shape) or (1,)
 
 
@@ -204,39 +206,39 @@ def _under(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def _require(name: str, parts: list[str], folder: Path) -> None:
     if name not in parts:
         raise ConfigError(
-            f"cannot resume: the checkpoint {str(folder)!r} was saved without a {name}, which the algorithm now asks "
-            "for; resume with the algorithm that the run began with"
+            f"cannot resume: the checkpoint {str(folder)!r} was saved without a {name}, which the algorithm now "
+            "needs; resume with the algorithm that the run began with"
         )
 
 
 def _lora(training: Training) -> dict[str, Any] | None:
-    """What adapters are, however they are pushed."""
+    """Return the adapter settings that must match, all but how they are pushed."""
     return None if training.lora is None else training.lora.model_dump(mode="json", exclude={"push"})
 
 
 def _require_same_lora(saved: dict[str, Any] | None, training: Training, folder: Path) -> None:
     if saved != _lora(training):
         raise ConfigError(
-            f"cannot resume: the checkpoint {str(folder)!r} was saved with trainer.lora = {saved}, and the config now "
-            f"says {_lora(training)}; resume with what the run began with"
+            f"cannot resume: the checkpoint {str(folder)!r} was saved with trainer.lora = {saved}, but the config now "
+            f"has {_lora(training)}; resume with the setting that the run began with"
         )
 
 
 def _require_same_base(folder: Path, policy: Policy) -> None:
-    """Merged with its adapters, the model has to be what was exported: else they stand beside other weights now."""
+    """Check that model plus adapters equal the export; otherwise the base weights are not those of the run."""
     merged = _whole_weights(policy)
     for file in weight_files(folder) if _is_first_rank() else ():
         with safe_open(folder / file, framework="pt") as exported:
             for name in set(exported.keys()) & set(merged):
                 if not torch.allclose(exported.get_tensor(name), merged[name], rtol=ROUNDING, atol=ROUNDING / 10):
                     raise ConfigError(
-                        f"cannot resume: the adapters of {str(folder)!r} were trained beside other weights than those "
-                        f"that were loaded now ({name!r} differs); give the model that the run began with"
+                        f"cannot resume: the adapters of {str(folder)!r} were trained on weights that differ from "
+                        f"those loaded now (in {name!r}); give the model that the run began with"
                     )
 
 
 def _alone_without_warning() -> AbstractContextManager[object]:
-    """A single process is what is meant where there is one."""
+    """Suppress torch's warning about saving without a process group, which is intended here."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 

@@ -1,16 +1,11 @@
-"""One train step: from records to updated weights. It knows no process, no file, and of a weight version the number.
+"""One train step: from records to updated weights.
 
     records ─▶ credit ─▶ forward passes with the weights at the start of the step, as far as the algorithm needs them
             ─▶ advantages ─▶ minibatches
                                  └─ each: micro-batches ─ forward, loss, backward ─▶ one optimiser update
 
-What a token counts in an update is fixed before it is split into micro-batches, and these over ranks: gradients do not
+A token's weight in an update is fixed before the update is split into micro-batches and over ranks, so gradients do not
 depend on the split. Every rank is given all records and makes the same choices; only forward and backward are shared.
-
-How the samples of one pass become the micro-batches of this rank. It knows no model and no loss.
-
-Every rank has equally many, for going through a model is something that all ranks do together; one that has nothing
-left is given a sample of no loss token.
 """
 
 import time
@@ -53,53 +48,11 @@ from areal_agent.trainer.wire import StepInput
 from areal_agent.types import WeightVersion
 
 
-class MicroBatches:
-    """Splits samples as `trainer.packing` says, within the token budget."""
-
-    def __init__(self, config: TrainerConfig, device: torch.device, group: Group) -> None:
-        self._config = config
-        self._device = device
-        self._group = group
-
-    def share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
-        """The micro-batches of this rank, with the indices of their samples: those that have loss tokens."""
-        present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
-        lengths = [samples[index].num_tokens for index in present]
-        for part in deal(self._split(lengths), lengths, self._group.size)[self._group.rank]:
-            indices = [present[place] for place in part]
-            chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
-            yield indices, collate(chosen, self._device, is_padded=self._config.packing == "padded")
-
-    def _split(self, lengths: Sequence[int]) -> list[list[int]]:
-        budget = self._config.tokens_per_micro_batch
-        match self._config.packing:
-            case "balanced":
-                return balanced(lengths, budget, at_least=self._group.size)
-            case "first_fit":
-                return first_fit(lengths, budget)
-            case "padded":
-                return alike(lengths, budget)
-
-
-class Laps:
-    """How long each phase of a step took."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since_s = time.perf_counter()
-
-    def end(self, phase: str) -> None:
-        """`phase` has just ended; it began when the one before did."""
-        now_s = time.perf_counter()
-        self.seconds[phase] = now_s - self._since_s
-        self._since_s = now_s
-
-
 class Stepper:
-    """Runs train steps on one policy, and on its critic when there is one.
+    """Runs train steps on one policy, and on its critic if there is one.
 
-    What changes: the weights, the optimisers, the generator that splits batches. A reference never does. Raises
-    ConfigError for a function of the user's that cannot be imported.
+    A step changes the weights, the optimisers, and the generator that splits batches, but never the reference. Raises
+    ConfigError if the user's own function cannot be imported.
     """
 
     def __init__(
@@ -128,8 +81,8 @@ class Stepper:
     def train(self, given: StepInput) -> dict[str, float]:
         """Train one step and return its metrics.
 
-        A minibatch without loss tokens makes no update, nor does a gradient that is not finite: see `num_updates` and
-        `num_skipped_updates`. Advantages that are all zero make an update, of gradient zero.
+        A minibatch without loss tokens or with a gradient that is not finite makes no update: see `num_updates` and
+        `num_skipped_updates`. Advantages that are all zero do make an update, with gradient zero.
         """
         laps = Laps()
         given = self._credited(given)
@@ -156,14 +109,14 @@ class Stepper:
     # ------------------------------------------------------------------ before the updates
 
     def _credited(self, given: StepInput) -> StepInput:
-        """Named parts added to the final rewards, and turns paid for the branches that they led to."""
+        """Add named reward parts to the final rewards, and credit turns with the rewards of their branches."""
         records, rewards = with_parts(given.records, given.rewards, given.parts, self._algorithm.reward_parts)
         return replace(given, records=with_causal_credit(records, self._algorithm.discount), rewards=rewards)
 
     def _measured(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Samples with what the models say of them at the start of the step, as far as it is needed.
+        """Add what the models compute at the start of the step, as far as the algorithm needs it.
 
-        A single minibatch needs no proximal log-probabilities: its own forward pass runs under those weights.
+        A single minibatch needs no proximal log-probabilities: its own forward pass uses those weights.
         """
         measured = list(samples)
         if self._is_penalised or (self._algorithm.proximal == "recompute" and self._num_minibatches(samples) > 1):
@@ -183,7 +136,7 @@ class Stepper:
 
     @torch.no_grad()
     def _by_sample(self, samples: Sequence[Sample], measure: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
-        """`measure` of every micro-batch on every rank, taken apart: [M] a sample."""
+        """Run `measure` on every micro-batch on every rank, and return its results as one [M] tensor a sample."""
         counts = [one.num_loss_tokens for one in samples]
         measured = torch.zeros(sum(counts))
         by_sample = measured.split(counts)
@@ -197,7 +150,7 @@ class Stepper:
         return list(self._group.sum(measured).split(counts))
 
     def _scored(self, given: StepInput, samples: Sequence[Sample]) -> list[Sample]:
-        """Samples with advantages and, for a critic, returns."""
+        """Add advantages and, for a critic, returns."""
         penalties = [self._penalty(one) for one in samples] if self._is_penalised else None
         values = [one.values for one in samples if one.values is not None] if self._critic is not None else None
         if self._own_advantage is None:
@@ -222,7 +175,7 @@ class Stepper:
         return min(self._algorithm.minibatches, len({one.rollout for one in samples if one.num_loss_tokens}))
 
     def _minibatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """The samples of each optimiser update: whole rollouts, dealt at random; without loss tokens there is none."""
+        """Deal whole rollouts at random into one minibatch for each update. Empty without loss tokens."""
         by_rollout: dict[str, list[Sample]] = {}
         for sample in samples:
             if sample.num_loss_tokens:
@@ -234,7 +187,7 @@ class Stepper:
         return [self._weighted([one for i in share.tolist() for one in rollouts[i]]) for share in shares]
 
     def _weighted(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Samples of one update, with what a token of each counts in it."""
+        """Set the weight of each sample's tokens in one update."""
         weights = token_weights(
             [one.num_loss_tokens for one in samples], [one.rollout for one in samples], self._algorithm
         )
@@ -243,11 +196,11 @@ class Stepper:
     # ------------------------------------------------------------------ the updates
 
     def _update(self, samples: Sequence[Sample], *, start_version: WeightVersion, is_first: bool) -> Update:
-        """Accumulate the gradient of all samples exactly, and update once; the first starts from the step's weights."""
+        """Accumulate the gradient of all samples, then update once. `is_first` marks the first update of a step."""
         tally = Tally()
-        self._optimizer.clear_gradients()  # a step that failed midway may have left some
+        self._optimizer.clear_gradients()  # an earlier step that failed midway may have left some
         if self._critic is not None:
-            self._critic.clear_gradients()
+            self._critic.optimizer.clear_gradients()
         for _, batch in self._micro_batches.share(samples):
             tally = tally.merge(self._backward(batch, start_version, is_first=is_first))
         learning_rate = self._optimizer.learning_rate
@@ -257,7 +210,7 @@ class Stepper:
             gradient_norm=norm,
             learning_rate=learning_rate,
             is_skipped=not bool(np.isfinite(norm)),
-            critic_gradient_norm=self._critic.update() if self._critic is not None else None,
+            critic_gradient_norm=self._critic.optimizer.update() if self._critic is not None else None,
         )
 
     def _backward(self, batch: MicroBatch, start_version: WeightVersion, *, is_first: bool) -> Tally:
@@ -276,11 +229,11 @@ class Stepper:
         )
         if batch.num_loss_tokens:
             loss, stats = policy_loss(tokens, self._algorithm, self._objective)
-        else:  # the part of a rank that has nothing left: gradients of zero
+        else:  # a rank with nothing left still takes part, with a gradient of zero
             loss, stats = logprobs.sum(), LossStats()
         loss.backward()
         value_loss, num_clipped = (0.0, 0) if self._critic is None else self._critic.backward(batch)
-        is_of_the_start = is_first or batch.proximal is not None  # else the updates before would be told as mismatch
+        is_of_the_start = is_first or batch.proximal is not None  # else the mismatch would include earlier updates
         return Tally(
             loss=float(loss.detach()),
             entropy_sum=float(entropy.detach().sum()),
@@ -296,7 +249,7 @@ class Stepper:
         )
 
     def _proximal(self, batch: MicroBatch, start: Tensor, logprobs: Tensor, start_version: WeightVersion) -> Tensor:
-        """The log-probabilities of the policy around which ratios are clipped."""
+        """Return the log-probabilities of the policy around which ratios are clipped."""
         match self._algorithm.proximal:
             case "recompute":
                 return start
@@ -310,5 +263,51 @@ class Stepper:
 
 
 def _is_of(batch: MicroBatch, version: WeightVersion) -> Tensor:
-    """Which loss tokens these very weights have sampled, [M]: those of one step of two incarnations are two."""
+    """Return which loss tokens this very version sampled, [M]. Two incarnations of one step are different versions."""
     return (batch.versions == version.step) & (batch.incarnations == version.incarnation)
+
+
+class MicroBatches:
+    """Splits samples into micro-batches as `trainer.packing` says, within the token budget."""
+
+    def __init__(self, config: TrainerConfig, device: torch.device, group: Group) -> None:
+        self._config = config
+        self._device = device
+        self._group = group
+
+    def share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
+        """Yield this rank's micro-batches, each with the indices of its samples. Samples without loss are skipped.
+
+        Every rank gets equally many, because a forward pass is collective; a rank that runs out gets a sample without a
+        loss token.
+        """
+        present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
+        lengths = [samples[index].num_tokens for index in present]
+        for part in deal(self._split(lengths), lengths, self._group.size)[self._group.rank]:
+            indices = [present[place] for place in part]
+            chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
+            yield indices, collate(chosen, self._device, is_padded=self._config.packing == "padded")
+
+    def _split(self, lengths: Sequence[int]) -> list[list[int]]:
+        budget = self._config.tokens_per_micro_batch
+        match self._config.packing:
+            case "balanced":
+                return balanced(lengths, budget, at_least=self._group.size)
+            case "first_fit":
+                return first_fit(lengths, budget)
+            case "padded":
+                return alike(lengths, budget)
+
+
+class Laps:
+    """Measures how long each phase of a step takes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since_s = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """Record that `phase` has just ended. It began when the one before ended."""
+        now_s = time.perf_counter()
+        self.seconds[phase] = now_s - self._since_s
+        self._since_s = now_s

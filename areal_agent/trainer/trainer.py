@@ -1,6 +1,6 @@
-"""The trainer as one object: model, optimiser, random state, and the way that weights leave. No process, no wire.
+"""The trainer as one object: model, optimiser, random state, and the channel through which weights leave.
 
-worker.py calls it for every command; it is usable alone, in one process.
+worker.py calls it for every command; it can also be used alone, in one process.
 """
 
 import time
@@ -52,7 +52,9 @@ class Trainer:
         self._shares_gpu = shares_gpu
         self._step = 0
         schedule = Schedule.of(config, num_steps * algorithm.minibatches)
-        self._critic = _new_critic(policy, config, algorithm, schedule, group)  # a copy of the whole policy
+        self._critic = _new_critic(
+            policy, config, algorithm, schedule, group
+        )  # copies the policy before it is adapted or sharded
         if config.lora is not None:
             policy.adapt(config.lora, seed)
         if config.gradient_checkpointing:
@@ -93,11 +95,14 @@ class Trainer:
         group: Group = ALONE,
         shares_gpu: bool = False,
     ) -> Self:
-        """Load a Hugging Face folder. With `resume` a checkpoint goes on exactly where it was saved; without, only its
-        weights are taken. Checkpoints get `chat_template`, or the folder's own; the learning rate follows a run of
-        `num_steps`. Adapters of a checkpoint go on beside the weights of `base`, the folder that the run began with. As
-        one rank of a `group`, with a device of its own; with `shares_gpu` memory that only a step needs is given back
-        after it. Raises ConfigError."""
+        """Load a Hugging Face folder. Raises ConfigError if it cannot be used.
+
+        With `resume` a checkpoint continues exactly where it was saved; without, only its weights are loaded. `base` is
+        the folder that the run began with, whose weights the adapters of a checkpoint need. Checkpoints get
+        `chat_template`, or the folder's own. The learning rate schedule spans `num_steps`. With several ranks, each is
+        in the same `group` and has a `device` of its own. With `shares_gpu`, memory that only a step needs is freed
+        after it.
+        """
         device = device or choose_device(config.device)
         checkpoint = _checkpoint_in(folder) if resume else None
         has_reference = algorithm.reference == "initial" and config.lora is None
@@ -130,18 +135,21 @@ class Trainer:
         )
 
     def train_step(self, given: StepInput) -> StepReport:
-        """Train one step. Raises ValueError unless it makes the version after the last."""
+        """Train one step. Raises ValueError unless `given.step` follows the last step."""
         if given.step != self._step + 1:
-            raise ValueError(f"step {given.step} was asked for, but the weights are those of step {self._step}")
+            raise ValueError(
+                f"step {given.step} was requested, but the weights are those of step {self._step}; train step "
+                f"{self._step + 1} next"
+            )
         started_s = time.perf_counter()
         metrics = self._stepper.train(given)
         self._step = given.step
         if self._shares_gpu and self._policy.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep what only a step needs
+            torch.cuda.empty_cache()  # torch would keep the memory that only a step needs
         return StepReport(step=given.step, metrics=metrics, seconds=time.perf_counter() - started_s)
 
     def publish(self) -> Weights | None:
-        """Copy the weights to where engines read them. All ranks take part; None on all but rank 0."""
+        """Copy the weights to where engines read them. Collective; ranks other than 0 get None."""
         pushes_adapter = self._config.lora is not None and self._config.lora.push == "adapter"
         parameters = self._policy.whole_adapter() if pushes_adapter else self._policy.whole_parameters()
         return None if self._channel is None else self._channel.write(parameters)
@@ -149,13 +157,13 @@ class Trainer:
     def save(
         self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject = NOTHING
     ) -> Checkpoint | None:
-        """Publish a checkpoint, with `run_state` in it. All ranks write; None on all but rank 0, which publishes.
+        """Publish a checkpoint that contains `run_state`. All ranks write; rank 0 publishes, the others get None.
 
         Raises ValueError unless `step` was trained last.
         """
         if step != self._step:
             raise ValueError(
-                f"a checkpoint of step {step} was asked for, but the weights are those of step {self._step}"
+                f"a checkpoint of step {step} was requested, but the weights are those of step {self._step}"
             )
         if self._group.rank:
             self._write(hidden_folder(directory, step))
@@ -214,7 +222,7 @@ def _open_distributed(
         )
     except OSError as error:
         raise ConfigError(
-            f"trainer.transfer_host is {config.transfer_host!r}, where the trainer cannot listen: {error}; give an "
+            f"trainer.transfer_host is {config.transfer_host!r}, but the trainer cannot listen there: {error}; give an "
             "address of this machine"
         ) from error
 
@@ -235,7 +243,7 @@ def _new_critic(
 
 
 def _checkpoint_in(folder: Path) -> Checkpoint | None:
-    """The checkpoint that `folder` is, or None for a plain model folder. Raises ConfigError for a damaged one."""
+    """Return `folder` as a checkpoint, or None for a plain model folder. Raises ConfigError for a damaged one."""
     if not (folder / TRAINING).is_dir():
         return None
     try:

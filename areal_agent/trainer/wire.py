@@ -1,19 +1,13 @@
-"""Frames on the socket between the main process and the trainer: a JSON header and named arrays. Nothing is pickled.
+"""The socket between the main process and the trainer: frames, a step's records as arrays, and the trainer's answers.
+
+A frame is a JSON header and named arrays; nothing is pickled. It can be read by blocking code and by asyncio.
 
     4 bytes   length of the header, big-endian
     header    JSON object
     8 bytes   length of the payload, big-endian
     payload   safetensors; empty when there are no arrays
 
-Written and read here for both sides, blocking and asyncio. It knows no command.
-
-A train step's records as arrays for a frame, and back. It knows the fields of TokenRecord and nothing of sockets.
-
-Equal fields of all records are concatenated: one array a field, however many records there are.
-
-What the trainer tells the main process: records shared by both ends. Imports no torch.
-
-What one train step is given. Imports no torch.
+Imports no torch.
 """
 
 import asyncio
@@ -31,8 +25,49 @@ from areal_agent.types import JsonObject, TokenRecord
 
 HEADER_LENGTH = struct.Struct(">I")
 PAYLOAD_LENGTH = struct.Struct(">Q")
-
+PER_TOKEN = ("token_ids", "loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions", "incarnations")
+PER_TURN = ("turn_rewards",)
+DTYPES = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "turn_index": np.int32,
+    "behavior_logprobs": np.float32,
+    "temperatures": np.float32,
+    "versions": np.int32,
+    "incarnations": np.int32,
+    "turn_rewards": np.float32,
+}
 Arrays = Mapping[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInput:
+    """The input of one train step. Rewards and parts are by session id, for each rollout that has a record."""
+
+    step: int  # the version of the weights that the step produces
+    records: Sequence[TokenRecord]
+    rewards: Mapping[str, float]  # in total
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])  # named
+    incarnation: int = 0  # of the starting weights: tokens of this incarnation and version step - 1 are fresh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """The result of one train step. The names in `metrics` are those of `trainer.step.Stepper.train`."""
+
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerInfo:
+    """The trainer's report once it has loaded its model."""
+
+    step: int  # of the checkpoint that it resumed from; 0 for a model folder
+    num_parameters: int
+    device: str
+    rank_process_ids: tuple[int, ...] = ()  # of ranks 1, 2, ... if there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,20 +84,20 @@ class Frame:
 
 
 class Readable(Protocol):
-    """A buffered blocking stream of bytes: `read` gives fewer than asked for at the end only."""
+    """A buffered blocking byte stream: `read` returns fewer bytes than asked for only at the end."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 def read_frame(file: Readable) -> Frame:
-    """Block until a whole frame has come. Raises EOFError when the other side is gone."""
+    """Block until a whole frame has arrived. Raises EOFError when the other side is gone."""
     header = _exactly(file, _length(HEADER_LENGTH, _exactly(file, HEADER_LENGTH.size)))
     payload = _exactly(file, _length(PAYLOAD_LENGTH, _exactly(file, PAYLOAD_LENGTH.size)))
     return _decode(header, payload)
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> Frame:
-    """Wait until a whole frame has come. Raises EOFError when the other side is gone."""
+    """Wait until a whole frame has arrived. Raises EOFError when the other side is gone."""
     header = await reader.readexactly(_length(HEADER_LENGTH, await reader.readexactly(HEADER_LENGTH.size)))
     payload = await reader.readexactly(_length(PAYLOAD_LENGTH, await reader.readexactly(PAYLOAD_LENGTH.size)))
     return _decode(header, payload)
@@ -83,22 +118,8 @@ def _decode(header: bytes, payload: bytes) -> Frame:
     return Frame(header=orjson.loads(header), arrays=load(payload) if payload else {})
 
 
-PER_TOKEN = ("token_ids", "loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions", "incarnations")
-PER_TURN = ("turn_rewards",)
-DTYPES = {
-    "token_ids": np.int32,
-    "loss_mask": np.bool_,
-    "turn_index": np.int32,
-    "behavior_logprobs": np.float32,
-    "temperatures": np.float32,
-    "versions": np.int32,
-    "incarnations": np.int32,
-    "turn_rewards": np.float32,
-}
-
-
 def encode_records(records: Sequence[TokenRecord]) -> tuple[list[JsonObject], Arrays]:
-    """The records' names and lengths, and their arrays."""
+    """Return the records' names and lengths, and one array for each field, concatenated over all records."""
     names: list[JsonObject] = [
         {
             "session_id": record.session_id,
@@ -124,7 +145,7 @@ def encode_records(records: Sequence[TokenRecord]) -> tuple[list[JsonObject], Ar
 
 
 def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRecord, ...]:
-    """The inverse of `encode_records`."""
+    """Read what `encode_records` returned."""
     tokens = np.cumsum([0, *(name["num_tokens"] for name in names)])
     turns = np.cumsum([0, *(name["num_turns"] for name in names)])
     return tuple(
@@ -146,33 +167,3 @@ def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRe
 
 def _slices(arrays: Arrays, fields: Sequence[str], part: slice) -> dict[str, NDArray[Any]]:
     return {field: arrays[field][part] for field in fields}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerInfo:
-    """What the trainer says of itself once it has loaded its model."""
-
-    step: int  # of the checkpoint that it goes on from; 0 for a model folder
-    num_parameters: int
-    device: str
-    rank_process_ids: tuple[int, ...] = ()  # of ranks 1, 2, ... where there are several
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """What one train step did. The names of `metrics` are those of `trainer.step.Stepper.train`."""
-
-    step: int
-    metrics: Mapping[str, float]
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepInput:
-    """Records, and what their rollouts earned: by session id, for each rollout that has a record."""
-
-    step: int  # the version that the step makes
-    records: Sequence[TokenRecord]
-    rewards: Mapping[str, float]  # in total
-    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])  # named
-    incarnation: int = 0  # of the weights that it starts from: tokens of this and of version step - 1 are fresh

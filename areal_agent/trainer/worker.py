@@ -1,7 +1,7 @@
-"""The trainer process's end of the socket: reads a command, carries it out, answers; a failure is an answer too.
+"""The trainer process's end of the socket: reads a command, carries it out and answers; a failure is an answer too.
 
-It ends with the command `shutdown`, or when the other side closes its end. With `trainer.num_ranks`, the worker of
-rank 0 starts those of the other ranks and passes every command on to them; those end when a command fails.
+It ends with the command `shutdown`, or when the other side closes its end. With `trainer.num_ranks` above 1, the worker
+of rank 0 starts the other ranks' workers and forwards every command to them; those exit when a command fails.
 """
 
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Carries out commands one after the other, as one rank of a trainer. There is a model after `init`."""
+    """Carries out commands one after the other, as one rank of a trainer. `init` loads the model."""
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
@@ -38,13 +38,13 @@ class Worker:
         self._is_done = False
 
     def serve(self, sock: socket.socket) -> None:
-        """Answer commands until `shutdown` or the other side is gone."""
+        """Answer commands until `shutdown` or until the other side is gone."""
         try:
             with sock.makefile("rwb") as file:
                 while not self._is_done:
                     self._answer(file)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            logger.info("the other side is gone; ending")
+            logger.info("the other side is gone; exiting")
         finally:
             if self._trainer is not None:
                 self._trainer.close()
@@ -55,15 +55,15 @@ class Worker:
         number = request.header["number"]
         try:
             answer: dict[str, Any] = {"number": number, "result": self._together(request)}
-        except Exception as error:  # the boundary that turns a failure into an answer; rank 0 lives on
+        except Exception as error:  # the boundary that turns a failure into an answer; rank 0 keeps running
             logger.exception("the command %r failed", request.header.get("command"))
             answer = {"number": number, "error": _describe(error)}
-            self._is_done = self._rank > 0  # which frees those that wait for this rank
+            self._is_done = self._rank > 0  # the other ranks exit, which releases those that wait for them
         file.write(Frame(header=answer).encode())
         file.flush()
 
     def _together(self, request: Frame) -> JsonObject:
-        """Carry out a command on all ranks; those of a trainer that shuts down end as their sockets close."""
+        """Carry out a command on all ranks. On shutdown the other ranks exit when their sockets close."""
         command = request.header["command"]
         if command == "shutdown":
             self._is_done = True
@@ -95,9 +95,9 @@ class Worker:
                 raise ValueError(f"unknown command {unknown!r}")
 
     def _with_ranks(self, init: Frame) -> Frame:
-        """Start the other ranks; the command says where all of them meet."""
+        """Start the other ranks, and add to the command the file at which all of them meet."""
         if self._trainer is not None:
-            raise ValueError("init came a second time; a trainer process loads one model")
+            raise ValueError("init was sent twice; a trainer process loads only one model, so start another")
         self._ranks = Ranks.start(TrainerConfig.model_validate(init.header["trainer"]).num_ranks - 1)
         rendezvous = Path(init.header["shared_memory"]) / f"ranks-{os.getpid()}"
         return replace(init, header={**init.header, "rendezvous": str(rendezvous)})
@@ -140,7 +140,7 @@ class Worker:
 
     def _ready(self) -> Trainer:
         if self._trainer is None:
-            raise ValueError("no model is loaded; init has to come first, and to succeed")
+            raise ValueError("no model is loaded; send init first, and check that it succeeds")
         return self._trainer
 
 

@@ -1,8 +1,7 @@
 """How a new set of weights travels from the trainer to the engines.
 
-trainer ─ write ─▶ shared_memory.py (a file in memory)  ─ SharedMemoryWeights ─▶ push.py: begin, send, pause, commit,
-                   disk.py (a folder with its manifest) ─ DiskWeights ─────────▶          resume engines
-                   distributed.py (a store to ask at) ─ DistributedWeights ────▶
+trainer ─▶ a channel (channels.py) ─ SharedMemoryWeights, DiskWeights or DistributedWeights ─▶ engines
 
-policies.py says when: in mid-answer, between turns, or between rollouts. Neither it nor push.py imports torch.
+channels.py holds the ways to copy weights out of the trainer. push.py makes engines switch to them (begin, send, pause,
+commit, resume) and decides whether answers in progress are interrupted or finished first; it imports no torch.
 """

@@ -1,33 +1,11 @@
-"""Hands weights to engines on the same host through two memory-mapped files, written in turn.
+"""Channels, through which the trainer hands its weights to engines.
 
-    slot 0 ◀─ write(version 1)        engines read slot 0
-    slot 1 ◀─ write(version 2)        slot 0 stays as it is until version 3
+`write(parameters)` of a channel copies the weights to where engines can read them and returns a record that tells
+engines how. What was written last stays readable until the next write at least. `close` frees everything.
 
-The slot that was handed out last is never the one written to: an engine that is still copying it reads whole weights.
-It knows nothing of engines and versions; what a reader needs is in the `SharedMemoryWeights` record.
-
-A whole model's parameters as bytes in one piece of memory. It knows not where they go.
-
-Adapters as a folder in the format of PEFT, which transformers, SGLang and vLLM load beside the model they are for.
-
-It knows names and numbers, not how adapters are trained; what else a folder has is engine/foreign/adapters.py's.
-
-Hands weights to engines through folders on a disk: for a host whose shared memory is too small, as in a container.
-
-    directory/weights_000002/   model.safetensors, manifest.json     handed out last
-    directory/weights_000001/   ...                                  the one before: an engine may still be reading it
-
-A folder is written under a hidden name, brought to the disk, then renamed: under its own name it is whole, and is never
-written to again. It knows nothing of engines and versions.
-
-Sends weights to engines by torch.distributed: to each that asks, in a process group of the two (transfer_group.py).
-
-    write ─▶ a copy in the trainer's memory, offered ─ DistributedWeights ─▶ engines ask, now or later
-             a thread waits for requests ─▶ a thread for each: the copy, bucket after bucket, while training goes on
-
-One that dies or hangs costs its own transfer alone, and who comes late, or is started again, asks as the others did.
-What was written last is offered; a transfer under way of what was written before ends well.
-It knows nothing of engines and versions.
+    SharedMemoryChannel   two memory-mapped files, written in turn, for engines on the same host
+    DiskChannel           folders on disk, for hosts with too little shared memory, and for adapters
+    DistributedChannel    torch.distributed: sent to each engine that asks, in a process group of the two
 """
 
 import itertools
@@ -72,7 +50,7 @@ NUM_SLOTS = 2
 
 
 def layout(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> tuple[TensorEntry, ...]:
-    """Where each tensor of `model.named_parameters()` lies in a slot when stored as `dtype`. Tied weights come once."""
+    """Compute where each tensor of `model.named_parameters()` lies when stored as `dtype`. Tied weights come once."""
     entries: list[TensorEntry] = []
     offset = 0
     for name, parameter in parameters:
@@ -91,10 +69,17 @@ def layout(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> tupl
 
 
 class SharedMemoryChannel:
-    """The writing side. Its files have mode 0600 and are removed by `close`."""
+    """Writes two memory-mapped files in turn. They have mode 0600 and are removed by `close`.
+
+        slot 0 ◀─ write(version 1)        engines read slot 0
+        slot 1 ◀─ write(version 2)        slot 0 stays as it is until version 3
+
+    A slot that was just handed out is never the next to be written, so an engine that is still copying it reads whole
+    weights.
+    """
 
     def __init__(self, directory: Path, entries: tuple[TensorEntry, ...]) -> None:
-        """Make the slots in `directory` (on /dev/shm no byte reaches a disk), each large enough for `entries`."""
+        """Make the slots in `directory` (on /dev/shm nothing reaches a disk), each large enough for `entries`."""
         self._entries = entries
         self._slots: list[_Slot] = []
         self._next = 0
@@ -119,29 +104,31 @@ class SharedMemoryChannel:
         return SharedMemoryWeights(path=str(slot.path), entries=self._entries, crc32=crc32)
 
     def close(self) -> None:
-        """Remove the files. An engine that has one mapped keeps its memory until it lets go."""
+        """Remove the files. An engine that has one mapped keeps the memory until it unmaps it."""
         for slot in self._slots:
             slot.close()
 
 
 def check_parameters(entries: Iterable[TensorEntry], parameters: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless names and shapes are those of the layout."""
+    """Raise ValueError unless names and shapes are those of the layout."""
     expected = {entry.name: entry.shape for entry in entries}
     received = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     if received != expected:
         wrong = sorted(dict(received.items() ^ expected.items()))
-        raise ValueError(f"these parameters are not those of the channel's layout: {', '.join(wrong[:5])}")
+        raise ValueError(
+            f"the parameters do not fit the channel's layout, see {', '.join(wrong[:5])}; write those of the same model"
+        )
 
 
 class _Slot:
-    """One mapped file."""
+    """One memory-mapped file."""
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
         fd, path = tempfile.mkstemp(prefix="weights-", suffix=".bin", dir=directory)  # mode 0600
         self.path = Path(path)
         try:
             os.truncate(fd, num_bytes)
-            if sys.platform == "linux":  # a full /dev/shm is an error here, not a SIGBUS at the first write
+            if sys.platform == "linux":  # report a full /dev/shm here, not as a SIGBUS at the first write
                 os.posix_fallocate(fd, 0, num_bytes)
             self._memory = mmap.mmap(fd, num_bytes)
         except OSError:
@@ -162,12 +149,12 @@ class _Slot:
 
 
 def num_flat_bytes(entries: Sequence[TensorEntry]) -> int:
-    """Of what `flat_copy` makes of them."""
+    """Return the number of bytes that `flat_copy` produces."""
     return whole_blocks(entries[-1].offset + entries[-1].num_bytes)
 
 
 def flat_copy(entries: Sequence[TensorEntry], parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The parameters where `entries` tell (`shared_memory.layout`), in its dtype: bytes `[n]`, whole blocks of them."""
+    """Copy the parameters to where `entries` (from `layout`) place them: uint8 [n], padded to whole blocks."""
     data = torch.zeros(num_flat_bytes(entries), dtype=torch.uint8, device=device)
     for entry in entries:
         place = data[entry.offset : entry.offset + entry.num_bytes].view(getattr(torch, entry.dtype))
@@ -176,7 +163,7 @@ def flat_copy(entries: Sequence[TensorEntry], parameters: Mapping[str, Tensor], 
 
 
 def write_adapter(folder: Path, matrices: Mapping[str, Tensor], form: AdapterForm) -> None:
-    """Fill `folder`: the matrices by their names in the model, `...q_proj.lora_A.weight`, in one piece, as they are."""
+    """Write adapters in PEFT's format. The matrices are whole, and named as in the model: `...q_proj.lora_A.weight`."""
     named = {PREFIX + name: one.detach().to("cpu").contiguous() for name, one in matrices.items()}
     save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_bytes(form.encode())
@@ -186,10 +173,17 @@ NUM_KEPT = 2
 
 
 class DiskChannel:
-    """The writing side. Its folders are removed by `close`."""
+    """Writes each set of weights to a folder of its own and keeps the last two.
+
+        directory/weights_000002/   model.safetensors, manifest.json     handed out last
+        directory/weights_000001/   ...                                  an engine may still be reading it
+
+    A folder is written under a hidden name, synced to disk, then renamed, so a folder with a final name is complete,
+    and it never changes.
+    """
 
     def __init__(self, directory: Path, dtype: torch.dtype, adapter: AdapterForm | None = None) -> None:
-        """Write into `directory`, which is this channel's own, in `dtype`; the matrices of adapters, if it says so."""
+        """Write into `directory`, which only this channel uses, in `dtype`: adapters if `adapter` describes them."""
         self._directory = directory
         self._dtype = dtype
         self._adapter = adapter
@@ -197,7 +191,7 @@ class DiskChannel:
         self._number = 0
 
     def write(self, parameters: Mapping[str, Tensor]) -> DiskWeights:
-        """Write the parameters into a folder of their own, and remove the one before the last."""
+        """Write the parameters into a new folder, and remove all but the last two."""
         self._number += 1
         folder = self._directory / f"weights_{self._number:06d}"
         hidden = folder.with_name(f".{folder.name}")
@@ -231,14 +225,21 @@ class DiskChannel:
 
 
 TIMEOUT_S = 60.0
-"""How long either side of a transfer waits for the next step of the other."""
+"""Either side of a transfer waits this long for the other's next step."""
 CLOSING_S = 5.0
-"""How long transfers under way may take to end."""
+"""`close` waits this long for transfers in progress."""
 JOIN_S = 0.05
 
 
 class DistributedChannel:
-    """The sending side. Between two writes it holds one set of weights."""
+    """Sends the weights to each engine that asks, and holds one set of them between two writes.
+
+        write ─▶ a copy in the trainer's memory, offered ─ DistributedWeights ─▶ engines ask, now or later
+                 one thread waits for requests ─▶ a thread for each sends the copy in buckets, while training goes on
+
+    An engine that dies or hangs only affects its own transfer. One that comes late, or was restarted, asks like the
+    others. A transfer of an earlier copy that is in progress is completed.
+    """
 
     def __init__(
         self,
@@ -249,7 +250,7 @@ class DistributedChannel:
         bucket_bytes: int,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Offer what `entries` tell (`shared_memory.layout`) at `host`, an address of this machine."""
+        """Offer the weights that `entries` (from `layout`) describe at `host`, an address of this machine."""
         self._entries = entries
         self._device = device
         self._host = host
@@ -264,12 +265,12 @@ class DistributedChannel:
         self._listening.start()
 
     def write(self, parameters: Mapping[str, Tensor]) -> DistributedWeights:
-        """Copy the parameters, and offer them from now on. Raises ValueError when they are not the layout's."""
+        """Copy the parameters and offer the copy from now on. Raises ValueError if they do not fit the layout."""
         check_parameters(self._entries, parameters)
-        self._held = None  # before as much is taken again
+        self._held = None  # freed before the same amount is allocated again
         data = flat_copy(self._entries, parameters, self._device)
         name = secrets.token_hex(8)
-        digest = checksum(data)  # which waits until all is copied
+        digest = checksum(data)  # waits until the copy is complete
         self._held = (name, data)
         return DistributedWeights(
             host=self._host,
@@ -283,22 +284,22 @@ class DistributedChannel:
         )
 
     def close(self) -> None:
-        """Let go of what was written last. Who waits for something of the other side is told that nothing will come."""
+        """Drop what was written last. Engines that wait for more of it get an error."""
         self._held = None
         ask(self._client(), None)
         self._listening.join()
-        self._store = None  # the end of the store is the end of all that wait for it
+        self._store = None  # closing the store ends all that wait for it
         deadline_s = time.monotonic() + CLOSING_S
         for thread in self._sending:
             while thread.is_alive() and time.monotonic() < deadline_s:
-                thread.join(JOIN_S)  # one long wait was seen to hold the thread up until its end
+                thread.join(JOIN_S)  # a single long join was seen to block until its timeout
 
     def _listen(self) -> None:
         store = self._client()
         for number in itertools.count(1):
             try:
                 request = next_request(store, number)
-            except (TypeError, ValueError) as error:  # a stranger wrote it
+            except (TypeError, ValueError) as error:  # written by something that is not an engine
                 logger.warning("request %d for weights cannot be read: %s", number, error)
                 continue
             if request is None:
@@ -312,11 +313,11 @@ class DistributedChannel:
         try:
             store = self._client()
             if held is None or held[0] != request.what:
-                refuse(store, request, "the trainer has newer weights by now, and offers these no more")
+                refuse(store, request, "the trainer has newer weights and no longer offers these")
                 return
             send(store, request, held[1], bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s)
         except Exception as error:  # the boundary of this thread: the other side sees the end of the group
-            logger.warning("weights for %s did not get through: %s", request.group, error)
+            logger.warning("sending weights to %s failed: %s", request.group, error)
 
     def _client(self) -> Store:
         return connect(self._host, self._port, self._timeout_s)

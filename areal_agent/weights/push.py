@@ -1,20 +1,17 @@
-"""Gives a new weight version to engines in the middle of their work, and measures what that costs.
+"""Pushing a new weight version to engines while they work, and measuring what that costs.
 
     begin all ──▶ send all ──▶ pause all ──▶ commit all ──▶ resume all
     |◀─────── send_s ───────▶|◀ pause_s ▶|◀ transfer_s ▶|◀ resume_s ▶|
        the old version works |◀──────────────── stall_s ────────────▶|
 
-Nobody is paused before every receiver has taken and proved all weights: a transfer that fails stops nobody, and no
-receiver has the new version then. Resume comes always, and so does an abort where the push has failed.
-It knows receivers by their protocol alone, and nothing of how weights are stored.
+No engine is paused before every engine has received and verified all weights, so a failed transfer stops nothing and
+leaves all engines at the old version. Every push ends with resume, and a failed one with abort as well.
 
-What new weights do to answers under way: the three policies of `engine.on_push`.
+The policy (`engine.on_push`) says what happens to answers in progress:
 
-    interrupt       they stop at a token, and go on under the new weights
-    turn_boundary   they end under the old ones; the turns after them wait, and begin under the new ones
-    drain           whole rollouts end under the old ones; those after them begin under the new ones
-
-It knows rollouts only as something that can be drained.
+    interrupt       they stop at a token, and continue under the new weights
+    turn_boundary   they finish under the old weights; the turns after them wait for the new weights
+    drain           whole rollouts finish under the old weights; rollouts after them start under the new weights
 """
 
 import asyncio
@@ -33,7 +30,7 @@ from areal_agent.types import PauseMode, Weights, WeightVersion
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushReport:
-    """What one push cost, in seconds; `stall_s` is the time from the first pause to the last resume."""
+    """The cost of one push in seconds. `stall_s` is the time from the first pause to the last resume."""
 
     version: WeightVersion
     send_s: float
@@ -49,7 +46,7 @@ def new_push_id() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Failure:
-    """Of one receiver at one step."""
+    """The failure of one receiver at one step."""
 
     text: str
     is_gone: bool
@@ -65,11 +62,11 @@ async def push(
 ) -> PushReport:
     """Swap the weights of all receivers at once, each at a token boundary.
 
-    One that is made again has the id of before: it takes the place of what a receiver has left of that.
+    A repeated push has the same id and replaces what a receiver still holds of the first attempt.
 
     Raises WeightUpdateError naming each receiver that failed, at which step and how; the others serve `version` if the
-    commit was reached. EnginesGone when each that failed was gone: then it may be made again. Every receiver has been
-    told to resume by then, also when this call is cancelled.
+    commit was reached. Raises EnginesGone if every receiver that failed was gone; the push may then be repeated. All
+    receivers have been told to resume by then, even when this call is cancelled.
     """
     push_id = push_id or new_push_id()
     started_s = time.perf_counter()
@@ -81,7 +78,7 @@ async def push(
             raise _failed(version, receivers, failures)
         return await _swap(receivers, push_id, version, mode, started_s=started_s, sent_s=sent_s)
     except BaseException:
-        # Where this fails too, the receiver is gone, or forgets the push when another one begins.
+        # If this fails too, the receiver is gone, or it forgets the push when the next one begins.
         await _to_the_end(_failures("abort", [receiver.abort_push(push_id) for receiver in receivers]))
         raise
 
@@ -127,7 +124,7 @@ def _failed(
 
 
 async def _failures(what: str, calls: Sequence[Coroutine[Any, Any, None]]) -> list[_Failure]:
-    """Await all calls, one a receiver, and tell which failed; an error that is no engine's is raised."""
+    """Await all calls, one for each receiver, and return which failed. Errors other than EngineError are raised."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, EngineError):
@@ -140,7 +137,7 @@ async def _failures(what: str, calls: Sequence[Coroutine[Any, Any, None]]) -> li
 
 
 async def _to_the_end(work: Coroutine[Any, Any, list[_Failure]]) -> list[_Failure]:
-    """Await `work`; a cancellation waits for it before it goes on."""
+    """Await `work` to its end, even when this call is cancelled; the cancellation is raised after it."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -148,11 +145,12 @@ async def _to_the_end(work: Coroutine[Any, Any, list[_Failure]]) -> list[_Failur
         await asyncio.wait({task})
         raise
     finally:
-        task.cancel()  # harmless when done; otherwise a second cancellation came, and nobody waits any more
+        task.cancel()  # harmless when done; otherwise a second cancellation came, and nobody waits for the result
 
 
 MAX_ATTEMPTS = 3
-"""How often a push is made whose engines are gone in the middle of it: it may be what kills them."""
+"""The number of attempts at a push whose engines are gone in the middle of it. Limited, because the push may kill them.
+"""
 
 OnPush = Literal["interrupt", "turn_boundary", "drain"]
 
@@ -165,9 +163,9 @@ async def push_under(
     *,
     drained: Callable[[], AbstractAsyncContextManager[None]],
 ) -> PushReport:
-    """As `push`, made again where the engines are gone in the middle of it: they may be started again.
+    """Push with `push`, and repeat it if the engines are gone in the middle of it, as they may be restarted.
 
-    Inside `drained()` no rollout is under way, and none begins.
+    Inside `drained()` no rollout is running, and none starts.
     """
     async with drained() if policy == "drain" else contextlib.nullcontext():
         mode = PauseMode.RETRACT if policy == "interrupt" else PauseMode.WAIT

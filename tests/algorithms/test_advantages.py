@@ -214,7 +214,7 @@ def test_a_users_advantage_is_called_and_checked(make_record):
     assert own_advantages(function, [record], {"s0": 2.0}, config)[0].tolist() == [2, 2, 2, 2]
     with pytest.raises(ValueError, match=r"returned tensors of shapes \[\(3,\)\] for records of \[4\] tokens"):
         own_advantages(lambda *_: [torch.zeros(3)], [record], {"s0": 2.0}, config)
-    with pytest.raises(ValueError, match="returned list of list; return a list of one torch tensor a record"):
+    with pytest.raises(ValueError, match="returned list of list; return a list with one torch tensor for each record"):
         own_advantages(lambda *_: [[0.0] * 4], [record], {"s0": 2.0}, config)
     with pytest.raises(ValueError, match="returned NoneType of NoneType"):
         own_advantages(lambda *_: None, [record], {"s0": 2.0}, config)

@@ -272,7 +272,7 @@ def test_a_users_objective_of_a_wrong_shape_is_refused():
     ("objective", "fault"),
     [
         (lambda tokens, _: tokens.logprobs / 0.0, "returned NaN or infinity"),
-        (lambda tokens, _: tokens.logprobs.detach(), "returned what has no gradient"),
+        (lambda tokens, _: tokens.logprobs.detach(), "returned a tensor without a gradient"),
         (lambda *_: None, "returned NoneType for 5 loss tokens"),
     ],
 )
@@ -303,5 +303,5 @@ def test_a_users_objective_that_cannot_be_called_is_a_config_error():
 
 
 def test_tensors_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"entropy is of shape \(1,\), logprobs of \(5,\)"):
+    with pytest.raises(ValueError, match=r"entropy has shape \(1,\), but logprobs \(5,\)"):
         replace(case(), entropy=torch.ones(1))

@@ -46,7 +46,7 @@ async def answering(body: object):
 @pytest.mark.parametrize("body", [{}, {"data": [{"owned_by": "somebody"}]}, {"data": "none"}])
 async def test_what_is_no_engine(body):
     async with answering(body) as url:
-        with pytest.raises(EngineUnreachable, match="says neither in /server_info nor in /v1/models"):
+        with pytest.raises(EngineUnreachable, match="neither /server_info nor /v1/models shows"):
             await find_backend(url)
 
 

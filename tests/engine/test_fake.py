@@ -245,7 +245,7 @@ def stored_weights(stored: str, folder: Path) -> tuple[SharedMemoryWeights | Dis
     """Weights of eight bytes, and what tells that they were damaged."""
     data = bytes(range(8))
     if stored == "nothing":
-        return DiskWeights(path="no_such_folder"), "nothing lies at"
+        return DiskWeights(path="no_such_folder"), "the whole push counts as damaged"
     (folder / "model.safetensors").write_bytes(data)
     if stored == "disk":
         (folder / MANIFEST).write_bytes(encode_manifest(folder, {}))

@@ -118,10 +118,10 @@ SHARED_FAULTS = {
     "a flipped bit": (lambda w: with_bytes(w, flip), "checksum"),
     "cut short": (lambda w: with_bytes(w, lambda data: data.__delitem__(slice(len(data) // 2, None))), "damaged"),
     "gone": (lambda w: dataclasses.replace(w, path="no_such_file"), "no_such_file"),
-    "no tensor": (lambda w: with_entries(w), "no tensor at all"),
+    "no tensor": (lambda w: with_entries(w), "have no tensors"),
     "a missing tensor": (lambda w: with_entries(w, *w.entries[:-1]), r"lack 1 tensors \['model.norm.weight'\]"),
     "an extra tensor": (lambda w: with_entries(w, *w.entries, dataclasses.replace(w.entries[0], name="x")), r"\['x'\]"),
-    "a tensor twice": (lambda w: with_entries(w, *w.entries, w.entries[0]), "there twice"),
+    "a tensor twice": (lambda w: with_entries(w, *w.entries, w.entries[0]), "listed twice"),
     "another shape": (lambda w: changed_first(w, shape=w.entries[0].shape[::-1]), "has shape"),
     "a negative shape": (
         lambda w: changed_first(w, shape=tuple(-n for n in w.entries[0].shape)),

@@ -76,6 +76,6 @@ FAULTS = {
     lacking_a_tensor: "lack 1 tensors",
     of_another_shape: r"has shape \(3,\) that were published",
     from_nobody: "did not take the weights: failed",
-    written_before: "newer weights by now",
+    written_before: "has newer weights",
 }
 """What may be wrong, and what the client of a server says of it that is not ours."""

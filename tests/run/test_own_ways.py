@@ -84,9 +84,9 @@ async def test_an_engine_whose_memory_is_not_to_be_lent_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"kv_tokens": 512, "leave_gib": 1}, "kv_tokens is 512 and engine.leave_gib 1: .* leave one out"),
-        ({"urls": ["http://127.0.0.1:1"], "leave_gib": 1}, "leave_gib is for the embedded engine"),
-        ({"urls": ["http://127.0.0.1:1"], "release_kv": True}, "release_kv is for the embedded engine"),
+        ({"kv_tokens": 512, "leave_gib": 1}, "kv_tokens is 512 and engine.leave_gib 1, but .* leave one out"),
+        ({"urls": ["http://127.0.0.1:1"], "leave_gib": 1}, "leave_gib only applies to the embedded engine"),
+        ({"urls": ["http://127.0.0.1:1"], "release_kv": True}, "release_kv only applies to the embedded engine"),
         ({"leave_gib": float("nan")}, "leave_gib"),
     ],
 )

@@ -138,7 +138,7 @@ def test_the_checkpoint_that_was_resumed_from_stays(load_trainer, model_folder, 
 
 
 def test_steps_come_in_order(load_trainer, model_folder, make_batch, as_input):
-    with pytest.raises(ValueError, match="step 2 was asked for, but the weights are those of step 0"):
+    with pytest.raises(ValueError, match="step 2 was requested, but the weights are those of step 0"):
         load_trainer(model_folder).train_step(as_input(make_batch(2)))
 
 
@@ -180,7 +180,7 @@ def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, caplog, damage):
         found = latest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 1
-    assert "passing over a damaged checkpoint" in caplog.text
+    assert "skipping a damaged checkpoint" in caplog.text
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path):

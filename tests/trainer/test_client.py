@@ -136,7 +136,7 @@ async def test_weights_may_go_by_torch_distributed(client, make_batch, model_fol
 
 async def test_an_address_of_another_machine_is_a_config_error(client, model_folder, tmp_path):
     trainer = TrainerConfig(transfer="distributed", transfer_host="192.0.2.1")
-    with pytest.raises(ConfigError, match=r"transfer_host is .192\.0\.2\.1., where the trainer cannot listen"):
+    with pytest.raises(ConfigError, match=r"transfer_host is .192\.0\.2\.1., but the trainer cannot listen there"):
         await client.init(
             model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path
         )
@@ -153,13 +153,13 @@ async def test_what_was_saved_is_what_was_published(ready, make_batch, model_fol
 async def test_a_failing_command_is_a_trainer_error_and_the_worker_lives_on(ready, make_batch):
     batch = make_batch(1)
     broken = replace(batch.records[0], behavior_logprobs=np.full_like(batch.records[0].behavior_logprobs, math.nan))
-    with pytest.raises(TrainerError, match=r"(?s)train_step failed: ValueError: branch 0 of session.*samples\.py"):
+    with pytest.raises(TrainerError, match=r"(?s)train_step failed: ValueError: branch 0 of session.*batching\.py"):
         await ready.train_step(replace(batch, records=(broken, *batch.records[1:])))
     assert (await ready.train_step(batch)).metrics["num_updates"] == 1
 
 
 async def test_a_command_before_init_is_a_trainer_error(client):
-    with pytest.raises(TrainerError, match="no model is loaded; init has to come first"):
+    with pytest.raises(TrainerError, match="no model is loaded; send init first"):
         await client.publish()
 
 

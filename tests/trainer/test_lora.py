@@ -267,19 +267,21 @@ def test_the_adapters_own_folder_has_what_peft_reads(trained, model_folder):
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=9.0), LoraConfig(rank=8, alpha=8.0)])
 def test_other_adapters_than_the_checkpoints_are_refused(trained, load_trainer, model_folder, lora):
-    with pytest.raises(ConfigError, match=r"was saved with trainer\.lora = .*; resume with what the run began with"):
+    with pytest.raises(
+        ConfigError, match=r"was saved with trainer\.lora = .*; resume with the setting that the run began with"
+    ):
         load_trainer(trained[1], model_folder, lora=lora, algorithm=REFERRED)
 
 
 def test_a_checkpoint_of_the_whole_model_is_no_adapters(load_trainer, model_folder, tmp_path):
     saved = load_trainer(model_folder, lora=None).save(tmp_path / "checkpoints", step=0, incarnation=0)
-    with pytest.raises(ConfigError, match=r"was saved with trainer\.lora = None, and the config now says"):
+    with pytest.raises(ConfigError, match=r"was saved with trainer\.lora = None, but the config now has"):
         load_trainer(saved.path, model_folder)
 
 
 def test_other_weights_than_those_that_the_run_began_with_are_refused(trained, load_trainer, tmp_path):
     _, saved = trained
-    with pytest.raises(ConfigError, match="were trained beside other weights than those that were loaded now"):
+    with pytest.raises(ConfigError, match="were trained on weights that differ from those loaded now"):
         load_trainer(saved, saved, algorithm=REFERRED)  # merged already
 
 
@@ -287,7 +289,7 @@ def test_weights_that_are_a_little_other_are_refused(trained, load_trainer, mode
     other = shutil.copytree(model_folder, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     save_file({name: 1.0005 * one for name, one in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="were trained beside other weights than those that were loaded now"):
+    with pytest.raises(ConfigError, match="were trained on weights that differ from those loaded now"):
         load_trainer(trained[1], other, algorithm=REFERRED)
 
 
@@ -327,7 +329,7 @@ def test_frozen_weights_are_held_in_bfloat16_on_a_gpu_where_that_loses_nothing()
 
 
 def test_a_name_that_no_layer_has_is_refused(load_trainer, model_folder):
-    with pytest.raises(ConfigError, match=r"names 'query', and .*; they have down_proj, gate_proj, k_proj"):
+    with pytest.raises(ConfigError, match=r"names 'query', but .*; the names are down_proj, gate_proj, k_proj"):
         load_trainer(model_folder, lora=LoraConfig(target_modules=("q_proj", "query")))
 
 

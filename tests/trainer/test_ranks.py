@@ -94,7 +94,7 @@ async def test_a_rank_that_is_killed_between_commands_ends_the_trainer(model_fol
         await started.gone()
         with pytest.raises(ProcessDied):
             await started.client.publish()
-        assert "rank 1 was killed by SIGKILL, and this trainer cannot go on" in started.rank_0.log_tail()
+        assert "rank 1 was killed by SIGKILL; this trainer cannot continue" in started.rank_0.log_tail()
 
 
 @pytest.mark.slow

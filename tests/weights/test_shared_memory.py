@@ -91,5 +91,5 @@ def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
 
 def test_other_parameters_are_refused(channel):
     wrong = parameters(0) | {"norm.bias": torch.zeros(6)}
-    with pytest.raises(ValueError, match=r"not those of the channel's layout: norm\.bias"):
+    with pytest.raises(ValueError, match=r"do not fit the channel's layout, see norm\.bias"):
         channel.write(wrong)

@@ -1,18 +1,16 @@
-"""Several servers as one engine, which goes on as long as one of them does. It puts the parts together.
+"""Several servers as one engine, which works as long as one of them does.
 
-    generate ──▶ relay.py ── chooses from ──▶ roster.py ◀── changes states ── keeper.py (a task for each server)
-    push     ──▶ pushes.py ── tells all ─────▶    │                              │ brings back what has fallen
-                    └─ what is due ──────────────────────────────────────────────┘
+    generate ──▶ relay.py ── chooses from ──▶ Roster ◀── changes states ── keeper.py (a task for each server)
+    push     ──▶ pushes.py ── tells all ─────▶  │                              │ brings back servers that failed
+                    └─ the weights due ────────────────────────────────────────┘
 
-Servers may come and go while it works (membership.py). Keepers begin with the first call and end with `aclose`.
+Servers join and leave while it works:
 
-Who belongs to a fleet: servers join and leave while it works, and each has a keeper for as long as it belongs.
+    add      verified, given the weights that are due ──▶ serving
+    remove   leaving: no further requests ──▶ its requests end, or move ──▶ gone
+    follow   another process decides this, and tells which servers have joined, left, or are out for now
 
-    add      verified, brought to the weights that are due ──▶ serving
-    remove   leaving: no further requests ──▶ what it has in hand ends, or moves ──▶ gone
-    follow   another process has seen to all that, and tells who has joined, who has left, and who is out for now
-
-It owns the tasks of the keepers, and of the servers that leave. It knows no request and no push.
+Keepers start with the first call; `aclose` ends them.
 """
 
 import asyncio
@@ -44,13 +42,13 @@ T = TypeVar("T")
 
 
 DRAIN_S = 30.0
-"""How long requests at a server that is removed may take to end before they move."""
+"""Requests at a server that is being removed may take this long to end before they move."""
 
 IDLE_POLL_S = 0.2
 
 
 class Membership:
-    """Changes the roster as servers come and go."""
+    """Changes the roster as servers come and go. It owns the tasks of the keepers and of the servers that leave."""
 
     def __init__(
         self, roster: Roster, standard: Standard, connect: Callable[[str], MemberEngine], patience: Patience
@@ -61,29 +59,29 @@ class Membership:
         self._patience = patience
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by URL
         self._leaving: set[asyncio.Task[None]] = set()
-        self._view: FleetView | None = None  # what another process has said last
+        self._view: FleetView | None = None  # the last view received from another process
         self._is_closed = False
 
     def keep(self) -> None:
-        """Every server has its keeper from now on."""
+        """Start a keeper for every server that has none."""
         for member in self._roster.members if not self._is_closed else ():
             if member.url not in self._keepers and member.state in (MemberState.SERVING, MemberState.QUARANTINED):
                 keeper = Keeper(member, self._roster, self._standard, self._patience)
                 self._keepers[member.url] = asyncio.create_task(keeper.run(), name=f"keeper of {member.url}")
 
     async def add(self, url: str) -> None:
-        """One server more. Raises ServerRefused, EngineUnreachable, and WeightUpdateError when it does not follow."""
+        """Add a server. Raises ServerRefused, EngineUnreachable, or WeightUpdateError if it cannot get the weights."""
         member = Member(engine=self._connect(url), state=MemberState.CATCHING_UP, reason="it is being added")
         known = self._roster.find(member.url)
         if known is not None:
             await member.engine.aclose()
             is_leaving = known.state is MemberState.LEAVING
-            how = "is just leaving; add it again once it is gone" if is_leaving else "is one of the servers already"
+            how = "is being removed; add it again once it is gone" if is_leaving else "is one of the servers already"
             raise ServerRefused(f"{member.url} {how}", code="known_server")
         self._roster.enter(member)
         try:
             keeper = Keeper(member, self._roster, self._standard, self._patience)
-            await member.ask(lambda _: keeper.bring_back(is_new=True))  # a removal takes it away
+            await member.ask(lambda _: keeper.bring_back(is_new=True))  # a removal cancels it
         except BaseException as error:
             self._roster.forget(member)
             await member.engine.aclose()
@@ -93,20 +91,20 @@ class Membership:
         self.keep()
 
     async def remove(self, url: str, drain_s: float = DRAIN_S) -> None:
-        """One server less, once no push is under way. It leaves also when this call is cancelled.
+        """Remove a server once no push is in progress. It leaves even if this call is cancelled.
 
-        Raises ServerRefused when it is none of them, or the last one.
+        Raises ServerRefused when it is not one of the servers, or the last one.
         """
         await self._standard.settled()
         member = self._roster.find(url.rstrip("/"))
         if member is None or member.state is MemberState.LEAVING:
             known = ", ".join(member.url for member in self._roster.members)
-            raise ServerRefused(f"{url!r} is none of the servers: {known}", code="unknown_server")
+            raise ServerRefused(f"{url!r} is not one of the servers: {known}", code="unknown_server")
         self._require_another(member)
         await asyncio.shield(self._leave(member, drain_s))
 
     def follow(self, view: FleetView) -> None:
-        """What another process says of the servers holds here, too."""
+        """Apply what another process reports about the servers."""
         self._view = view
         for url in (*view.serving, *view.out):
             if self._roster.find(url) is None:
@@ -124,16 +122,16 @@ class Membership:
         self.keep()
 
     def require_in(self, url: str, version: WeightVersion) -> None:
-        """Raises EngineUnreachable while another process says that this server is out, or should have other weights."""
+        """Raise EngineUnreachable if another process reports that this server is out, or should have other weights."""
         if self._view is None:
             return
         if url in self._view.out:
             raise EngineUnreachable(f"{url} is out: {self._view.out[url]}")
         if self._view.versions and str(version) not in self._view.versions:
-            raise EngineUnreachable(f"{url} serves version {version}, which is not what serves here")
+            raise EngineUnreachable(f"{url} serves version {version}, which is not the version served here")
 
     async def aclose(self) -> None:
-        """End the tasks and close the connections. Harmless when done before."""
+        """End the tasks and close the connections. Calling it again does nothing."""
         self._is_closed = True
         tasks = {*self._keepers.values(), *self._leaving}
         for task in tasks:
@@ -174,19 +172,19 @@ class Membership:
         member.take_away_all("is being removed")
         self._roster.forget(member)
         await member.engine.aclose()
-        if self._view is not None:  # it may have joined again meanwhile
+        if self._view is not None:  # the server may have joined again meanwhile
             self.follow(self._view)
 
 
 async def _until_nobody_uses(engine: MemberEngine) -> None:
-    """Other processes may have requests there, too."""
+    """Wait for the requests of other processes as well."""
     while (stats := await engine.stats()).num_running + stats.num_queued:  # noqa: ASYNC110 (a server tells nobody)
         await asyncio.sleep(IDLE_POLL_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
-    """One server as a person sees it."""
+    """One server's state, as shown to people."""
 
     url: str
     state: MemberState
@@ -206,10 +204,10 @@ class MemberReport:
 
 
 class Fleet:
-    """`protocols.Engine` over one server or more, all with the same model. Use it from one event loop.
+    """One engine (`protocols.Engine`) over one or more servers with the same model. Use it from one event loop.
 
-    `streams_alone` is whether tokens are asked for as they come where there is one server only. It costs the server
-    time, and without it an answer whose server dies begins again.
+    `streams_alone` says whether tokens are streamed when there is only one server. Streaming costs the server time;
+    without it, an answer whose server dies starts again from the beginning.
     """
 
     def __init__(
@@ -227,7 +225,7 @@ class Fleet:
         self._versions = Versions(self._patience.probe_timeout_s)
         self._pushes = FleetPushes(self._roster, self._versions, self._patience)
         self._membership = Membership(self._roster, self, connect, self._patience)
-        self._relays: dict[str, Relay] = {}  # by the ids of requests
+        self._relays: dict[str, Relay] = {}  # by request id
         self._info: EngineInfo | None = None
 
     # ------------------------------------------------------------------------------------ protocols.Engine
@@ -235,10 +233,10 @@ class Fleet:
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
-        """Sample at the server that fits best; where that fails, go on at another one from the tokens so far.
+        """Sample at the server that fits best; if that fails, continue at another one from the tokens so far.
 
-        Each token bears the version that sampled it. A seed holds over such a move where the draw at a position depends
-        on seed and position alone: with embedded engines, and with SGLang's under `--enable-deterministic-inference`.
+        Each token has the version that sampled it. A seed survives such a move if the draw at a position depends only
+        on seed and position: with embedded engines, and with SGLang's under `--enable-deterministic-inference`.
         """
         self._membership.keep()
         if request.request_id in self._relays:
@@ -252,7 +250,7 @@ class Fleet:
             del self._relays[request.request_id]
 
     async def abort(self, request_id: str) -> None:
-        """End one request, wherever it is; its `generate` returns what it has."""
+        """End one request at whichever server it is; its `generate` returns the tokens so far."""
         relay = self._relays.get(request_id)
         if relay is not None:
             await relay.abort()
@@ -267,7 +265,7 @@ class Fleet:
         await self._pushes.resume()
 
     async def begin_push(self, push_id: str) -> None:
-        """Wait for a server that serves, if none does."""
+        """Open a push. Waits for a serving server if there is none."""
         self._membership.keep()
         await self._pushes.begin(push_id)
 
@@ -275,7 +273,7 @@ class Fleet:
         await self._pushes.send(push_id, weights)
 
     async def commit_push(self, push_id: str, version: WeightVersion) -> None:
-        """Done when one server serves the new weights. The others serve nothing until they do, too."""
+        """Switch to the new weights. Done when one server serves them; others stop serving until they do too."""
         await self._pushes.commit(push_id, version)
 
     async def abort_push(self, push_id: str) -> None:
@@ -284,22 +282,22 @@ class Fleet:
     # -------------------------------------------------------------------------------------- what it serves
 
     async def load(self, model: Path, version: WeightVersion) -> None:
-        """Let all serve a Hugging Face folder as `version`, whatever they have served."""
+        """Make all servers serve a Hugging Face folder as `version`, whatever they served before."""
         await self._pushes.load(model, version)
 
     def begin_with(self, model: Path, version: WeightVersion) -> None:
-        """All were started with this folder, as this version: who comes back is given it, until there is a push."""
+        """State that all servers were started with this folder. Returning servers get it until there is a push."""
         self._pushes.begin_with(model, version)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until all serve. Raises EngineUnreachable when one does not within `timeout_s`."""
+        """Wait until all servers serve. Raises EngineUnreachable when one does not within `timeout_s`."""
         waits = (member.engine.wait_ready(timeout_s) for member in self._roster.members)
         for failure in await asyncio.gather(*waits, return_exceptions=True):
             if failure is not None:
                 raise failure
 
     async def info(self) -> EngineInfo:
-        """What holds for all that answer. Raises EngineRejected when they serve different models."""
+        """Return what holds for all servers that answer. Raises EngineRejected when they serve different models."""
         self._membership.keep()
         infos = await self._ask_serving(lambda engine: engine.info())
         if len({info.vocab_size for info in infos.values()}) > 1:
@@ -316,7 +314,7 @@ class Fleet:
         return self._info
 
     async def stats(self) -> EngineStats:
-        """The sums over all that answer soon, and how the fleet is."""
+        """Return the sums over all servers that answer soon, and the state of the fleet."""
         serving = self._roster.serving
         told = [one for one in await asyncio.gather(*map(self._stats_of, serving)) if one is not None]
         return EngineStats(
@@ -331,11 +329,11 @@ class Fleet:
         )
 
     def report(self) -> tuple[MemberReport, ...]:
-        """Every server, and how it is; its requests are those of this fleet."""
+        """Report the state of every server; the requests counted are those of this fleet."""
         return tuple(map(MemberReport.of, self._roster.members))
 
     async def survey(self) -> tuple[MemberReport, ...]:
-        """As `report`, with all requests that a server has, of other processes, too; where it tells soon."""
+        """Report like `report`, but count all requests of each server that answers soon, including other processes'."""
         members = self._roster.members
         told = await asyncio.gather(*map(self._stats_of, members))
         reports = map(MemberReport.of, members)
@@ -347,22 +345,22 @@ class Fleet:
     # ------------------------------------------------------------------------------------- joining, leaving
 
     async def add(self, url: str) -> None:
-        """One server more: verified, brought to the weights that are due, and only then it gets requests.
+        """Add a server: it is verified and given the weights that are due, and only then gets requests.
 
-        Raises ServerRefused when it is one already or has another model, and EngineUnreachable or WeightUpdateError
-        when it cannot serve.
+        Raises ServerRefused if it is one of the servers already or has another model, and EngineUnreachable or
+        WeightUpdateError if it cannot serve.
         """
         await self._membership.add(url)
 
     async def remove(self, url: str, drain_s: float = DRAIN_S) -> None:
-        """One server less. What it has in hand ends there within `drain_s`, or goes on elsewhere.
+        """Remove a server. Its requests end there within `drain_s`, or continue elsewhere.
 
-        Raises ServerRefused when it is none of them, or the last one.
+        Raises ServerRefused when it is not one of the servers, or the last one.
         """
         await self._membership.remove(url, drain_s)
 
     def view(self) -> FleetView:
-        """What other processes with a fleet of the same servers have to know."""
+        """Return what other processes with a fleet of the same servers need to know."""
         members = [member for member in self._roster.members if member.state is not MemberState.LEAVING]
         return FleetView(
             serving=tuple(member.url for member in members if member.state is MemberState.SERVING),
@@ -372,17 +370,17 @@ class Fleet:
         )
 
     async def changed(self) -> None:
-        """Return when `view` may be another one."""
+        """Wait until `view` may have changed."""
         await self._roster.changed()
 
     def follow(self, view: FleetView) -> None:
-        """What the process that pushes says of the servers and their weights holds here, too."""
+        """Apply what the process that pushes reports about the servers and their weights."""
         for version in view.versions:
             self._versions.begin(WeightVersion.parse(version))
         self._membership.follow(view)
 
     async def aclose(self) -> None:
-        """End the keepers and close the connections. Harmless when done before."""
+        """End the keepers and close the connections. Calling it again does nothing."""
         await self._membership.aclose()
 
     # --------------------------------------------------------------------------------------------- Standard
@@ -406,7 +404,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------- internals
 
     async def _ask_serving(self, call: Callable[[MemberEngine], Coroutine[Any, Any, T]]) -> dict[Member, T]:
-        """Ask all that serve. Who does not answer is quarantined; raises its error when nobody does."""
+        """Ask all serving servers. One that does not answer is quarantined; if none answers, its error is raised."""
         members = await self._roster.wait_for_some(self._patience.wait_s)
         results = await asyncio.gather(*(member.ask(call) for member in members), return_exceptions=True)
         answers: dict[Member, T] = {}
@@ -424,14 +422,14 @@ class Fleet:
         return answers
 
     async def _stats_of(self, member: Member) -> EngineStats | None:
-        """None when it does not tell soon."""
+        """Return None when the server does not answer soon."""
         with contextlib.suppress(TimeoutError, EngineError):
             async with asyncio.timeout(self._patience.probe_timeout_s):
                 return await member.engine.stats()
         return None
 
     def _version(self) -> WeightVersion:
-        """That serves, as far as is known."""
+        """Return the version that serves, as far as is known."""
         if self._pushes.due is not None:
             return self._pushes.due.version
         return min((member.version for member in self._roster.serving if member.version), default=WeightVersion())

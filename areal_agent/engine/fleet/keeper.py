@@ -1,18 +1,18 @@
-"""Watches one server of a fleet, and brings it back when it has fallen. It knows no other server and no request.
+"""Watches one server of a fleet, and brings it back after a failure.
 
-serving       asked every few seconds how it is. An error says that it is down. Silence says nothing until it has
-              neither answered nor sampled a token for `hung_after_s`: then it hangs. One that is slow is left alone
-quarantined   asked again and again. When it answers: verified, brought to the weights that are due, and then it
-              serves, unless a push is under way: then once that is over, and with what is due after it
+serving       The server is probed every few seconds. An error means that it is down. A silent server counts as hung
+              once it has neither answered nor sampled a token for `hung_after_s`; a slow server is left alone.
+quarantined   The server is probed again and again. When it answers it is verified and given the weights that are due.
+              Then it serves, unless a push is in progress: then after the push, with the weights that are due by then.
 
-The weights that every server of a fleet has to serve, and how one that does not is brought to them.
+`bring_to` gives a server the weights that are due:
 
     label right ──────────────────────────────▶ it may serve
     label wrong ──▶ load, or push to it alone ──▶ label read back ──▶ it may serve
-                       └─ a push to one that is ahead: a model first, as 0:0, for versions only go up
+                       └─ if it is ahead, a model is loaded as 0:0 before the push, as versions only go up
 
-A push in memory is double-buffered by its sender: one that has been overwritten meanwhile fails its checksum, and the
-server is brought to the newer weights the next time. Knows one server at a time, and no state of it.
+Weights in shared memory may have been overwritten by newer ones meanwhile: then the push fails its checksum, and the
+server gets the newer weights at the next attempt.
 """
 
 import asyncio
@@ -33,26 +33,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Due:
-    """The version, and where its weights are: a model's folder, or what was pushed as `push_id`."""
+    """The version that every server has to serve, and its weights: a model's folder, or the push `push_id`."""
 
     version: WeightVersion
-    source: Path | Weights | None  # None: nobody has said
+    source: Path | Weights | None  # None: unknown
     push_id: str = ""
-    base: Path | None = None  # a model folder that a push may follow on; None: that which a server was started with
+    base: Path | None = None  # a model folder that a push may start from; None: the one that a server was started with
 
 
 async def bring_to(engine: MemberEngine, due: Due, *, is_label_believed: bool = True) -> None:
-    """Return when the server serves these weights. Raises EngineError when it does not."""
+    """Make the server serve these weights. Raises EngineError if it does not."""
     info = await engine.info()
     served = info.weight_version
     if served == due.version and (is_label_believed or due.source is None) and await engine.health():
-        await engine.resume()  # a push that broke off may have left it paused
+        await engine.resume()  # an interrupted push may have left it paused
         return
     match due.source:
         case None:
             raise WeightUpdateError(
-                f"{engine.base_url} serves version {served}, and {due.version} is due, of which this fleet has no "
-                "weights; start it with those, or wait for the next push"
+                f"{engine.base_url} serves version {served}, but {due.version} is due, and this fleet has no weights "
+                "of that; start it with those, or wait for the next push"
             )
         case Path() as model:
             await engine.load(model, due.version)
@@ -69,11 +69,11 @@ async def require_version(engine: MemberEngine, version: WeightVersion) -> None:
     """Read the label back. Raises WeightUpdateError when it is another."""
     served = (await engine.info()).weight_version
     if served != version:
-        raise WeightUpdateError(f"{engine.base_url} says that it serves {served} after a push of {version}")
+        raise WeightUpdateError(f"{engine.base_url} reports that it serves {served} after a push of {version}")
 
 
 async def _push(engine: MemberEngine, push_id: str, weights: Weights, version: WeightVersion) -> None:
-    """To this one alone. Where it fails it stays paused: whatever it serves, it is not what is due."""
+    """Push to this server alone. After a failure it stays paused, because it may serve the wrong weights."""
     try:
         await engine.begin_push(push_id)
         await engine.send_push(push_id, weights)
@@ -87,29 +87,29 @@ async def _push(engine: MemberEngine, push_id: str, weights: Weights, version: W
 
 
 class Standard(Protocol):
-    """What a server has to be to serve."""
+    """The fleet's requirements on a server."""
 
     @property
     def due(self) -> Due | None:
-        """None: others push, and this fleet only looks."""
+        """The weights that are due; None if other processes push and this fleet only watches."""
         ...
 
     @property
     def is_changing(self) -> bool:
-        """Whether a push is under way, or a pause: nobody joins meanwhile, and labels may differ."""
+        """True during a push or a pause: no server joins meanwhile, and labels may differ."""
         ...
 
     async def settled(self) -> None:
-        """Return when that is over."""
+        """Wait until no push or pause is in progress."""
         ...
 
     def check(self, url: str, info: EngineInfo) -> None:
-        """Raises ServerRefused for another model than the fleet's, and EngineUnreachable for one that is out."""
+        """Raise ServerRefused for another model than the fleet's, and EngineUnreachable for a server that is out."""
         ...
 
 
 class Keeper:
-    """Of one member. `run` until cancelled."""
+    """Looks after one member. `run` until cancelled."""
 
     def __init__(
         self,
@@ -124,16 +124,16 @@ class Keeper:
         self._standard = standard
         self._patience = patience
         self._now = now
-        self._looked_s = now()  # when it was last seen how the server is
+        self._looked_s = now()  # when the server's state was last observed
         self._num_silent = 0  # probes in a row without an answer
 
     async def run(self) -> None:
-        """Look after it."""
+        """Look at the server in intervals, and at once when it is wanted."""
         while True:
             self._member.looked_after.clear()
             try:
                 await self._look()
-            except Exception as error:  # the boundary: whatever goes wrong with a server is that server's failure
+            except Exception as error:  # the boundary: any error counts as a failure of this server
                 logger.exception("%s could not be looked after", self._member.url)
                 self._roster.fall(self._member, f"it could not be looked after: {error!r}")
                 self._member.looked_after.clear()
@@ -142,9 +142,9 @@ class Keeper:
                     await self._member.looked_after.wait()
 
     async def bring_back(self, *, is_new: bool = False) -> None:
-        """Return when it serves. Raises EngineError, and TimeoutError when it does not say how it is.
+        """Return when the server serves. Raises EngineError, and TimeoutError when it does not answer.
 
-        The label of one that is new is not believed: it may be that of another run.
+        The label of a new server is not trusted, because it may come from another run.
         """
         self._roster.catch_up(self._member)
         while True:
@@ -157,7 +157,7 @@ class Keeper:
                 await bring_to(self._member.engine, due, is_label_believed=not is_new)
             if not self._standard.is_changing and self._standard.due is due:
                 break
-        self._standard.check(self._member.url, info)  # another process may have spoken meanwhile
+        self._standard.check(self._member.url, info)  # another process may have reported something meanwhile
         self._member.version = info.weight_version if due is None else due.version
         self._hear()
         self._roster.serve(self._member)
@@ -190,13 +190,13 @@ class Keeper:
             self._judge_label(info, due)
 
     def _hear(self) -> None:
-        """It has said how it is."""
+        """Record that the server has answered."""
         self._member.heard_s = self._looked_s = self._now()
         self._num_silent = 0
 
     def _judge_silence(self) -> None:
         member, now_s = self._member, self._now()
-        if member.is_loading:  # as long as it takes: the call itself has a time limit
+        if member.is_loading:  # loading may take any time: the call itself has a limit
             self._hear()
             return
         member.heard_s = min(now_s, member.heard_s + self._slept_s(now_s))
@@ -204,11 +204,11 @@ class Keeper:
         self._num_silent += 1
         silent_s = now_s - member.heard_s
         if silent_s >= self._patience.hung_after_s and self._num_silent > 1:
-            why = f"it hangs: for {silent_s:.0f} s it has neither answered nor sampled a token"
+            why = f"it hangs: it has for {silent_s:.0f} s neither answered nor sampled a token"
             self._roster.fall(member, why, is_lost=True)
 
     def _slept_s(self, now_s: float) -> float:
-        """How long this process has not run since the last look: a silence of that time is its own."""
+        """Return how long this process was suspended since the last look; such a silence is not the server's fault."""
         longest_s = self._patience.probe_every_s + 2 * self._patience.probe_timeout_s
         return max(0.0, now_s - self._looked_s - longest_s)
 
@@ -228,7 +228,7 @@ class Keeper:
     async def _require_health(self) -> None:
         async with asyncio.timeout(self._patience.probe_timeout_s):
             if not await self._member.engine.health():
-                raise EngineUnreachable(f"{self._member.url} says that it is not healthy; see its log")
+                raise EngineUnreachable(f"{self._member.url} reports that it is not healthy; see its log")
 
     # ---------------------------------------------------------------------------------------- quarantined
 
@@ -238,4 +238,4 @@ class Keeper:
         except (EngineError, TimeoutError) as error:
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
             self._roster.fall(self._member, reason)
-            self._member.looked_after.clear()  # it is asked again after a while
+            self._member.looked_after.clear()  # so that it is probed again only after the interval

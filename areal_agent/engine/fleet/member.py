@@ -1,31 +1,10 @@
-"""One server of a fleet: its client, what is known of it, and the calls that it has in hand. It decides nothing.
-
-A call at one server that can be taken away from it. It knows neither what is asked nor who asks.
-
-How long a fleet waits for what, in seconds. Plain data.
-
-Whether a server serves the model of the others. Knows what servers say of themselves, and no server.
-
-What one process knows of a fleet's servers, for others that use them, too. Plain data.
-
-Any engine that a run has connections to: one server or several, of whichever kind. A protocol and nothing else.
-
-Which of several servers a request goes to: the one with its beginning in the cache, unless that has too much to do.
-
-A prompt is cut into blocks; each block's key depends on all before it. The deepest block that is known names the server
-that computed it. Knows servers by their names alone, which may come and go, and no model.
-
-The servers of a fleet and their states: the one place that changes them, and says so once.
+"""The servers of a fleet: one (`Member`), all with their states (`Roster`), and the one for a request (`Router`).
 
     catching_up ──▶ serving ──▶ leaving ──▶ (gone)
          ▲             │
          └ quarantined ◀   it failed, hangs, or serves another version than is due
 
-Who waits for a server is woken by every change. It asks no server anything.
-
-The weight versions that a fleet has been given: a token of any other was sampled by weights that nobody here knows.
-
-Where another process pushes, word of a version may come a moment after its first token. It knows no server.
+Only the roster changes states, and every change wakes those who wait for a server.
 """
 
 import asyncio
@@ -53,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Call(Generic[T]):
-    """One call. Its task lives as long as `run`."""
+    """One call to a server, which can be taken away from it. Its task lives as long as `run`."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[T] | None = None
@@ -74,7 +53,7 @@ class Call(Generic[T]):
             await asyncio.wait({self._task})
 
     def take_away(self, why: str) -> None:
-        """Nobody waits for the server any more. Harmless when it has answered."""
+        """Stop waiting for the server. Does nothing if it has answered."""
         self._taken_away = why
         if self._task is not None:
             self._task.cancel()
@@ -82,18 +61,18 @@ class Call(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """The defaults are those of the config section `engine`."""
+    """The times that a fleet waits, in seconds. The defaults are those of the config section `engine`."""
 
-    hung_after_s: float = 30.0  # a server that neither answers nor samples for so long is hung
-    wait_s: float = 120.0  # requests and pushes wait so long while no server serves
-    probe_every_s: float = 5.0  # how often a server is asked how it is
-    probe_timeout_s: float = 4.0  # how long its answer may take; a failure within that time says that it is down
-    abort_s: float = 3.0  # how long a server may take to answer an abort
-    max_failures: int = 5  # how often one request may fail under servers before it fails itself
+    hung_after_s: float = 30.0  # a server that neither answers nor samples for this long counts as hung
+    wait_s: float = 120.0  # requests and pushes wait this long while no server serves
+    probe_every_s: float = 5.0  # the interval between probes of a server
+    probe_timeout_s: float = 4.0  # a probe may take this long; an error within that time means that the server is down
+    abort_s: float = 3.0  # a server may take this long to answer an abort
+    max_failures: int = 5  # a request fails once it has failed at servers this often
 
 
 def check_model(url: str, info: EngineInfo, known: EngineInfo) -> None:
-    """Raise ServerRefused when a server that is `info` cannot stand in for those that are `known`."""
+    """Raise ServerRefused when a server with `info` cannot stand in for those with `known`."""
     fault = _fault(info, known)
     if fault is not None:
         raise ServerRefused(f"{url} {fault}", code="another_model")
@@ -102,57 +81,60 @@ def check_model(url: str, info: EngineInfo, known: EngineInfo) -> None:
 def _fault(info: EngineInfo, known: EngineInfo) -> str | None:
     if info.vocab_size != known.vocab_size:
         return (
-            f"serves {info.model_path}, with {info.vocab_size} ids, and the others {known.model_path}, with "
+            f"serves {info.model_path}, with {info.vocab_size} ids, but the others {known.model_path}, with "
             f"{known.vocab_size}; start it with their model"
         )
     if info.max_context_tokens < known.max_context_tokens:
         return (
-            f"has a context of {info.max_context_tokens} tokens, and the others {known.max_context_tokens}; start it "
-            "with theirs"
+            f"has a context of {info.max_context_tokens} tokens, but the others {known.max_context_tokens}; start it "
+            "with the same context"
         )
     if known.has_grammar and not info.has_grammar:
-        return "does not constrain answers to a grammar, and the others do; start it as they were"
+        return "does not constrain answers to a grammar, but the others do; start it with their options"
     return None
 
 
 class FleetView(Section):
-    """A server that stands in neither has left."""
+    """One process's knowledge of a fleet's servers, for others that use them. A server in neither list has left."""
 
     serving: tuple[str, ...]
     out: Mapping[str, str]
-    """Why, by URL: they are not to be asked for now."""
+    """The servers that must not be asked for now: reasons by URL."""
     versions: tuple[str, ...]
-    """One of which every server that serves has: the one that is due, and one that is being committed."""
+    """The versions that serving servers may have: the one that is due, and the one that is being committed."""
     is_loading: bool = False
-    """Whether servers load weights now: they may be silent meanwhile, and none of them hangs."""
+    """True while servers load weights: they may be silent meanwhile without being hung."""
 
 
 class ServedEngine(Engine, Protocol):
-    """Implementations: `engine.http.HttpEngine`, `engine.foreign.engine.ForeignEngine`, `engine.fleet.fleet.Fleet`."""
+    """Any engine that a run has connections to.
+
+    Implementations: `engine.client.HttpEngine`, `engine.foreign.engine.ForeignEngine`, `engine.fleet.fleet.Fleet`.
+    """
 
     async def info(self) -> EngineInfo:
-        """The model that it serves, and the current weight version."""
+        """Return the model that it serves, and the current weight version."""
         ...
 
     async def stats(self) -> EngineStats:
-        """Its work."""
+        """Return its load."""
         ...
 
     async def aclose(self) -> None:
-        """Close the connections. Harmless when done before."""
+        """Close the connections. Calling it again does nothing."""
         ...
 
 
 class MemberEngine(ServedEngine, Protocol):
-    """The client of one server. Implementations: `engine.http.HttpEngine`, `engine.foreign.engine.ForeignEngine`."""
+    """The client of one server. Implementations: `engine.client.HttpEngine`, `engine.foreign.engine.ForeignEngine`."""
 
     @property
     def base_url(self) -> str:
-        """Where the server listens."""
+        """The URL at which the server listens."""
         ...
 
     async def health(self) -> bool:
-        """Whether it may be asked to sample."""
+        """Return whether the server may be asked to sample."""
         ...
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -165,27 +147,27 @@ class MemberEngine(ServedEngine, Protocol):
 
 
 class MemberState(StrEnum):
-    """Whether a server gets requests."""
+    """The state of a server, which decides whether it gets requests."""
 
     SERVING = "serving"
-    QUARANTINED = "quarantined"  # it failed, hangs, or is behind; it is asked again and again
-    CATCHING_UP = "catching_up"  # it answers: it is verified, and given the weights of the fleet
-    LEAVING = "leaving"  # it is being removed: what it has in hand ends or moves
+    QUARANTINED = "quarantined"  # it failed, hangs, or is behind; it is probed until it returns
+    CATCHING_UP = "catching_up"  # it answers; it is verified and given the fleet's weights
+    LEAVING = "leaving"  # it is being removed; its requests end or move
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Member:
-    """What `roster.py` decides of it is in `state` and `reason`."""
+    """One server of a fleet. `Roster` sets `state` and `reason`."""
 
     engine: MemberEngine
     state: MemberState = MemberState.SERVING
     reason: str = ""  # why it does not serve
-    version: WeightVersion | None = None  # that it served when it was last asked
-    lag: int = 0  # how often in a row it was found with an earlier version than others
+    version: WeightVersion | None = None  # the version that it served when it was last asked
+    lag: int = 0  # how often in a row it had an earlier version than others
     is_loading: bool = False  # it loads weights, and may be silent meanwhile
     num_requests: int = 0
-    heard_s: float = field(default_factory=time.monotonic)  # when it has last answered, or sampled a token
-    looked_after: asyncio.Event = field(default_factory=asyncio.Event)  # set: its keeper has to look now
+    heard_s: float = field(default_factory=time.monotonic)  # when it last answered or sampled a token
+    looked_after: asyncio.Event = field(default_factory=asyncio.Event)  # set it to make the keeper look now
     _calls: dict[Call[Any], None] = field(default_factory=dict[Call[Any], None])
 
     @property
@@ -193,7 +175,7 @@ class Member:
         return self.engine.base_url
 
     async def ask(self, work: Callable[[MemberEngine], Coroutine[Any, Any, T]], call: Call[T] | None = None) -> T:
-        """Await a call at the server. Raises EngineUnreachable when it is taken away from it."""
+        """Await a call to the server. Raises EngineUnreachable when the call is taken away."""
         call = call or Call[T]()
         self._calls[call] = None
         try:
@@ -202,7 +184,7 @@ class Member:
             del self._calls[call]
 
     def take_away_all(self, why: str) -> None:
-        """Nobody waits for this server any more."""
+        """Take away all calls, so that nobody waits for this server any more."""
         for call in self._calls:
             call.take_away(f"{self.url} {why}")
 
@@ -210,26 +192,30 @@ class Member:
 BLOCK_TOKENS = 64
 MAX_KEYS = 2**18
 MAX_LEAD = 8
-"""How many requests more than the idlest a server may have and still be given what its cache has."""
+"""A server may have this many requests more than the idlest one and still be chosen for its cache."""
 
 
 class Router:
-    """Chooses among servers by name. What it chose is where the blocks are from then on."""
+    """Chooses the server that has the beginning of the prompt in its cache, unless it is too busy.
+
+    A prompt is cut into blocks, and each block's key depends on all blocks before it. The deepest known block leads to
+    the server that computed it. Once a server is chosen, the prompt's blocks count as cached there.
+    """
 
     def __init__(self, *, max_lead: int = MAX_LEAD, max_keys: int = MAX_KEYS) -> None:
         self._max_lead = max_lead
         self._max_keys = max_keys
-        self._home_of: OrderedDict[bytes, str] = OrderedDict()  # the server that has this block, by its key
+        self._home_of: OrderedDict[bytes, str] = OrderedDict()  # the server that has a block, by the block's key
 
     def choose(self, input_ids: Sequence[int], loads: Mapping[str, int]) -> str:
-        """The name of a server; `loads` are the requests in flight at each that may be chosen.
+        """Choose a server; `loads` holds the requests in flight of each server that may be chosen.
 
         >>> router, prompt = Router(), range(100)
         >>> router.choose(prompt, {"a": 1, "b": 0})
         'b'
         >>> router.choose([*prompt, 5], {"a": 0, "b": 3})      # its first block is there
         'b'
-        >>> router.choose([*prompt, 5], {"a": 0, "b": 9})      # too much to do there
+        >>> router.choose([*prompt, 5], {"a": 0, "b": 9})      # too busy
         'a'
         >>> router.choose([*prompt, 5], {"b": 9})
         'b'
@@ -247,7 +233,7 @@ class Router:
 
 
 def _keys(input_ids: Sequence[int]) -> Iterator[bytes]:
-    """One a whole block."""
+    """Yield one key for each whole block."""
     packed = np.asarray(input_ids, dtype=np.int32).tobytes()
     state = blake2b(digest_size=16)
     for start in range(0, len(packed) - len(packed) % (4 * BLOCK_TOKENS), 4 * BLOCK_TOKENS):
@@ -256,18 +242,18 @@ def _keys(input_ids: Sequence[int]) -> Iterator[bytes]:
 
 
 MAX_LAG = 2
-"""How often in a row a server may be found behind others, where this fleet does not push, before it comes last."""
+"""A server found behind others more often in a row than this is chosen last, if this fleet does not push."""
 
 
 class Roster:
-    """All members, by URL."""
+    """All members, by URL. Only this class changes their states."""
 
     def __init__(self, members: Iterable[Member], router: Router | None = None) -> None:
         self._members = {member.url: member for member in members}
         self._router = router or Router()
         self._has_changed = asyncio.Event()
         self.num_quarantines = 0
-        self.num_moves = 0  # of requests, from one server to the next
+        self.num_moves = 0  # of requests, from one server to another
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -275,24 +261,24 @@ class Roster:
 
     @property
     def serving(self) -> list[Member]:
-        """Those that may be asked to sample."""
+        """The members that may be asked to sample."""
         return [member for member in self._members.values() if member.state is MemberState.SERVING]
 
     @property
     def newest_version(self) -> WeightVersion | None:
-        """That any of them has been found with."""
+        """The newest version that any serving member has been found with."""
         return max((member.version for member in self.serving if member.version is not None), default=None)
 
     def find(self, url: str) -> Member | None:
         return self._members.get(url)
 
     def enter(self, member: Member) -> None:
-        """One more."""
+        """Add a member."""
         self._members[member.url] = member
         self.ring()
 
     def forget(self, member: Member) -> None:
-        """It is gone; another one may be at its URL by now."""
+        """Drop a member, unless another one has taken its URL."""
         if self._members.get(member.url) is member:
             del self._members[member.url]
         self.ring()
@@ -300,7 +286,7 @@ class Roster:
     # ------------------------------------------------------------------------------------------------ states
 
     def fall(self, member: Member, why: str, *, is_lost: bool = False) -> None:
-        """It gets no further requests. With `is_lost` those that it has are taken away from it, too."""
+        """Give the member no further requests. With `is_lost`, also take away the requests that it has."""
         if member.state is MemberState.SERVING:
             self.num_quarantines += 1
             left = len(self.serving) - 1
@@ -311,37 +297,37 @@ class Roster:
             member.take_away_all(f"was quarantined: {why}")
 
     def catch_up(self, member: Member) -> None:
-        """It answers, and is being verified."""
+        """Note that the member answers, and is being verified."""
         self._move(member, MemberState.CATCHING_UP, member.reason)
 
     def serve(self, member: Member) -> None:
-        """It gets requests from now on."""
+        """Give the member requests from now on."""
         logger.info("%s serves version %s", member.url, member.version)
         self._move(member, MemberState.SERVING, "")
 
     def leave(self, member: Member) -> None:
-        """It gets no further requests, and will be forgotten."""
+        """Give the member no further requests, before it is forgotten."""
         logger.info("%s leaves; requests that it still has: %d", member.url, member.num_requests)
         self._move(member, MemberState.LEAVING, "it is being removed")
 
     def _move(self, member: Member, state: MemberState, reason: str) -> None:
-        if member.state is not MemberState.LEAVING:  # there is no way back
+        if member.state is not MemberState.LEAVING:  # leaving is final
             member.state, member.reason = state, reason
         self.ring()
 
     # ------------------------------------------------------------------------------------------------ choice
 
     def ring(self) -> None:
-        """Let everyone who waits look again."""
+        """Wake everyone who waits for a change."""
         self._has_changed.set()
         self._has_changed = asyncio.Event()
 
     async def changed(self) -> None:
-        """Return at the next change."""
+        """Wait for the next change."""
         await self._has_changed.wait()
 
     async def wait_for_some(self, wait_s: float, is_given_up: Callable[[], bool] = lambda: False) -> list[Member]:
-        """Those that serve, once one does; none when it is given up. Raises EngineUnreachable after `wait_s`."""
+        """Wait for serving members, and return them; empty if given up. Raises EngineUnreachable after `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while not self.serving and not is_given_up():
@@ -353,54 +339,61 @@ class Roster:
         return self.serving
 
     async def until_idle(self, member: Member) -> None:
-        """Return when it has no requests."""
+        """Wait until the member has no requests."""
         while member.num_requests:
             await self._has_changed.wait()
 
     def choose(self, input_ids: Sequence[int]) -> Member:
-        """The server for a request, of those that serve; one at least does. Those that are behind come last."""
+        """Choose the serving member for a request; there has to be one. Those that are behind come last."""
         serving = self.serving
         candidates = [member for member in serving if member.lag <= MAX_LAG] or serving
         url = self._router.choose(input_ids, {member.url: member.num_requests for member in candidates})
         return self._members[url]
 
     def _why_none(self) -> str:
-        return "; ".join(f"{member.url} is {member.state}: {member.reason}" for member in self.members) or "it has none"
+        return (
+            "; ".join(f"{member.url} is {member.state}: {member.reason}" for member in self.members)
+            or "there are no servers"
+        )
 
 
 class Versions:
-    """All that were ever given. Before the first one nobody has said anything, and every version is as good."""
+    """The weight versions that the fleet has been given; a token of any other version has unknown weights.
+
+    Before the first one is given, every version is accepted. If another process pushes, news of a version may arrive
+    shortly after its first token.
+    """
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
         self._known: set[WeightVersion] = set()
-        self._strange: set[WeightVersion] = set()  # waited for in vain
+        self._strange: set[WeightVersion] = set()  # waited for without result
         self._has_changed = asyncio.Event()
 
     def begin(self, version: WeightVersion) -> None:
-        """It is served, and from now on every version that is not given is a stranger."""
+        """Accept this version, and from now on only versions that were given."""
         self._known.add(version)
         self._strange.discard(version)
         self._has_changed.set()
         self._has_changed = asyncio.Event()
 
     def add(self, version: WeightVersion) -> None:
-        """It is about to be served."""
+        """Accept a version that is about to be served."""
         if self._known:
             self.begin(version)
 
     def forget(self, version: WeightVersion) -> None:
-        """It was not served after all."""
+        """Take back a version that was not served after all."""
         self._known.discard(version)
 
     def knows(self, version: WeightVersion) -> bool:
         return not self._known or version in self._known
 
     async def stranger(self, spans: Iterable[VersionSpan]) -> VersionSpan | None:
-        """The first tokens of one answer that no server of this fleet should have sampled.
+        """Return the first span of an answer that no server of this fleet should have sampled, or None.
 
-        Their version is not known, and does not become so within a while; or it is earlier than that of the tokens
-        before: their server was started again, say, and nobody has noticed yet.
+        Its version is unknown and stays so for a while, or is earlier than that of the tokens before it, for example
+        because the server was restarted unnoticed.
         """
         newest = WeightVersion()
         for span in spans:

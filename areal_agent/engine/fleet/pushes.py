@@ -1,10 +1,9 @@
-"""Pushes and pauses of a whole fleet: told to all servers that serve, and survived as long as one of them follows.
+"""Pushes and pauses of a whole fleet: all serving servers take part, and one of them that follows is enough.
 
     begin ──▶ send ──▶ pause ──▶ commit ──▶ resume
-      └─ who fails at a step is quarantined; where all fail, the push fails, and the old version serves everywhere
+      └─ a server that fails at a step is quarantined; if all fail, the push fails and the old version keeps serving
 
-Who takes part is settled at the beginning: nobody joins before the end. What was committed last is what is due.
-It knows servers by what they answer, and no request.
+Participants are fixed at the beginning: no server joins before the end. The version committed last is the one due.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ class _Push:
 
 
 class FleetPushes:
-    """The push that is open, if one is; one pusher at a time."""
+    """The pushes and pauses of a fleet. One push is open at a time."""
 
     def __init__(self, roster: Roster, versions: Versions, patience: Patience) -> None:
         self.due: Due | None = None
@@ -36,31 +35,31 @@ class FleetPushes:
         self._roster = roster
         self._versions = versions
         self._patience = patience
-        self._base: Path | None = None  # the folder that all began with
+        self._base: Path | None = None  # the folder that all servers started with
         self._push: _Push | None = None
         self._committing: WeightVersion | None = None
-        self._taking_part: list[Member] = []  # in the push, or in a pause without one
+        self._taking_part: list[Member] = []  # the participants of the push, or of a pause without a push
         self._paused: PauseMode | None = None
         self._is_settled = asyncio.Event()
         self._is_settled.set()
 
     @property
     def served(self) -> tuple[WeightVersion, ...]:
-        """The versions of which servers may have one now."""
+        """The versions that servers may have now."""
         due = None if self.due is None else self.due.version
         return tuple(sorted({version for version in (due, self._committing) if version is not None}))
 
     @property
     def is_changing(self) -> bool:
-        """Whether a push is under way, or a pause."""
+        """True during a push or a pause."""
         return not self._is_settled.is_set()
 
     async def settled(self) -> None:
-        """Return when neither is."""
+        """Wait until no push or pause is in progress."""
         await self._is_settled.wait()
 
     async def load(self, model: Path, version: WeightVersion) -> None:
-        """Let all serve a folder. Raises EngineError when one does not."""
+        """Make all servers load a folder. Raises EngineError when one does not."""
         members = self._roster.members
         with self._loading(members):
             failures = await self._ask(members, lambda engine: engine.load(model, version))
@@ -69,7 +68,7 @@ class FleetPushes:
         self.begin_with(model, version)
 
     def begin_with(self, model: Path, version: WeightVersion) -> None:
-        """All serve this folder already."""
+        """State that all servers serve this folder already."""
         self._base = model
         self.due = Due(version=version, source=model, base=model)
         self._versions.begin(version)
@@ -77,27 +76,27 @@ class FleetPushes:
             member.version = version
 
     async def begin(self, push_id: str) -> None:
-        """Open a push; one that is open is forgotten: its sender is dead. Raises WeightUpdateError."""
+        """Open a push and forget one that is open, whose sender must be dead. Raises WeightUpdateError."""
         members = await self._some()
-        if self.due is None:  # from now on this fleet says what is served
+        if self.due is None:  # from now on this fleet decides what is served
             self.due = Due(version=await self._newest(members), source=None)
         self._push, self._taking_part = _Push(id=push_id), members
         self._is_settled.clear()
         await self._tell_all("begin", lambda engine: engine.begin_push(push_id))
 
     async def send(self, push_id: str, weights: Weights) -> None:
-        """Let all have the weights; the old version serves."""
+        """Send the weights to all servers; the old version keeps serving."""
         self._open(push_id).weights = weights
         await self._tell_all("send", lambda engine: engine.send_push(push_id, weights))
 
     async def commit(self, push_id: str, version: WeightVersion) -> None:
-        """Let all serve what was sent. It is done when one does; the others are quarantined."""
+        """Make all servers switch to what was sent. It succeeds when one does; the others are quarantined."""
         push = self._open(push_id)
         if push.weights is None:
             raise PushConflict(f"push {push_id!r} has been sent no weights yet; a commit comes after the send")
 
         is_repeated = self._versions.knows(version)
-        self._versions.add(version)  # before the first token bears it
+        self._versions.add(version)  # before the first token of that version arrives
         self._committing = version
 
         async def commit_at(engine: MemberEngine) -> None:
@@ -120,7 +119,7 @@ class FleetPushes:
         self._roster.ring()
 
     async def abort(self, push_id: str) -> None:
-        """Forget a push, also where it has failed. One that is not open is no error, nor is a server that is gone."""
+        """Forget a push, even one that failed. A push that is not open is no error, nor is a server that is gone."""
         members = self._taking_part if self.is_changing else self._roster.serving
         await self._ask(members, lambda engine: _abort(engine, push_id, self._patience.abort_s))
         if self._push is not None and self._push.id == push_id:
@@ -128,7 +127,7 @@ class FleetPushes:
             self._settle()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop all."""
+        """Pause all servers."""
         if self._push is None:
             self._taking_part = self._roster.serving
         self._paused = mode
@@ -136,9 +135,9 @@ class FleetPushes:
         await self._tell_all("pause", lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
-        """Let all go on that took part. Who does not answer is quarantined."""
+        """Resume all participants. A server that does not answer is quarantined."""
         for member, error in (await self._ask(self._present(), lambda engine: engine.resume())).items():
-            self._roster.fall(member, f"it did not go on after a pause: {error}", is_lost=True)
+            self._roster.fall(member, f"it did not resume after a pause: {error}", is_lost=True)
         self._paused = None
         if self._push is None or self._push.is_committed:
             self._push = None
@@ -184,18 +183,19 @@ class FleetPushes:
         for member, error in (await self._ask(members, learn)).items():
             self._roster.fall(member, str(error))
         if not versions:
-            raise WeightUpdateError("no server says which version it serves; see their logs")
+            raise WeightUpdateError("no server reports which version it serves; see their logs")
         return max(versions)
 
     def _present(self) -> list[Member]:
-        """Those that take part and have not fallen; without a push or a pause all that serve."""
+        """Return the participants that still serve; without a push or a pause, all serving servers."""
         members = self._taking_part if self.is_changing else self._roster.serving
         return [member for member in members if member.state is MemberState.SERVING]
 
     async def _tell_all(self, what: str, call: Callable[[MemberEngine], Coroutine[Any, Any, None]]) -> None:
-        """Quarantine who fails. Raises WeightUpdateError when all do: then the old version serves, where any does.
+        """Call all participants and quarantine those that fail.
 
-        EnginesGone when none of them answers any more.
+        If all fail, raises WeightUpdateError, and the old version keeps serving where a server answers; EnginesGone if
+        none answers any more.
         """
         members = self._present()
         failures = await self._ask(members, call)
@@ -209,7 +209,7 @@ class FleetPushes:
     async def _ask(
         self, members: Sequence[Member], call: Callable[[MemberEngine], Coroutine[Any, Any, None]]
     ) -> dict[Member, EngineError]:
-        """Ask all, to the end of each. Who failed, and how; what is no engine's error is raised."""
+        """Ask all, and wait for each. Return the failures by member; errors other than EngineError are raised."""
         results = await asyncio.gather(*(member.ask(call) for member in members), return_exceptions=True)
         failures: dict[Member, EngineError] = {}
         for member, result in zip(members, results, strict=True):
@@ -221,7 +221,7 @@ class FleetPushes:
 
 
 async def _abort(engine: MemberEngine, push_id: str, timeout_s: float) -> None:
-    """One that does not hear of it forgets the push when the next one begins."""
+    """Abort a push at one server. A server that misses it forgets the push when the next one begins."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await engine.abort_push(push_id)
@@ -234,4 +234,4 @@ def _failure_of_all(what: str, failures: Mapping[Member, EngineError]) -> Weight
     elif any(isinstance(error, PushConflict) for error in failures.values()):
         kind = PushConflict
     causes = "; ".join(f"{member.url}: {error}" for member, error in failures.items())
-    return kind(f"{what} failed at every server: {causes or 'none is left that takes part'}")
+    return kind(f"{what} failed at every server: {causes or 'no participant is left'}")

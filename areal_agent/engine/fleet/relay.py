@@ -1,16 +1,12 @@
-"""One request on its way through a fleet, from one server to the next where that has to be.
+"""One request on its way through a fleet, from one server to the next if necessary.
 
     choose a server ──▶ sample there ──▶ the answer
-         ▲                   │ it is gone, hangs, is taken out, ends by itself, or has weights of nobody's
+         ▲                   │ the server is gone, hangs, is taken out, ends the request, or has unknown weights
          └── prompt and tokens so far
 
-A server that says that the request is wrong is believed. Knows of servers and their weights what it sees in answers.
-
-What a request has got so far, from one server after the other: how it goes on, and what it is in the end.
-
-It goes on as prompt and tokens so far, with as many tokens as are left. An answer of which that would be another one is
-begun again instead: under a penalty for what was generated, or a grammar, the server has to have generated it itself.
-It knows no server.
+The next server continues from the prompt and the tokens so far, with as many tokens as are left. If that would change
+the answer, it starts over instead: with a penalty on generated tokens, or a grammar, one server has to generate all.
+A server's verdict that a request is invalid is final.
 """
 
 import asyncio
@@ -34,15 +30,15 @@ from areal_agent.types import (
 
 
 class Partial:
-    """Tokens in the order in which they were sampled, each with the version that sampled it, where that was told."""
+    """The tokens of a request so far, in the order sampled, each with its weight version if that is known."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
-        self._spans: list[VersionSpan] = []  # without gap; neighbours are of different versions
-        self._num_before = 0  # tokens of the servers before this one
+        self._spans: list[VersionSpan] = []  # without gaps; neighbours have different versions
+        self._num_before = 0  # tokens of earlier servers
         self._num_servers = 0
 
     @property
@@ -50,7 +46,7 @@ class Partial:
         return len(self._token_ids)
 
     def begin(self) -> GenerateRequest:
-        """What the next server is asked. Its id is its own: an earlier server may not have noticed yet."""
+        """Return the request for the next server. It gets a new id, as an earlier server may still have the old one."""
         self._num_before = len(self._token_ids)
         self._num_servers += 1
         if self._num_servers == 1:
@@ -64,13 +60,13 @@ class Partial:
         )
 
     def all_ids(self) -> Sequence[int]:
-        """Prompt and tokens so far."""
+        """Return prompt and tokens so far."""
         if not self._token_ids:
             return self._request.input_ids
         return array("i", self._request.input_ids) + array("i", self._token_ids)
 
     def take(self, chunk: TokenChunk) -> None:
-        """Tokens have come."""
+        """Add tokens that have arrived."""
         if self.num_told == len(self._token_ids):
             for span in chunk.versions:
                 self._extend(span)
@@ -79,7 +75,7 @@ class Partial:
         self._top_logprobs += chunk.top_logprobs
 
     def replace_by(self, result: GenerateResult) -> None:
-        """The server has said all at its end: that is what holds of its tokens."""
+        """Replace this server's tokens by its final result, which is authoritative."""
         self.cut(self._num_before)
         self.take(
             TokenChunk(
@@ -92,53 +88,53 @@ class Partial:
 
     @property
     def spans(self) -> Sequence[VersionSpan]:
-        """Of the tokens whose version was told."""
+        """The version spans of the tokens whose version is known."""
         return tuple(self._spans)
 
     @property
     def spans_before(self) -> Sequence[VersionSpan]:
-        """Of the tokens of the servers before this one."""
+        """The version spans of the tokens of earlier servers."""
         return tuple(span for span in self._spans if span.start < self._num_before)
 
     @property
     def num_told(self) -> int:
-        """How many of the tokens have a known version: the first ones."""
+        """The number of tokens with a known version, which are the first ones."""
         return self._spans[-1].end if self._spans else 0
 
     @property
     def num_sure(self) -> int:
-        """How many of the tokens stand, whatever their server does now."""
+        """The number of tokens that remain valid whatever the server does now."""
         is_whole = self.ending is not None and self.num_told == self.num_tokens
         return 0 if _looks_back(self._request.sampling) and not is_whole else self.num_told
 
     @property
     def why_not_sure(self) -> str:
         if self.num_told < self.num_tokens:
-            return "nobody said which weights sampled them"
+            return "the weights that sampled them are unknown"
         return "penalties and grammars count from the first token"
 
     @property
     def ending(self) -> FinishReason | None:
-        """Why there is nothing left to sample, although its server never said so."""
+        """The finish reason if nothing is left to sample although the server did not say so; else None."""
         sampling = self._request.sampling
         if self._token_ids and self._token_ids[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self._token_ids) >= sampling.max_tokens else None
 
     def cut(self, num_tokens: int) -> None:
-        """Forget all tokens but the first ones."""
+        """Forget all tokens but the first `num_tokens`."""
         del self._token_ids[num_tokens:], self._logprobs[num_tokens:], self._top_logprobs[num_tokens:]
         self._spans = [replace(span, end=min(span.end, num_tokens)) for span in self._spans if span.start < num_tokens]
 
     def whole(self, result: GenerateResult) -> GenerateResult:
-        """The answer that ends with what a server gave."""
+        """Return the whole answer, which ends with the result of the last server."""
         if not self._num_before:
             return result
         self.replace_by(result)
         return self.result(result.finish_reason, result.cached_tokens)
 
     def result(self, reason: FinishReason, num_cached: int = 0) -> GenerateResult:
-        """All of it."""
+        """Return all tokens as a result."""
         return GenerateResult(
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
@@ -149,7 +145,7 @@ class Partial:
         )
 
     def _extend(self, span: VersionSpan) -> None:
-        """So many tokens more of that version, whichever server sampled them."""
+        """Append the tokens of a span, whichever server sampled them."""
         start, end = self.num_told, self.num_told + span.end - span.start
         if self._spans and self._spans[-1].version == span.version:
             start = self._spans.pop().start
@@ -158,12 +154,12 @@ class Partial:
 
 
 def _looks_back(sampling: SamplingParams) -> bool:
-    """Whether a token depends on which of those before it were generated, and not on the text alone."""
+    """Return whether a token depends on which earlier tokens were generated, not only on the text."""
     return bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.grammar)
 
 
 class Relay:
-    """One request. `run` once; `abort` at any time."""
+    """One request. `run` it once; `abort` it at any time."""
 
     def __init__(
         self,
@@ -183,7 +179,9 @@ class Relay:
         self._partial = Partial(request)
         self._is_aborted = False
         self._failures: list[str] = []
-        self._asked: tuple[Member, str, Call[GenerateResult]] | None = None  # where it is, and its id there
+        self._asked: tuple[Member, str, Call[GenerateResult]] | None = (
+            None  # the server that has it, its id there, and the call
+        )
 
     async def run(self) -> GenerateResult:
         """Sample to the end. Raises EngineRejected, and EngineUnreachable when it has failed too often."""
@@ -206,7 +204,7 @@ class Relay:
             await self._move_on(member, why)
 
     async def abort(self) -> None:
-        """End it: `run` returns what there is, also when the server does not answer."""
+        """End the request: `run` returns the tokens so far, even if the server does not answer."""
         self.abort_soon()
         if self._asked is None:
             return
@@ -218,12 +216,12 @@ class Relay:
             call.take_away(f"{member.url} did not answer an abort")
 
     def abort_soon(self) -> None:
-        """Whatever the server says next is the end."""
+        """Treat whatever the server returns next as the end."""
         self._is_aborted = True
         self._roster.ring()
 
     async def _choose(self) -> Member | None:
-        """A server; None when it was aborted meanwhile."""
+        """Return a server; None when the request was aborted meanwhile."""
         try:
             await self._roster.wait_for_some(self._patience.wait_s, lambda: self._is_aborted)
         except EngineUnreachable as error:
@@ -252,20 +250,22 @@ class Relay:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether tokens are asked for as they come: costly, and of use to whoever sees them, or to another server."""
+        """True if tokens are to be streamed. That is costly, but a watching caller or another server needs them."""
         return self._on_chunk is not None or self._streams_alone or len(self._roster.members) > 1
 
     async def _why_not(self, result: GenerateResult) -> str | None:
-        """Why an answer is none, or not the end of one."""
+        """Return why a result is not the end of the answer; None if it is."""
         if result.finish_reason is FinishReason.ABORT and not self._is_aborted:
             return "it ended the request by itself, as when it shuts down"
         stranger = await self._versions.stranger((*self._partial.spans_before, *result.versions))
         return (
-            None if stranger is None else f"it sampled with version {stranger.version}, which is not what serves here"
+            None
+            if stranger is None
+            else f"it sampled with version {stranger.version}, which is not the version served here"
         )
 
     async def _move_on(self, member: Member, why: str) -> None:
-        """Keep what another server can go on from. Raises EngineUnreachable when this was the end of it."""
+        """Keep the tokens that another server can continue from. Raises EngineUnreachable if none can."""
         if member.state is MemberState.SERVING:
             self._roster.fall(member, why)
         self._failures.append(why if member.url in why else f"{member.url}: {why}")
@@ -274,13 +274,13 @@ class Relay:
             num_kept = self._partial.num_told
         stranger = await self._versions.stranger(self._partial.spans)
         if stranger is not None and stranger.start < num_kept:
-            num_kept, why_not_more = stranger.start, f"version {stranger.version} is not what serves here"
+            num_kept, why_not_more = stranger.start, f"version {stranger.version} is not the version served here"
         if self._on_chunk is not None and num_kept < self._partial.num_tokens:
             raise EngineUnreachable(
-                f"an answer of which {self._partial.num_tokens} tokens are out broke off, and they cannot be continued "
-                f"at another server ({why_not_more}): {why}"
+                f"an answer broke off after {self._partial.num_tokens} tokens were handed out, and it cannot be "
+                f"continued at another server ({why_not_more}): {why}"
             )
         if len(self._failures) >= self._patience.max_failures and not self._is_aborted:
-            raise EngineUnreachable(f"it failed {len(self._failures)} times: {'; then '.join(self._failures)}")
+            raise EngineUnreachable(f"the request failed {len(self._failures)} times: {'; then '.join(self._failures)}")
         self._partial.cut(num_kept)
         self._roster.num_moves += 1

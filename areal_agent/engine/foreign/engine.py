@@ -1,17 +1,10 @@
-"""The client of one server that is not ours, as `protocols.Engine`. It knows it by its `ForeignServer` alone.
+"""The client of one SGLang or vLLM server, as `protocols.Engine`.
 
-One request at a server, from its first byte to its last. Knows nothing of other requests, nor of weights.
+`ForeignServer` is what the client needs from a kind of server, and `Dialect` how that kind is asked for a completion.
+A `ServerRequest` is always streamed, because closing its stream removes it from the server at once in any state:
 
-It is always streamed. Who closes a stream takes the request out of the server at once, wherever it stands there:
-
-    not begun, or held at a pause   close: an abort would be lost (SGLang: and the next one for it, too)
-    begun (a token has come)        abort, and read on: what was sampled is told to the end
-
-How a server is asked, and how it answers, is its `Dialect`.
-
-What one kind of server has to say and to do, so that there is a client of it: the seam behind `engine.py`.
-
-The requests of one client that are under way, and whether further ones may go to the server. It knows no server.
+    not begun, or held at a pause   close the stream: an abort would be lost (SGLang: and the next one for it, too)
+    begun (a token has arrived)     abort and read on, so that all tokens sampled until then are reported
 """
 
 import asyncio
@@ -44,50 +37,50 @@ from areal_agent.types import (
 )
 
 NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
-"""What a request gave that was ended before it gave anything."""
+"""The result of a request that ended before it gave anything."""
 
-_UNTOLD_STATUS = 400  # of a failure in mid-stream that names none
+_UNTOLD_STATUS = 400  # of a failure in mid-stream that has no status
 
 
 class AnswerReader(Protocol):
-    """Puts the events of one answer together."""
+    """Assembles the events of one answer."""
 
     @property
     def result(self) -> GenerateResult | None:
-        """All of it, once the events that make it have been read."""
+        """The whole answer, once its last event has been read."""
         ...
 
     def read(self, fields: JsonObject) -> TokenChunk:
-        """Read one event; the tokens that are new, perhaps none.
+        """Read one event; return its new tokens, if any.
 
-        Raises WireError for what cannot be read, and an EngineError when the server says that it failed.
+        Raises WireError if it cannot be read, and an EngineError if the server reports a failure.
         """
         ...
 
 
 class Dialect(Protocol):
-    """How one kind of server is asked for a completion."""
+    """The requests and answers of one kind of server."""
 
     @property
     def path(self) -> str:
-        """Where requests are posted."""
+        """The path that requests are posted to."""
         ...
 
     def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
-        """The body of a request, to be answered in events. The server knows it by `rid`; `label` is what serves now."""
+        """Return the body of a streamed request with the id `rid`. `label` is that of the serving weights."""
         ...
 
     def reader(self, request: GenerateRequest) -> AnswerReader:
-        """For the events of its answer."""
+        """Return a reader for the events of the request's answer."""
         ...
 
     async def abort(self, transport: Transport, rid: str) -> None:
-        """Let the server end a request that has begun."""
+        """Make the server end a request that has begun."""
         ...
 
 
 class ServerRequest:
-    """One call of `generate`. Its id at the server is its own, as long as any other: SGLang takes ids for prefixes."""
+    """One call of `generate`. Its ids at the server have equal lengths, because SGLang aborts ids by prefix."""
 
     def __init__(self, transport: Transport, dialect: Dialect, request: GenerateRequest) -> None:
         self.rid = uuid.uuid4().hex
@@ -102,7 +95,7 @@ class ServerRequest:
     async def run(
         self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[str]]
     ) -> GenerateResult:
-        """Sample to the end, once `admitted`, which tells the label of what serves. Cancelling it closes the stream."""
+        """Wait for `admitted`, which returns the serving weights' label, then sample. Cancelling closes the stream."""
         if self._is_given_up:
             return NOTHING
         num_cancelled = count_cancellations()
@@ -118,7 +111,7 @@ class ServerRequest:
             await asyncio.wait({self._reading})
 
     async def abort(self) -> None:
-        """End it: `run` returns what it has."""
+        """End the request: `run` returns what it has."""
         if self._has_begun:
             await self._dialect.abort(self._transport, self.rid)
             return
@@ -158,56 +151,56 @@ class ServerRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerState:
-    """What a server says of itself."""
+    """A server's report about itself."""
 
-    model: Path  # that it was started with
-    served: Served  # the weights that it has now
+    model: Path  # the model that it was started with
+    served: Served  # the current weights
     max_context_tokens: int
     has_grammar: bool
-    applies_adapters: bool = False  # every request names them
+    applies_adapters: bool = False  # True: every request names them
 
 
 class ForeignServer(Protocol):
-    """One server, spoken to in its own way. Implementations: `sglang.server.SglangServer`, `vllm.server.VllmServer`.
+    """One server of some kind. Implementations: `sglang.server.SglangServer`, `vllm.server.VllmServer`.
 
-    Each call raises EngineUnreachable when there is no answer, or none that can be read.
+    Each call raises EngineUnreachable if the server does not answer, or its answer cannot be read.
     """
 
     @property
     def kind(self) -> str:
-        """How its makers call it."""
+        """The name of the server software."""
         ...
 
     @property
     def transport(self) -> Transport:
-        """The connections to it; whoever has the server closes them."""
+        """The connections to the server. The owner of this object closes them."""
         ...
 
     @property
     def dialect(self) -> Dialect:
-        """How it is asked for a completion."""
+        """Asks the server for a completion."""
         ...
 
     @property
     def loader(self) -> Loader:
-        """Lets it load weights."""
+        """Makes the server load weights."""
         ...
 
     @property
     def receiver(self) -> Receiver:
-        """Lets it take weights from the trainer."""
+        """Makes the server receive weights from the trainer."""
         ...
 
     async def state(self) -> ServerState:
-        """What it says of itself."""
+        """Return what the server reports about itself."""
         ...
 
     async def stats(self, version: WeightVersion) -> EngineStats:
-        """Its work, of a server that serves this version."""
+        """Return the load of the server, which serves this version."""
         ...
 
     async def probe(self, timeout_s: float) -> None:
-        """Ask something that only a scheduler answers which is alive, paused or not. Raises EngineError."""
+        """Ask something that only a live scheduler answers, paused or not. Raises EngineError."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -215,12 +208,12 @@ class ForeignServer(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         ...
 
 
 class RequestsInFlight:
-    """A request is here from its call to its end, and has *begun* once it was let go to the server."""
+    """A client's requests from call to end. A request has *begun* once it was allowed to go to the server."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, ServerRequest] = {}  # by this client's ids
@@ -231,7 +224,7 @@ class RequestsInFlight:
 
     @contextmanager
     def holding(self, request_id: str, request: ServerRequest) -> Generator[None]:
-        """Count a request from here to the end of the block. Raises EngineRejected when its id is taken."""
+        """Hold a request within the block. Raises EngineRejected when its id is taken."""
         if request_id in self.by_id:
             raise EngineRejected(f"a request {request_id!r} is in flight; give every request an id of its own")
         self.by_id[request_id] = request
@@ -243,21 +236,21 @@ class RequestsInFlight:
             self._has_ended.set()
 
     async def begin(self, request: ServerRequest) -> None:
-        """Return when a request may go to the server: from then on it has begun."""
-        while not self._may_begin.is_set():  # a pause may follow at once on what has ended the one before
+        """Wait until the request may go to the server; from then on it has begun."""
+        while not self._may_begin.is_set():  # another pause may follow at once
             await self._may_begin.wait()
         self._begun.add(request)
 
     def hold_back(self) -> None:
-        """From now on requests wait."""
+        """Make requests wait from now on."""
         self._may_begin.clear()
 
     def let_go(self) -> None:
-        """They wait no more."""
+        """Let waiting requests continue."""
         self._may_begin.set()
 
     async def end_of_begun(self) -> None:
-        """Return when those have ended that have begun by now."""
+        """Wait until all requests that have begun by now have ended."""
         begun = set(self._begun)
         while not begun.isdisjoint(self._begun):
             self._has_ended.clear()
@@ -268,7 +261,7 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 class ForeignEngine:
-    """One server. Use it from one event loop, and `aclose` it. Servers that get the same weights share `folders`."""
+    """One server. Use it from one event loop, and `aclose` it. Servers with the same weights share `folders`."""
 
     def __init__(
         self, server: ForeignServer, *, folders: WeightFolders | None = None, max_context_tokens: int | None = None
@@ -285,7 +278,7 @@ class ForeignEngine:
 
     @property
     def num_requests(self) -> int:
-        """How many requests of this client are in flight."""
+        """The number of this client's requests in flight."""
         return len(self._requests.by_id)
 
     # ------------------------------------------------------------------------------------ protocols.Engine
@@ -293,7 +286,7 @@ class ForeignEngine:
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
-        """Sample one completion; it may take as long as it takes. Cancelling the call ends it in the server, too."""
+        """Sample one completion, without a time limit. Cancelling the call ends it at the server, too."""
         sent = ServerRequest(self._server.transport, self._server.dialect, request)
         with self._requests.holding(request.request_id, sent):
             check_request(request, self._info or await self.info())
@@ -306,7 +299,7 @@ class ForeignEngine:
             await sent.abort()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. `wait` takes as long as the requests that are in flight; those that come then wait here."""
+        """Stop sampling. `wait` lets requests in flight finish; new ones wait here."""
         if mode is PauseMode.WAIT:
             self._requests.hold_back()
             await self._requests.end_of_begun()
@@ -314,44 +307,46 @@ class ForeignEngine:
         self._paused = mode
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         self._requests.let_go()
         await self._server.resume()
         self._paused = None
 
     async def begin_push(self, push_id: str) -> None:
-        """Open a push of weights; one that is open is forgotten: no other client pushes to this server."""
+        """Open a push and forget one that is open, since no other client pushes to this server."""
         await (await self._known_weights()).begin(push_id)
 
     async def send_push(self, push_id: str, weights: Weights) -> None:
-        """Have the weights where the server can load them, proved; the old version serves."""
+        """Put the weights where the server can load them and verify them; the old version keeps serving."""
         await (await self._known_weights()).send(push_id, weights)
 
     async def commit_push(self, push_id: str, version: WeightVersion) -> None:
-        """Let the server load what was sent; it has to be paused. The KV cache of a pause `in_place` stays."""
+        """Make the paused server load what was sent. A pause `in_place` keeps the KV cache."""
         if self._paused is None:
-            raise WeightUpdateError(f"{self.base_url} is not paused: it would load weights under running requests")
+            raise WeightUpdateError(
+                f"{self.base_url} is not paused, so running requests would get new weights; pause it first"
+            )
         flush_cache = self._paused is not PauseMode.IN_PLACE  # SGLang answers a flush in place with 400, after the swap
         await (await self._known_weights()).commit(push_id, version, flush_cache=flush_cache)
 
     async def abort_push(self, push_id: str) -> None:
-        """Forget a push. One that is not open is no error."""
+        """Forget a push. A push that is not open is no error."""
         if self._weights is not None:
             await self._weights.abort(push_id)
 
     # -------------------------------------------------------------------------------------- what it serves
 
     async def load(self, model: Path, version: WeightVersion) -> None:
-        """Serve a folder of a model or of adapters as `version`, whatever was served before: the first call to one."""
+        """Serve a folder of a model or of adapters as `version`, whatever was served before."""
         weights = await self._known_weights()
         try:
-            await self.pause(PauseMode.RETRACT)  # one that fails may have paused it all the same
+            await self.pause(PauseMode.RETRACT)  # inside, because a pause that fails may still have paused the server
             await weights.load(model, version)
         finally:
             await self.resume()
 
     async def info(self) -> EngineInfo:
-        """The model that it serves, and the current weight version."""
+        """Return the model that the server serves, and the current weight version."""
         epoch = self._weights.epoch if self._weights is not None else 0
         state = await self._server.state()
         model = await self._model_in(state.model)
@@ -370,11 +365,11 @@ class ForeignEngine:
         return self._info
 
     async def stats(self) -> EngineStats:
-        """Its work, as far as it tells."""
+        """Return the server's load, as far as it reports it."""
         return await self._server.stats((await self._known_weights()).serving.version or WeightVersion())
 
     async def health(self) -> bool:
-        """Whether its scheduler answers, paused or not, and its weights are known."""
+        """Return whether the scheduler answers, paused or not, and the weights are known."""
         try:
             await self._server.probe(HEALTH_TIMEOUT_S)
             if self._weights is not None:
@@ -388,7 +383,7 @@ class ForeignEngine:
         await wait_until_healthy(f"the {self._server.kind} server at {self.base_url}", self.health, timeout_s)
 
     async def aclose(self) -> None:
-        """Close the connections. Harmless when done before."""
+        """Close the connections. Calling it again does nothing."""
         weights, self._weights = self._weights, None
         if weights is not None:
             await weights.aclose()
@@ -397,7 +392,7 @@ class ForeignEngine:
     # ------------------------------------------------------------------------------------------- internals
 
     async def _admitted(self, request: ServerRequest) -> str:
-        """The label of what serves, once a request may go to the server. Raises EngineUnreachable when none may."""
+        """Wait until a request may go to the server; return the label of its weights. Raises EngineUnreachable."""
         weights = await self._known_weights()
         await self._requests.begin(request)
         weights.require_known()
@@ -416,5 +411,5 @@ class ForeignEngine:
     async def _known_weights(self) -> ServerWeights:
         if self._weights is None:
             await self.info()
-        assert self._weights is not None  # info has made it
+        assert self._weights is not None  # set by info
         return self._weights

@@ -1,7 +1,7 @@
-"""Weights that come from the trainer into a process of a server which is not ours, while that samples.
+"""Receives weights from the trainer in a process of an SGLang or vLLM server, while that samples.
 
-Loaded by its path: servers have environments of their own, without areal_agent. Standard library and torch alone. It
-knows no server and no model: what came is bytes, proved by their checksum, and tensors over them.
+It is loaded by its path, because servers have their own environments without areal_agent, and uses only the standard
+library and torch. It yields bytes whose checksum was verified, and tensors over them.
 """
 
 import json
@@ -20,10 +20,10 @@ transfer = SimpleNamespace(**runpy.run_path(str(TRANSFER)))
 
 
 class Reception:
-    """One set of weights on its way into this process's memory, in a thread; `state` says how far it is."""
+    """Receives one set of weights into this process's memory, in a thread. `state` is its progress."""
 
     def __init__(self, told: str, *, group: str, num_members: int, device: torch.device) -> None:
-        """Of what is `told`, together with the other members of `group`, which compute on `device` each."""
+        """Start to receive the weights that `told` describes, together with the other members of `group`."""
         self.state = "receiving"
         self._told = json.loads(told)
         self._data = torch.empty(0)
@@ -34,23 +34,23 @@ class Reception:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when it has come to an end."""
+        """Wait until it has ended."""
         self._thread.join()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By name, in the host's memory; of those that are proved."""
+        """Yield verified tensors by name, in the host's memory."""
         return transfer.tensors_over(self._data, self._told["entries"])
 
     def _run(self) -> None:
         try:
             self._receive()
             self.state = PROVED
-        except Exception as error:  # the boundary of this thread: whoever asks for the state hears of it
+        except Exception as error:  # the boundary of this thread; the error is reported in the state
             self.state = f"failed: {error!r}"
 
     def _receive(self) -> None:
         told = self._told
-        # in the host's memory: servers leave little of a GPU's
+        # in the host's memory, because servers leave little of a GPU's
         data = torch.empty(told["num_bytes"], dtype=torch.uint8)
         transfer.receive(
             told["host"],
@@ -63,17 +63,17 @@ class Reception:
         )
         found = transfer.checksum(data)
         if found != told["checksum"]:
-            raise ValueError(f"they came with checksum {found:#010x}, and {told['checksum']:#010x} was sent")
+            raise ValueError(f"the weights arrived with checksum {found:#010x}, but {told['checksum']:#010x} was sent")
         self._data = data
 
 
 def state_of(receptions: Mapping[str, Reception], push_id: str) -> str:
-    """`receiving`, `proved`, or `failed` and why."""
-    return receptions[push_id].state if push_id in receptions else f"failed: nothing came in push {push_id}"
+    """Return `receiving`, `proved`, or `failed` with the reason."""
+    return receptions[push_id].state if push_id in receptions else f"failed: nothing was received in push {push_id}"
 
 
 def tensors_of(receptions: Mapping[str, Reception], push_id: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """What came in this push. Raises RuntimeError unless all of it has come, and is what was sent."""
+    """Return what this push sent. Raises RuntimeError unless all of it has arrived and was verified."""
     if push_id in receptions:
         receptions[push_id].wait()
     if (state := state_of(receptions, push_id)) != PROVED:

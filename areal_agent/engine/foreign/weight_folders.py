@@ -1,23 +1,13 @@
-"""Turns pushed weights into folders that a server loads, each published whole or not at all.
+"""Pushed weights as folders that a server loads, each published whole or not at all.
 
-    shared memory ── copied, its checksum proved ──▶ hidden folder, manifest.json last ── rename ──▶ folders/PUSH_ID/
-    a folder on a disk ── second names for its files ─▶ hidden folder ─────────────────── rename ──▶ folders/PUSH_ID/
+    shared memory ─── copied, its checksum verified ──▶ hidden folder, manifest.json last ── rename ──▶ folders/PUSH_ID/
+    a folder on disk ── hard links to its files ──────▶ hidden folder ───────────────────── rename ──▶ folders/PUSH_ID/
 
-A folder is proved by its manifest before a server is told of it. It stays as long as a server is told to serve it,
-whatever becomes of what was pushed: one that fails at the next weights, and at those after them, is given these again.
-Knows no server, no version and no torch.
-
-Folders of safetensors: what one holds, without reading the numbers, and whether another fits in its place.
-
-A server loads whatever a folder has: what is missing there keeps its old value, and what does not fit may end it.
-So a folder is proved here before a server hears of it. Knows no torch, no server and no versions.
-
-Folders of adapters in the format of PEFT, which a server applies to the model that it has loaded. No torch.
-
-    adapter_config.json, adapter_model.safetensors
-
-A server begins with adapters that change nothing, or with those of a checkpoint: what requests name has to be there
-from the first one on. Knows no server and no versions.
+A server loads whatever a folder contains: tensors that are missing keep their old values, and ones that do not fit may
+crash it. So a folder is checked against its manifest and the model before a server hears of it. It is kept as long as a
+server serves it, since a server that fails at later weights is given these again.
+Adapters are folders in PEFT's format: adapter_config.json and adapter_model.safetensors. A server that applies adapters
+starts with those of a checkpoint or with ones that change nothing, because the first request already names them.
 """
 
 import asyncio
@@ -50,7 +40,7 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """One tensor of a file: its type by safetensors' name (`F32`), its shape, and its bytes behind the header."""
+    """One tensor of a file: its dtype in safetensors' notation (`F32`), shape, and byte range after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,12 +49,12 @@ class StoredTensor:
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a Hugging Face folder. Raises WeightUpdateError for files that are not whole."""
+    """Read the shapes of all tensors in a Hugging Face folder. Raises WeightUpdateError if a file is not whole."""
     return {name: shape for file in _files(folder) for name, shape in read_file_shapes(file).items()}
 
 
 def read_file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a file. Raises WeightUpdateError for one that is not whole."""
+    """Read the shapes of all tensors in a file. Raises WeightUpdateError if it is not whole."""
     try:
         with file.open("rb") as opened:
             tensors, header_bytes = _read_header(opened.read(_LENGTH_BYTES), opened.read)
@@ -86,17 +76,17 @@ def _files(folder: Path) -> list[Path]:
 def prove_fits(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, is_tied: bool, where: str
 ) -> None:
-    """Raises WeightUpdateError unless these are the tensors that are expected, no more and no less.
+    """Raise WeightUpdateError unless these are exactly the expected tensors.
 
-    The head of a tied model is its embedding: whether it is saved again does not matter.
+    A tied model's head is its embedding, so it does not matter whether the head is saved again.
     """
     ignored = {TIED_HEAD} if is_tied else set[str]()
     missing = sorted(set(expected) - set(found) - ignored)
     unknown = sorted(set(found) - set(expected) - ignored)
     if missing or unknown:
         raise WeightUpdateError(
-            f"the weights {where} lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that "
-            f"the engine's model does not know {unknown[:3]}; publish the model that the engine loaded"
+            f"the weights {where} lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} extra ones that "
+            f"the engine's model lacks {unknown[:3]}; publish the model that the engine loaded"
         )
     for name in set(found) & set(expected):
         if found[name] != expected[name]:
@@ -107,7 +97,7 @@ def prove_fits(
 
 
 def encode_header(tensors: Mapping[str, StoredTensor]) -> bytes:
-    """The beginning of a safetensors file. The bytes of the tensors follow, without gaps, in their order."""
+    """Encode the header of a safetensors file. The tensors' bytes follow it without gaps, in this order."""
     header = orjson.dumps(
         {
             name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (tensor.start, tensor.end)}
@@ -119,7 +109,7 @@ def encode_header(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def _read_header(length: bytes, read: Any) -> tuple[dict[str, StoredTensor], int]:
-    """The tensors of a file and the number of bytes before theirs."""
+    """Return the tensors of a file and the number of bytes before their data."""
     num_bytes = int.from_bytes(length, "little")
     if len(length) < _LENGTH_BYTES or num_bytes > _MAX_HEADER_BYTES:
         raise WireError("it does not begin with the length of a header")
@@ -156,14 +146,14 @@ _PIECE_BYTES = 2**24
 
 
 class WeightFolders:
-    """Makes the folder of a push once, however many servers take it."""
+    """Makes the folder of a push once, however many servers use it."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._num_users: dict[Path, int] = {}  # of the folders made here
 
     async def take(self, push_id: str, weights: SharedMemoryWeights | DiskWeights) -> Path:
-        """A proved folder with these weights, until its `release`. Raises WeightUpdateError."""
+        """Return a verified folder with these weights, which lasts until `release`. Raises WeightUpdateError."""
         folder = Path(weights.path).parent / "folders" / push_id
         async with self._lock:
             if folder not in self._num_users:
@@ -177,7 +167,7 @@ class WeightFolders:
         return folder
 
     async def _make(self, weights: SharedMemoryWeights | DiskWeights, folder: Path) -> None:
-        """Of a call that is cancelled nothing is left, also later: the same push may come again."""
+        """Make the folder. A cancelled call leaves nothing behind, even later, because the same push may come again."""
         try:
             await uninterrupted(asyncio.to_thread(publish, weights, folder))
         except asyncio.CancelledError:
@@ -185,7 +175,7 @@ class WeightFolders:
             raise
 
     async def release(self, folder: Path) -> None:
-        """A server that took this folder needs it no more; what was not made here stays."""
+        """Note that a server no longer needs this folder. Folders that were not made here stay."""
         async with self._lock:
             if folder not in self._num_users:
                 return
@@ -216,7 +206,7 @@ def publish(weights: SharedMemoryWeights | DiskWeights, folder: Path) -> None:
 
 
 def prove_manifest(folder: Path) -> None:
-    """Raises WeightUpdateError unless every file is what the manifest of the folder says."""
+    """Raise WeightUpdateError unless every file is as the folder's manifest says."""
     try:
         digests, _ = read_manifest(folder)
         for name, digest in digests.items():
@@ -229,7 +219,7 @@ def prove_manifest(folder: Path) -> None:
 
 
 def _name_again(source: str, target: str) -> None:
-    """A file that is pushed is never written to again, so that it need not be copied, where the disk has such names."""
+    """Hard-link a file, or copy it if the disk cannot. A pushed file is never written again, so a link is enough."""
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
@@ -237,7 +227,7 @@ def _name_again(source: str, target: str) -> None:
 
 
 def _copy(weights: SharedMemoryWeights, target: Path) -> None:
-    """Write the tensors as one safetensors file. Raises WeightUpdateError when they are not what their record says."""
+    """Write the tensors as one safetensors file. Raises WeightUpdateError if they do not match their record."""
     with Path(weights.path).open("rb") as source:
         mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
     crc32 = 0
@@ -245,7 +235,9 @@ def _copy(weights: SharedMemoryWeights, target: Path) -> None:
         file.write(encode_header(_stored(weights.entries)))
         for entry in weights.entries:
             if not 0 <= entry.offset <= len(memory) - entry.num_bytes:
-                raise WeightUpdateError(f"{entry.name!r} lies outside of {weights.path!r}; its record is damaged")
+                raise WeightUpdateError(
+                    f"{entry.name!r} lies outside of {weights.path!r}: its record is damaged; publish the weights again"
+                )
             for piece in _pieces(entry):
                 with memory[piece] as data:
                     crc32 = zlib.crc32(data, crc32)
@@ -258,7 +250,7 @@ def _copy(weights: SharedMemoryWeights, target: Path) -> None:
 
 
 def _stored(entries: tuple[TensorEntry, ...]) -> dict[str, StoredTensor]:
-    """Where the tensors lie in the file: one after the other, without the gaps that they have in memory."""
+    """Place the tensors in the file one after the other, without the gaps that they have in memory."""
     stored: dict[str, StoredTensor] = {}
     start = 0
     for entry in entries:
@@ -279,22 +271,22 @@ def _pieces(entry: TensorEntry) -> Iterator[slice]:
 CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What PEFT writes in front of the names that matrices have in the model."""
+"""The prefix that PEFT adds to the names of a model's matrices."""
 
 _FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterForm:
-    """What adapters are, but for their numbers."""
+    """The description of adapters, all but their numbers."""
 
-    base: Path  # the model that they are for
+    base: Path  # the model that they belong to
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
 
     def encode(self) -> bytes:
-        """As PEFT has it."""
+        """Encode PEFT's config file."""
         fields = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -309,7 +301,7 @@ class AdapterForm:
         return orjson.dumps(fields, option=orjson.OPT_INDENT_2)
 
     def shapes(self, model: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Of its matrices for a model of such tensors: A [R, I] and B [O, R] of each weight [O, I]."""
+        """Return the shapes of the matrices for a model: A [R, I] and B [O, R] for each adapted weight [O, I]."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in model.items():
             module = name.removesuffix(".weight")
@@ -320,12 +312,12 @@ class AdapterForm:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds adapters, and no model."""
+    """Return whether a folder holds adapters and no model."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def read_form(folder: Path) -> AdapterForm:
-    """What the adapters of a folder are. Raises WeightUpdateError where its config does not say."""
+    """Read the description of a folder's adapters. Raises WeightUpdateError if its config is incomplete."""
     try:
         fields = as_object(decode_json((folder / CONFIG).read_bytes()), CONFIG)
         names: list[object] = get(fields, "target_modules", list)
@@ -336,11 +328,11 @@ def read_form(folder: Path) -> AdapterForm:
             target_modules=tuple(map(str, names)),
         )
     except (OSError, KeyError, TypeError, ValueError, WireError) as error:
-        raise WeightUpdateError(f"cannot read what the adapters in {str(folder)!r} are: {error}") from error
+        raise WeightUpdateError(f"cannot read the config of the adapters in {str(folder)!r}: {error}") from error
 
 
 def prove_adapter(folder: Path, model: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises WeightUpdateError unless these are adapters for a model of such tensors, all of them."""
+    """Raise WeightUpdateError unless the folder holds all adapters for a model with these tensors, and no others."""
     form = read_form(folder)
     expected, found = form.shapes(model), read_file_shapes(folder / ADAPTER_WEIGHTS)
     if found != expected:
@@ -352,9 +344,9 @@ def prove_adapter(folder: Path, model: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def begin_adapter(folder: Path, form: AdapterForm, saved: Path | None) -> Path:
-    """Make `folder`: the adapters of a folder that was saved, or some that change nothing.
+    """Make `folder` with the adapters of the folder `saved`, or with adapters that change nothing.
 
-    Raises WeightUpdateError where the model cannot be read.
+    Raises WeightUpdateError if the model cannot be read.
     """
     folder.mkdir()
     (folder / CONFIG).write_bytes(form.encode())

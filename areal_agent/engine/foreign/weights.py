@@ -1,26 +1,10 @@
-"""The weights of one server: pushed, proved, loaded while it is paused, and put back where that fails.
+"""The weights of one server: pushed, verified, loaded while it is paused, and put back after a failure.
 
-    push     begin ──▶ send: a folder is written and proved; or the server's processes receive the weights from the
-             trainer, prove them and hold them ──▶ commit: the server loads that, and says so
-    failed   a server may answer with a failure although its weights have changed: those before are loaded again.
-             Where that fails, too, or nobody here knows where those before are, nobody knows what serves, and nothing
-             may be sampled until a commit succeeds
-
-`Loader` and `Receiver` are what the server itself does.
-
-What has to be known of the model behind a server, and what servers do not tell: read from the model's folder.
-
-SGLang dies of a token id outside the vocabulary, and servers load weights of any shape: both are checked on this side.
-
-Weights that nobody has labelled: those that a server of SGLang or vLLM was started with. Knows no server.
-
-Before the first push of a trainer elsewhere they are what serves, and count as the first version, 0:0. Where this
-process pushes they are a stranger's: it gives every server a label before it samples.
-
-Lets the processes of a server take weights from the trainer, while they sample. Knows neither servers nor pushes.
-
-A process receives in a thread of its own (reception.py): a call that lasted as long would hold up the requests. So it
-is asked again and again how that goes, seldomer each time.
+push     begin ──▶ send: a folder is written and verified; or the server's processes receive the weights from the
+         trainer, verify them and hold them ──▶ commit: the server loads them, and confirms it
+failed   a server may report a failure although its weights have changed, so the previous ones are loaded again.
+         If that fails, or their source is unknown, it is unknown which weights serve, and the server may not
+         sample until a commit succeeds
 """
 
 import asyncio
@@ -41,35 +25,38 @@ from areal_agent.types import DistributedWeights, JsonObject, TensorEntry, Weigh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """The ids that it knows, and the names and shapes of its weights."""
+    """The model behind a server, read from its folder because servers do not report it.
+
+    SGLang dies of a token id outside the vocabulary, and servers load weights of any shape: both are checked here.
+    """
 
     folder: Path
     vocab_size: int
     is_tied: bool  # its head is its embedding
     shapes: Mapping[str, tuple[int, ...]]
-    has_adapters: bool = False  # the server applies some as it samples: merged weights would be so twice
+    has_adapters: bool = False  # the server applies adapters as it samples, so merged weights would contain them twice
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a Hugging Face folder. Raises EngineRejected when it is none, or on another machine."""
+        """Read a Hugging Face folder. Raises EngineRejected if it is not one, or is on another machine."""
         try:
             fields = as_object(decode_json((folder / "config.json").read_bytes()), "config.json")
             vocab_size = as_integer(fields.get("vocab_size"), "vocab_size")
             shapes = read_shapes(folder)
         except (OSError, WireError, EngineError) as error:
             raise EngineRejected(
-                f"the server says that it serves {str(folder)!r}, which cannot be read here: {error}; start it "
-                "with the path of a folder that this machine sees, too"
+                f"the server reports that it serves {str(folder)!r}, which cannot be read here: {error}; start it "
+                "with the path of a folder that this machine can read, too"
             ) from error
         is_tied = fields.get("tie_word_embeddings") is True
         return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes)
 
     def prove(self, weights: Path) -> None:
-        """Raises WeightUpdateError unless the weights in this folder fit, all; where it applies adapters, these."""
+        """Raise WeightUpdateError unless all weights in this folder fit. A server with adapters only takes adapters."""
         if is_adapter(weights):
             if not self.has_adapters:
                 raise WeightUpdateError(
-                    f"{str(weights)!r} has adapters, and the server was started without any; set trainer.lora.push to "
+                    f"{str(weights)!r} has adapters, but the server was started without any; set trainer.lora.push to "
                     "'merged'"
                 )
             prove_adapter(weights, self.shapes)
@@ -78,7 +65,7 @@ class ServedModel:
             prove_fits(read_shapes(weights), self.shapes, is_tied=self.is_tied, where=f"in {str(weights)!r}")
 
     def prove_entries(self, entries: Sequence[TensorEntry]) -> None:
-        """The same of weights that are not here, and of a whole model."""
+        """Raise WeightUpdateError unless these weights of a whole model, which are not on this machine's disk, fit."""
         self._require_plain()
         shapes = {entry.name: entry.shape for entry in entries}
         prove_fits(shapes, self.shapes, is_tied=self.is_tied, where="that were published")
@@ -86,18 +73,21 @@ class ServedModel:
     def _require_plain(self) -> None:
         if self.has_adapters:
             raise WeightUpdateError(
-                "the server applies adapters to its model, and would to a whole one that has them in it; push adapters"
+                "the server applies adapters, and would apply them a second time to merged weights; push adapters"
             )
 
 
 UNLABELLED = "default"
-"""What both say."""
+"""The label of weights that a server of either kind was started with."""
 
 FIRST = str(WeightVersion())
 
 
 def label_spans(spans: Sequence[Any]) -> list[JsonObject]:
-    """Of an answer, as the server tells them.
+    """Label the spans of an answer: unlabelled weights count as the first version.
+
+    Before the first push of a trainer elsewhere these are what serves. If this process pushes, it labels every server's
+    weights before the server samples, so an unlabelled span is an error and this is not used.
 
     >>> label_spans([{"version": "default", "start": 0, "end": 2}, {"version": "1:0", "start": 2, "end": 3}])
     [{'version': '0:0', 'start': 0, 'end': 2}, {'version': '1:0', 'start': 2, 'end': 3}]
@@ -106,7 +96,7 @@ def label_spans(spans: Sequence[Any]) -> list[JsonObject]:
 
 
 def label_meta(meta: JsonObject) -> JsonObject:
-    """Of SGLang's `meta_info`: the label of the moment, and the spans."""
+    """Label SGLang's `meta_info` in the same way: the current label, and the spans."""
     told = _label(meta, "weight_version")
     spans = told.get("weight_versions")
     return {**told, "weight_versions": label_spans(spans)} if isinstance(spans, list) else told
@@ -121,15 +111,17 @@ LAST_LOOK_S = 0.5
 
 
 class Ask(Protocol):
-    """What each process of a server answers to a method of ours. Raises EngineError where one has none of it."""
+    """Calls a method of ours in each process of a server. Raises EngineError if a process lacks it."""
 
     async def __call__(self, method: str, arguments: Sequence[str]) -> Sequence[str]: ...
 
 
 async def receive(ask: Ask, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
-    """Let all processes receive, prove and hold these. Raises EngineError when one does not.
+    """Make all processes of a server receive, verify and hold these weights. Raises EngineError when one does not.
 
-    Of what they held before they keep what came in the push `beside`.
+    Of the weights held before, they keep those of the push `beside`. A process receives in a thread of its own
+    (reception.py), because a long call would hold up its requests; so it is asked for its progress, at growing
+    intervals.
     """
     told = {**encode_distributed(weights), "group": secrets.token_hex(8)}
     await ask("receive_weights", [push_id, orjson.dumps(told).decode(), beside or ""])
@@ -143,22 +135,22 @@ async def receive(ask: Ask, push_id: str, weights: DistributedWeights, *, beside
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """Weights that the server's own processes keep beside those that serve, since this push."""
+    """Weights of a push that the server's processes hold in memory besides the serving ones."""
 
     push_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """The weights that a server has now, and how it calls them."""
+    """The current weights of a server, and its label for them."""
 
     source: Path | Held | None
-    """None: they were loaded by somebody else, and this server does not tell from where."""
+    """None: somebody else loaded them, and this server does not say from where."""
     label: str
 
     @property
     def version(self) -> WeightVersion | None:
-        """None when the label is none of ours."""
+        """The version that the label names; None if it is not one of ours."""
         try:
             return WeightVersion.parse(self.label)
         except ValueError:
@@ -166,35 +158,35 @@ class Served:
 
 
 class Loader(Protocol):
-    """Lets one server load weights."""
+    """Makes one server load weights."""
 
     async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
-        """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
+        """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
         ...
 
 
 class Receiver(Protocol):
-    """The processes of one server, as far as they take weights from the trainer. What they hold dies with them."""
+    """Makes the processes of one server receive weights from the trainer. They lose the weights when they end."""
 
     async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
-        """Return what each process answers to a method that it was started with. Raises EngineError where one fails."""
+        """Call a method of ours in each process and return the answers. Raises EngineError if one fails."""
         ...
 
     async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Let the paused server load what they hold. Raises EngineError unless it says that it serves that."""
+        """Make the paused server load what its processes hold. Raises EngineError unless it confirms the label."""
         ...
 
 
 @dataclass(kw_only=True, slots=True)
 class _Push:
-    """The push that is open, and what it has sent."""
+    """The open push, and what it has sent."""
 
     id: str
     source: Path | Held | None = None
 
 
 class ServerWeights:
-    """What one server serves, and what it is to serve next. `serving` is what it was found with."""
+    """The weights that one server serves (`serving`), and those that it is to serve next."""
 
     def __init__(
         self,
@@ -213,32 +205,32 @@ class ServerWeights:
         self._folders = folders
         self._model = model
         self._push: _Push | None = None
-        self._broken: str | None = None  # why nobody knows what serves
-        self.epoch = 0  # odd while a load is under way
+        self._broken: str | None = None  # why it is unknown which weights serve
+        self.epoch = 0  # odd while a load is in progress
 
     def require_known(self) -> None:
-        """Raises EngineUnreachable when nobody knows which weights serve."""
+        """Raise EngineUnreachable if it is unknown which weights serve."""
         if self._broken is not None:
             raise EngineUnreachable(
-                f"nobody knows which weights {self._base_url} serves, so it may not sample: {self._broken}"
+                f"it is unknown which weights {self._base_url} serves, so it may not sample: {self._broken}"
             )
 
     async def found(self, served: Served, epoch: int) -> None:
-        """The server was asked in this epoch, and said that it serves this. Not believed where a load came between.
+        """Note what the server, asked in `epoch`, reported as serving. Ignored if a load has come between.
 
-        Another label is that of somebody else's push, or of a server that was started again.
+        A different label comes from somebody else's push, or from a restart of the server.
         """
         if epoch == self.epoch and epoch % 2 == 0 and served.label != self.serving.label:
             before, self.serving, self._broken = self.serving, served, None
             await self._let_go_of(before.source)
 
     async def begin(self, push_id: str) -> None:
-        """Open a push; one that is open is forgotten."""
+        """Open a push and forget one that is open."""
         await self.forget_push()
         self._push = _Push(id=push_id)
 
     async def send(self, push_id: str, weights: Weights) -> None:
-        """Have the weights where the server can load them: in a folder, or in its own processes."""
+        """Put the weights where the server can load them: in a folder, or in its own processes."""
         push = self._open_push(push_id)
         try:
             if isinstance(weights, DistributedWeights):
@@ -251,38 +243,40 @@ class ServerWeights:
             raise
 
     async def commit(self, push_id: str, version: WeightVersion, *, flush_cache: bool) -> None:
-        """Let the paused server load what was sent."""
+        """Make the paused server load what was sent."""
         push, served = self._open_push(push_id), self.serving.version
         self._push = None
         try:
             if push.source is None:
-                raise WeightUpdateError(f"push {push_id!r} has sent no weights: send them before it is committed")
+                raise WeightUpdateError(f"push {push_id!r} has sent no weights; send them before the commit")
             if self._broken is None and served is not None and version <= served:
-                raise WeightUpdateError(f"{self._base_url} serves version {served}: {version} is not later")
+                raise WeightUpdateError(
+                    f"{self._base_url} serves version {served}, and {version} is not later; push a later one"
+                )
             await self._load(push.source, str(version), flush_cache=flush_cache)
         except BaseException:
-            if self.serving.source is not push.source:  # it may serve already, and this was cancelled after that
+            if self.serving.source is not push.source:  # it may serve already if this was cancelled after the load
                 await self._let_go_of(push.source)
             raise
 
     async def abort(self, push_id: str) -> None:
-        """Forget a push. One that is not open is no error."""
+        """Forget a push. A push that is not open is no error."""
         if self._push is not None and self._push.id == push_id:
             await self.forget_push()
 
     async def forget_push(self) -> None:
-        """Forget the push that is open, if one is."""
+        """Forget the open push, if there is one."""
         push, self._push = self._push, None
         if push is not None:
             await self._let_go_of(push.source)
 
     async def aclose(self) -> None:
-        """Let go of all folders: nothing will be put back."""
+        """Release all folders; from then on nothing can be put back."""
         await self.forget_push()
         await self._let_go_of(self.serving.source)
 
     async def load(self, folder: Path, version: WeightVersion) -> None:
-        """Let the paused server load a model folder, whatever it has served."""
+        """Make the paused server load a model folder, whatever it has served."""
         await asyncio.to_thread(self._model.prove, folder)
         await self._load(folder, str(version), flush_cache=True)
 
@@ -301,7 +295,7 @@ class ServerWeights:
             self.serving, self._broken = Served(source=source, label=label), None
         except EngineError as failure:
             await self._undo(failure, before, flush_cache=flush_cache)
-            raise WeightUpdateError(f"{failure}; the weights before were loaded again") from failure
+            raise WeightUpdateError(f"{failure}; the previous weights were loaded again") from failure
         finally:
             self.epoch += 1
         await self._let_go_of(before.source)
@@ -312,12 +306,12 @@ class ServerWeights:
 
     async def _undo(self, failure: EngineError, before: Served, *, flush_cache: bool) -> None:
         if before.source is None:
-            self._broken = f"{failure}; where the weights before came from is not known here"
+            self._broken = f"{failure}; the source of the previous weights is unknown here"
             raise WeightUpdateError(self._broken) from failure
         try:
             await self._tell(before.source, before.label, flush_cache=flush_cache)
         except EngineError as error:
-            self._broken = f"{failure}; to load the weights before again failed, too: {error}"
+            self._broken = f"{failure}; loading the previous weights again failed, too: {error}"
             raise WeightUpdateError(self._broken) from failure
 
     async def _tell(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
@@ -327,7 +321,7 @@ class ServerWeights:
             else:
                 await self._receiver.load_received(source.push_id, label, flush_cache=flush_cache)
         except asyncio.CancelledError:
-            self._broken = f"the load of version {label} was cut short"
+            self._broken = f"the load of version {label} was cancelled"
             raise
 
     def _open_push(self, push_id: str) -> _Push:

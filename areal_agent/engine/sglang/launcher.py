@@ -1,16 +1,16 @@
-"""Starts SGLang's own server. Run as a file by the Python of SGLang's environment, which has no areal_agent in it.
+"""Starts SGLang's own server. The Python of SGLang's environment, which has no areal_agent, runs this file.
 
-It ends with the process that started it: SGLang's server is several processes, and none may be left behind. On a
-machine without a GPU it adds what SGLang needs to run on a CPU, which PyPI's wheels are not made for:
+The server ends with the process that started it, all of its processes included. On a machine without a GPU this adds
+what SGLang needs to run on a CPU, which PyPI's wheels are not made for:
 
-- two operators of torchvision are declared: PyPI has its CUDA build only, whose compiled half does not load there;
-- the package `sgl_kernel` has no CPU build: names are imported from a stand-in, and a call of one raises.
+- two operators of torchvision are declared: PyPI only has its CUDA build, whose compiled half does not load there;
+- the package `sgl_kernel` has no CPU build: a stand-in provides its names, and calling one raises.
 
-SGLang's schedulers are spawned, so everything but the last lines here is run by them, too: there they are taught to
-take weights from the trainer (scheduler_extension.py).
+SGLang's schedulers are spawned and therefore run all of this file but its last lines; they also get the ability to
+receive weights from the trainer (scheduler_extension.py).
 
-SGLang looks every five seconds whether it has been told to end (SIGTERM): who waited no longer would kill it while it
-gives back what it has of a GPU. Here it looks often.
+SGLang checks only every five seconds whether it has been told to end (SIGTERM), and would be killed meanwhile while it
+still frees GPU memory. Here it checks more often.
 """
 
 import asyncio
@@ -35,28 +35,28 @@ CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--dtype", "float32"),
-    "--sleep-on-idle",  # or its scheduler keeps a core busy that others on the machine want
+    "--sleep-on-idle",  # otherwise its idle scheduler keeps a core busy
 )
 
 
 def needs_cpu(argv: list[str]) -> bool:
-    """Whether the server is to run on the CPU: `--device` says so, or there is no GPU and nothing is said."""
+    """Return whether the server is to run on the CPU: `--device` says so, or it is not given and there is no GPU."""
     if "--device" in argv:
         return argv[argv.index("--device") + 1] == "cpu"
     return not torch.cuda.is_available()
 
 
 def stand_in_for_what_cpus_lack() -> None:
-    """Make `import sglang` possible where its compiled parts have no build."""
+    """Make `import sglang` possible on machines for which its compiled parts have no build."""
     for operator in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):  # the real one is there
+        with contextlib.suppress(RuntimeError):  # it exists already
             torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = _AbsentKernels("sgl_kernel")
 
 
 class _AbsentKernels(ModuleType):
-    """A module that has every name, so that it can be imported from; what is called raises."""
+    """A module that has every name, so that anything can be imported from it; calling what was imported raises."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -68,13 +68,13 @@ class _AbsentKernels(ModuleType):
             raise AttributeError(name)
 
         def absent(*_: Any, **__: Any) -> NoReturn:
-            raise NotImplementedError(f"sgl_kernel.{name}: there is no build of sgl_kernel for CPUs")
+            raise NotImplementedError(f"sgl_kernel.{name}: sgl_kernel has no build for CPUs")
 
         return absent
 
 
 def look_often_for_the_end() -> None:
-    """Let SGLang's server notice a SIGTERM at once. Without it, it ends all the same."""
+    """Make SGLang's server notice a SIGTERM at once. Optional: without it, the server ends later."""
 
     async def around(original: Callable[[Any], Awaitable[None]], manager: Any) -> None:
         while not manager.gracefully_exit:  # noqa: ASYNC110 (SGLang sets it, and tells nobody)
@@ -88,7 +88,7 @@ def look_often_for_the_end() -> None:
 
 if __name__ == "__main__" and needs_cpu(sys.argv):
     os.environ[CPU_VARIABLE] = "1"
-    sys.argv[1:1] = CPU_FLAGS  # in front: what was asked for holds
+    sys.argv[1:1] = CPU_FLAGS  # in front, so that arguments given take precedence
 if CPU_VARIABLE in os.environ:
     stand_in_for_what_cpus_lack()
 if __name__ == "__mp_main__":  # one of SGLang's own processes

@@ -1,31 +1,18 @@
-"""One SGLang server, as `foreign.server.ForeignServer`. It knows no socket (transport.py) and no process.
+"""One SGLang server, as `foreign.engine.ForeignServer`.
 
-What SGLang does otherwise than the common wire says, and what is done about it:
+How SGLang deviates from the common wire, and what is done about it:
 
-    an id outside the vocabulary ends the server         foreign/engine.py: checked against the model's config.json
-    an abort takes ids by prefix, is lost at a pause     foreign/request.py: ids of equal length, streams to close
-    `/health` samples a token: dead while paused         `/server_info` goes through the scheduler and needs no model
-    a label does not move without being given            loader.py: every update gives one, and it is read back
-    400 although the weights have changed                foreign/weights.py: paused first; whatever fails is undone
-    idle connections are closed after 5 s                every call has its own: none fails because of that
-    events may hold all tokens so far                    refused: a flag of its start says which
-    what a folder lacks keeps its old value              foreign/tensors.py: proved whole before it is told of
-    no pause lets requests end first (`wait`)            foreign/in_flight.py: they have ended, and others wait there
+    a token id outside the vocabulary crashes it         foreign/engine.py checks ids against the model's config.json
+    an abort takes ids by prefix, is lost at a pause     foreign/engine.py: ids of equal length, streams that are closed
+    `/health` samples a token, so fails while paused     `/server_info` goes through the scheduler and needs no model
+    a label only changes when it is given                every update gives one, and it is read back
+    it may answer 400 although the weights changed       foreign/weights.py pauses first and undoes whatever fails
+    idle connections are closed after 5 s                every call has its own connection
+    events may hold all tokens so far                    refused; a flag of its start tells
+    tensors that a folder lacks keep their old value     foreign/weight_folders.py checks the folder first
+    no pause lets requests end first (`wait`)            foreign/engine.py waits for their end and holds others back
 
-The seed of a request holds where the server was started with `--enable-deterministic-inference`.
-
-Reads the events of one answer of SGLang: those of the common wire, but for how an aborted answer ends.
-
-The last event of an aborted answer names its last id once more, or all ids, or none, although the events before were
-increments. Its log-probabilities say which: they hold either all tokens or the new ones, each with its id.
-
-How a SGLang server is asked for a completion. Knows no server.
-
-What a SGLang server says of itself. `/model_info` is what serves now; `/server_info` is what it was started with.
-
-Lets a SGLang server load weights. Knows nothing of pushes, nor of what is in a folder.
-
-Lets the schedulers of a SGLang server take weights from the trainer (scheduler_extension.py). Knows no pushes.
+Seeds of requests work if the server was started with `--enable-deterministic-inference`.
 """
 
 import asyncio
@@ -58,10 +45,14 @@ from areal_agent.types import (
 
 
 class SglangAnswer:
-    """Puts the events of one answer together. `result` is there after the last one."""
+    """Assembles the events of one answer. `result` is set after the last event.
+
+    The last event of an aborted answer repeats its last id, or all ids, or has none, although the events before were
+    increments. Its log-probabilities tell which: they cover either all tokens or the new ones, each with its id.
+    """
 
     def __init__(self, *, takes_unlabelled: bool = False) -> None:
-        """With `takes_unlabelled` weights that nobody has labelled are the first version."""
+        """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
         self._takes_unlabelled = takes_unlabelled
         self.result: GenerateResult | None = None
         self._reader = wire.ResultReader()
@@ -70,9 +61,9 @@ class SglangAnswer:
         self._top_logprobs: list[TopLogprobs] = []
 
     def read(self, fields: JsonObject) -> TokenChunk:
-        """Read one event; the tokens that are new, perhaps none.
+        """Read one event; return its new tokens, if any.
 
-        Raises WireError for what cannot be read, and an EngineError when the server says that it failed.
+        Raises WireError if it cannot be read, and an EngineError if the server reports a failure.
         """
         meta = as_object(get(fields, "meta_info", dict), "meta_info")
         if self._takes_unlabelled:
@@ -108,7 +99,7 @@ class SglangAnswer:
 
 
 def _raise_failure(finish: JsonObject) -> None:
-    """An abort with a status is the server's own: the request was wrong, or the server failed at it."""
+    """Raise if the abort has a status, which means that the request was wrong or that the server failed."""
     status = finish.get("status_code")
     if isinstance(status, int) and status >= 400:
         message = f"the engine ended the request with {status}: {finish.get('message')}"
@@ -117,7 +108,7 @@ def _raise_failure(finish: JsonObject) -> None:
 
 
 def _new_entries(entries: Sequence[Any], seen: int, after: int) -> Sequence[Any]:
-    """Those of the tokens behind the first `seen`, of a list that ends with all `after` tokens or has the new ones."""
+    """Return the entries of tokens after the first `seen`, from a list for all `after` tokens or only the new ones."""
     if len(entries) >= after:
         return entries[len(entries) - after + seen :]
     return entries if len(entries) == after - seen else []
@@ -132,7 +123,7 @@ def _id_of(entry: Any) -> Any:
 
 
 def _cut(spans: Sequence[Any], num_tokens: int) -> list[dict[str, Any]]:
-    """The spans of the first `num_tokens` tokens: more may have been sampled than arrived."""
+    """Return the spans of the first `num_tokens` tokens: more may have been sampled than arrived."""
     fields = [as_object(span, "a span of weight_versions") for span in spans]
     return [
         {**span, "end": min(as_integer(span.get("end"), "end"), num_tokens)}
@@ -142,7 +133,7 @@ def _cut(spans: Sequence[Any], num_tokens: int) -> list[dict[str, Any]]:
 
 
 class SglangDialect:
-    """`foreign.request.Dialect`: the common wire, but for the end of an aborted answer."""
+    """The common wire, apart from the end of an aborted answer."""
 
     path = wire.GENERATE
 
@@ -150,30 +141,30 @@ class SglangDialect:
         self._takes_unlabelled = takes_unlabelled
 
     def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
-        """The body of a request. What serves needs no name."""
+        """Return the body of a request. SGLang does not need the label."""
         del label
         return {**wire.encode_request(request, is_streamed=True), "rid": rid}
 
     def reader(self, request: GenerateRequest) -> SglangAnswer:
-        """For the events of its answer, which needs nothing of the request."""
+        """Return a reader for the events of an answer."""
         del request
         return SglangAnswer(takes_unlabelled=self._takes_unlabelled)
 
     async def abort(self, transport: Transport, rid: str) -> None:
-        """Let the server end a request that has begun."""
+        """Make the server end a request that has begun."""
         await transport.post(wire.ABORT_REQUEST, wire.encode_abort(rid))
 
 
 LOADS = "/v1/loads"
 
 RECEIVED = "areal-agent-push:"
-"""In front of a push: the path of what came in it by torch.distributed (scheduler_extension.py)."""
+"""The prefix of a push's path, from which weights received by torch.distributed are loaded (scheduler_extension.py)."""
 
 _UNLABELLED = "default"  # SGLang's label of weights that nobody labelled
 
 
 def decode_served(model_info: object) -> Served:
-    """Read `/model_info`. The label in `/server_info` is the one of the start, for ever."""
+    """Read `/model_info`, which describes the current weights; the label in `/server_info` stays that of the start."""
     fields = as_object(model_info, wire.MODEL_INFO)
     path = get(fields, "model_path", str)
     source = None if path.startswith(RECEIVED) else Path(path)
@@ -181,21 +172,21 @@ def decode_served(model_info: object) -> Served:
 
 
 def decode_start(server_info: object) -> EngineInfo:
-    """What the server was started with, but for its vocabulary, which it does not tell.
+    """Read what the server was started with, except for its vocabulary, which it does not report.
 
-    Its context is `max_req_input_len`: a longer request that `context_length` has room for is cut without a word.
+    Its context is `max_req_input_len`: a longer request within `context_length` is silently cut.
     """
     started = as_object(server_info, wire.SERVER_INFO)
     return wire.decode_info({**started, "context_length": None, "weight_version": _UNLABELLED})
 
 
 def tells_new_tokens(server_info: object) -> bool:
-    """Whether the events of an answer hold its new tokens alone, as on the common wire."""
+    """Return whether events hold only new tokens, as on the common wire."""
     return as_object(server_info, wire.SERVER_INFO).get("incremental_streaming_output") is not False
 
 
 def decode_loads(body: object, version: WeightVersion) -> EngineStats:
-    """How many requests run and wait, over all schedulers of the server."""
+    """Return the number of requests that run and wait, over all schedulers of the server."""
     loads: list[Any] = get(as_object(body, LOADS), "loads", list)
     fields = [as_object(load, "an entry of loads") for load in loads]
     return EngineStats(
@@ -208,44 +199,44 @@ def decode_loads(body: object, version: WeightVersion) -> EngineStats:
 
 
 class SglangLoader:
-    """`foreign.weights.Loader`. The answer is believed when the label has moved."""
+    """Makes one server load weights. A load has succeeded when the label has changed."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
-        """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
+        """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
         path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
         num_bytes = await asyncio.to_thread(size_of_folder, folder)
         await self.update(path, label, flush_cache=flush_cache, num_bytes=num_bytes)
 
     async def update(self, path: str, label: str, *, flush_cache: bool, num_bytes: int = 0) -> None:
-        """The same of what the server knows by this name, so much from a disk."""
+        """Make the server load what it knows as `path`, of which `num_bytes` come from a disk. Errors as in `load`."""
         body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
         await self._transport.post(wire.UPDATE_FROM_DISK, body, refusal=WeightUpdateError, num_bytes=num_bytes)
         answer = await self._transport.get(wire.MODEL_INFO)
         served = self._transport.decoded(decode_served, wire.MODEL_INFO, answer)
         if served.label != label:
             raise WeightUpdateError(
-                f"{self._transport.base_url} says that it serves {served.label} after an update to {label}"
+                f"{self._transport.base_url} reports that it serves {served.label} after an update to {label}"
             )
 
 
 ACTION = "areal_agent."
 CHECK_WEIGHTS = "/weights_checker"
 
-_BETWEEN_REPLICAS = " | "  # SGLang's
+_BETWEEN_REPLICAS = " | "  # as SGLang joins them
 
 
 class SglangReceiver:
-    """`foreign.weights.Receiver`. What came is loaded as a folder is, of a name that only our schedulers know."""
+    """Makes the schedulers receive weights, which are then loaded like a folder whose name only they know."""
 
     def __init__(self, transport: Transport, loader: SglangLoader) -> None:
         self._transport = transport
         self._loader = loader
 
     async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
-        """What each replica answers to this method of its schedulers."""
+        """Call a method of the schedulers and return each replica's answer."""
         body = {"action": ACTION + method, "skip_tensor_list": arguments}
         try:
             answer = await self._transport.post(CHECK_WEIGHTS, body, refusal=WeightUpdateError)
@@ -254,7 +245,7 @@ class SglangReceiver:
         return self._transport.decoded(_messages, CHECK_WEIGHTS, answer)
 
     async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Let the paused server load what they hold. Raises EngineError unless it says that it serves that."""
+        """Make the paused server load what they hold. Raises EngineError unless it confirms the label."""
         await self._loader.update(RECEIVED + push_id, label, flush_cache=flush_cache)
 
 
@@ -263,25 +254,25 @@ def _messages(body: object) -> list[str]:
 
 
 class SglangServer:
-    """Where it listens, and how it is spoken to."""
+    """The address of one server, and how to talk to it."""
 
     kind = "SGLang"
 
     def __init__(self, base_url: str, *, takes_unlabelled: bool = False) -> None:
-        """With `takes_unlabelled` weights that nobody has labelled are the first version (foreign/unlabelled.py)."""
+        """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
         self.transport = Transport(base_url, keeps_connections=False)  # uvicorn closes them after 5 s
         self.dialect = SglangDialect(takes_unlabelled=takes_unlabelled)
         self.loader = SglangLoader(self.transport)
         self.receiver = SglangReceiver(self.transport, self.loader)
 
     async def state(self) -> ServerState:
-        """What it was started with, and what serves now."""
+        """Return what it was started with, and the weights that serve now."""
         ask, read = self.transport.get, self.transport.decoded
         told = await ask(wire.SERVER_INFO)
         started = read(decode_start, wire.SERVER_INFO, told)
         if not tells_new_tokens(told):
             raise EngineRejected(
-                f"the SGLang server at {self.transport.base_url} tells all tokens of an answer again and again; start "
+                f"the SGLang server at {self.transport.base_url} repeats all tokens of an answer in every event; start "
                 "it with --incremental-streaming-output"
             )
         return ServerState(
@@ -292,19 +283,19 @@ class SglangServer:
         )
 
     async def stats(self, version: WeightVersion) -> EngineStats:
-        """How many requests it runs now."""
+        """Return how many requests it runs now."""
         body = await self.transport.get(LOADS)
         return self.transport.decoded(lambda fields: decode_loads(fields, version), LOADS, body)
 
     async def probe(self, timeout_s: float) -> None:
-        """`/server_info` goes through the scheduler."""
+        """Ask `/server_info`, which goes through the scheduler."""
         await self.transport.get(wire.SERVER_INFO, timeout_s=timeout_s)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; it has no `wait`."""
+        """Stop sampling; SGLang has no `wait`."""
         body = wire.encode_pause(wire.Pause(mode=PauseMode.RETRACT if mode is PauseMode.WAIT else mode))
         await self.transport.post(wire.PAUSE_GENERATION, body, has_limit=mode is not PauseMode.ABORT)
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         await self.transport.post(wire.CONTINUE_GENERATION, {})

@@ -1,8 +1,8 @@
-"""Starts vLLM's own server as `VllmServer` needs it. Run as a file by the Python of vLLM's environment.
+"""Starts vLLM's own server as `VllmServer` needs it. Run by the Python of vLLM's environment, without areal_agent.
 
-That environment has no areal_agent in it. The server ends with the process that started it, if that gave it a lifeline.
-Arguments are those of `vllm serve`, which itself fails on its metadata in the package for CPUs. Where vLLM runs on a
-CPU, it is given what that wants: float32, no compilation, and a bound on its memory, of which it would take nearly all.
+The server ends with the process that started it, if that gave it a lifeline. Arguments are those of `vllm serve`, a
+command that itself fails in the package for CPUs. On a CPU, vLLM gets the settings that it needs there: float32, no
+compilation, and a bound on its memory, of which it would otherwise take nearly all.
 """
 
 import importlib
@@ -19,13 +19,13 @@ FLAGS = (
     *("--worker-extension-cls", "worker_extension.WeightLoading"),
 )
 ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-"""Where this is 0, a model on one CPU runs in the process that schedules it: one process fewer to start and to talk to.
+"""If this variable is 0, a model on one CPU runs in the process that schedules it: one process fewer to start.
 
-vLLM wants a process of its own for it, so as to bind its threads to cores; these are not bound (VARIABLES).
+vLLM uses a separate process so as to bind its threads to cores; here they are not bound (VARIABLES).
 """
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "1G")
 VARIABLES = {
-    "VLLM_SERVER_DEV_MODE": "1",  # pauses, aborts and weights
+    "VLLM_SERVER_DEV_MODE": "1",  # enables pauses, aborts and weight updates
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share a machine
@@ -38,5 +38,5 @@ if __name__ == "__main__":  # vLLM's own processes import this file, too
     is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
     if is_cpu:
         os.environ.setdefault(ONE_PROCESS, "0")
-    sys.argv[1:1] = (*FLAGS, *(CPU_FLAGS if is_cpu else ()))  # in front: what was asked for holds
+    sys.argv[1:1] = (*FLAGS, *(CPU_FLAGS if is_cpu else ()))  # in front, so that arguments given take precedence
     runpy.run_module(SERVER, run_name="__main__", alter_sys=False)

@@ -1,41 +1,21 @@
-"""One vLLM server, as `foreign.server.ForeignServer`. It knows no socket (transport.py) and no process.
+"""One vLLM server, as `foreign.engine.ForeignServer`. It is started by launcher.py.
 
-The server is started by launcher.py. What vLLM does otherwise than this project, and what is done about it:
+How vLLM deviates from what this project needs, and what is done about it:
 
-    log-probabilities are before temperature             launcher.py: those that were sampled from are asked for
-    a reload leaves a tied head as it was, on a CPU      worker_extension.py: the head is packed again
-    loaded adapters are those of later requests          worker_extension.py: they take the place of those before
-    a load does not move the label                       loader.py: it is given afterwards, and read back
-    flushing may be refused, with a success              loader.py: the answer is read; requests are taken back first
-    keys and values are found again by tokens alone      dialect.py: salted with the label of the weights
-    the folder that serves is not told after a load      foreign/weights.py: known here, or nothing can be put back
+    log-probabilities are before temperature             launcher.py asks for those that were sampled from
+    a reload leaves a tied head as it was, on a CPU      worker_extension.py packs the head again
+    loaded adapters apply to later requests only         worker_extension.py replaces the adapters in place
+    a load does not change the label                     it is set afterwards, and read back
+    a flush may be refused with a success status         the answer is read; running requests are reset first
+    the prefix cache is keyed by tokens alone            requests are salted with the label of the weights
+    the folder that serves is not reported after a load  foreign/weights.py remembers it
     `/health` answers while the scheduler hangs          `/is_paused` goes through the scheduler
-    an answer ends at the end token of the model         sampling.py: at the tokens of the request alone
-    likeliest tokens have the sampled one in front       answer.py: one more is asked for, and they are ranked
-    idle connections are closed after 5 s                every call has its own: none fails because of that
-    an id outside the vocabulary, a prompt too long      foreign/engine.py: checked with this project's words
+    an answer ends at the model's end token              `encode_sampling` uses only the tokens of the request
+    the likeliest tokens start with the sampled one      one more is requested, and they are ranked
+    idle connections are closed after 5 s                every call has its own connection
+    ids outside the vocabulary, prompts too long         foreign/engine.py checks them with this project's messages
 
-Seeds hold. On a CPU it wants a head dimension of 32 or more.
-
-Reads the events of one answer of vLLM: new tokens each, the version spans of all with the last, then their number.
-
-A log-probability of -9999 stands for one that is minus infinity, or that vLLM does not know.
-
-What a vLLM server says of itself: in `/v1/models`, `/weight_info` and `/metrics`.
-
-Lets a vLLM server load weights. Knows nothing of pushes, nor of what is in a folder.
-
-Every worker reads the folder itself, or takes what it has received from the trainer (worker_extension.py), whatever it
-runs on.
-
-Lets the workers of a vLLM server take weights from the trainer (worker_extension.py). Knows nothing of pushes.
-
-How one completion is sampled, as vLLM's `sampling_params`. Parameters that are off are not sent.
-
-A request ends where ours says: by its own stop tokens, never by what the model's folder calls an end. Stop texts are
-not sent, here as anywhere: texts are cut by the gateway.
-
-How a vLLM server is asked for a completion: token ids in, token ids out, in events. Knows no server.
+Seeds work. On a CPU, vLLM needs a head dimension of 32 or more.
 """
 
 import asyncio
@@ -85,10 +65,14 @@ _NO_TOKENS = TokenChunk(token_ids=(), logprobs=())
 
 
 class VllmAnswer:
-    """Puts the events of one answer together. `result` is there after the one with the finish reason."""
+    """Assembles the events of one answer. `result` is set after the event with the finish reason.
+
+    Each event has new tokens; the last of them has all version spans, and token counts follow. A log-probability of
+    -9999 stands for minus infinity, or for one that vLLM does not know.
+    """
 
     def __init__(self, *, num_top_logprobs: int, takes_unlabelled: bool = False) -> None:
-        """With `takes_unlabelled` weights that nobody has labelled are the first version."""
+        """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
         self._takes_unlabelled = takes_unlabelled
         self.result: GenerateResult | None = None
         self._num_top_logprobs = num_top_logprobs
@@ -97,7 +81,7 @@ class VllmAnswer:
         self._top_logprobs: list[TopLogprobs] = []
 
     def read(self, fields: JsonObject) -> TokenChunk:
-        """Read one event; the tokens that are new, perhaps none."""
+        """Read one event; return its new tokens, if any."""
         choices: list[Any] = get(fields, "choices", list)
         if not choices:
             self._read_usage(as_object(fields.get("usage"), "usage"))
@@ -124,7 +108,7 @@ class VllmAnswer:
         )
 
     def _read_usage(self, usage: JsonObject) -> None:
-        """It comes last, and has how much of the prompt was known."""
+        """Read the last event, which says how much of the prompt was cached."""
         details = usage.get("prompt_tokens_details")
         if self.result is not None and details is not None:
             cached = as_object(details, "prompt_tokens_details").get("cached_tokens") or 0
@@ -140,9 +124,7 @@ class VllmAnswer:
             raise WireError(f"logprobs has {len(entries)} entries that do not match {len(ids)} token_ids")
         logprobs = as_numbers([entry.get("logprob") for entry in entries], "a log-probability")
         if NEVER in logprobs:
-            raise WireError(
-                f"the log-probability of token {ids[logprobs.index(NEVER)]}, which was sampled, is not known"
-            )
+            raise WireError(f"the log-probability of the sampled token {ids[logprobs.index(NEVER)]} is unknown")
         return TokenChunk(
             token_ids=ids,
             logprobs=logprobs,
@@ -150,7 +132,7 @@ class VllmAnswer:
         )
 
     def _likeliest(self, entry: JsonObject) -> TopLogprobs:
-        """Of candidates among which the sampled token is the first, likely or not."""
+        """Rank the candidates, the first of which is the sampled token, however likely."""
         tops: Sequence[Any] = get(entry, "top_logprobs", list)
         candidates = [as_object(top, "an entry of top_logprobs") for top in tops]
         logprobs = as_numbers([one.get("logprob") for one in candidates], "a log-probability")
@@ -168,20 +150,20 @@ ADAPTER = "policy"
 """The name of the adapters that requests are answered with."""
 
 UNLABELLED = "default"
-"""vLLM's label of weights that nobody labelled: those of the start."""
+"""vLLM's label of weights that nobody labelled: those that it was started with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """What a server was started with."""
+    """The start-up settings of a server."""
 
     model: Path
     max_context_tokens: int
-    adapter: Path | None = None  # that it was started with, where it applies adapters
+    adapter: Path | None = None  # the adapters that it was started with, if it applies any
 
 
 def decode_started(body: object) -> Started:
-    """Read `/v1/models`. Adapters are listed behind the model: ours alone, if any."""
+    """Read `/v1/models`. It lists the adapters after the model; only our own count."""
     cards: list[Any] = get(as_object(body, MODELS), "data", list)
     if not cards:
         raise WireError("data is empty; it must name the model that is served")
@@ -195,12 +177,12 @@ def decode_started(body: object) -> Started:
 
 
 def decode_label(body: object) -> str:
-    """Read `/weight_info`."""
+    """Read the label in `/weight_info`."""
     return get(as_object(body, WEIGHT_INFO), "weight_version", str)
 
 
 def decode_metrics(text: str, version: WeightVersion) -> EngineStats:
-    """Read `/metrics`, Prometheus' text: the sums over all engines of the server."""
+    """Read `/metrics`, in Prometheus' text format: sums over all engines of the server."""
     sums = _sums(text)
     return EngineStats(
         num_running=int(_told(sums, "vllm:num_requests_running")),
@@ -234,13 +216,13 @@ UPDATE_LABEL = "/update_weight_version"
 
 
 class VllmLoader:
-    """`foreign.weights.Loader`. A load does not move the label, so it is given afterwards, and read back."""
+    """Makes one server load weights. A load does not change the label, so it is set afterwards and read back."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
-        """Let the paused server load a folder under a label. Raises EngineError unless it says that it serves that."""
+        """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
         path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
         method = "load_adapter" if is_adapter(Path(path)) else "load_folder"
         num_bytes = await asyncio.to_thread(size_of_folder, folder)
@@ -249,9 +231,10 @@ class VllmLoader:
     async def let_workers(
         self, method: str, argument: str, label: str, *, flush_cache: bool, num_bytes: int = 0
     ) -> None:
-        """Let all workers load by this method of theirs, so much from a disk; the rest as in `load`.
+        """Make all workers load with their method `method`, reading `num_bytes` from a disk; the rest is as in `load`.
 
-        With `flush_cache`, running requests are taken back to their beginning: what they have is computed again.
+        With `flush_cache`, running requests are reset to their beginning, so that all their keys and values are
+        computed again.
         """
         try:
             await self._tell(COLLECTIVE_RPC, {"method": method, "args": [argument]}, num_bytes)
@@ -263,27 +246,29 @@ class VllmLoader:
         served = self._transport.decoded(decode_label, WEIGHT_INFO, await self._transport.get(WEIGHT_INFO))
         if served != label:
             raise WeightUpdateError(
-                f"{self._transport.base_url} says that it serves {served} after an update to {label}"
+                f"{self._transport.base_url} reports that it serves {served} after an update to {label}"
             )
 
     async def _flush_cache(self) -> None:
         answer = await self._tell(RESET_CACHE, {})
         if answer != {"success": True}:
-            raise WeightUpdateError(f"{self._transport.base_url} keeps keys and values of the weights before: {answer}")
+            raise WeightUpdateError(
+                f"{self._transport.base_url} kept keys and values of the previous weights: {answer}"
+            )
 
     async def _tell(self, path: str, body: dict[str, object], num_bytes: int = 0) -> object:
         return await self._transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)
 
 
 class VllmReceiver:
-    """`foreign.weights.Receiver`."""
+    """Makes all workers of one server receive weights."""
 
     def __init__(self, transport: Transport, loader: VllmLoader) -> None:
         self._transport = transport
         self._loader = loader
 
     async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
-        """What each worker answers to this method of its."""
+        """Call a method of the workers and return each worker's answer."""
         body = {"method": method, "args": arguments}
         try:
             answer = await self._transport.post(COLLECTIVE_RPC, body, refusal=WeightUpdateError)
@@ -292,7 +277,7 @@ class VllmReceiver:
         return self._transport.decoded(_results, COLLECTIVE_RPC, answer)
 
     async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Let the paused server load what its workers hold. Raises EngineError unless it says that it serves that."""
+        """Make the paused server load what its workers hold. Raises EngineError unless it confirms the label."""
         await self._loader.let_workers("load_received", push_id, label, flush_cache=flush_cache)
 
 
@@ -301,11 +286,14 @@ def _results(body: object) -> list[str]:
 
 
 _OFF = SamplingParams()
-_GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # ours, and vLLM's
+_GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # our names, and vLLM's
 
 
 def encode_sampling(request: GenerateRequest) -> dict[str, Any]:
-    """The object `sampling_params`.
+    """Return the object `sampling_params`. Parameters that are off are left out.
+
+    An answer ends at the request's own stop tokens, never at the model's end token. Stop texts are not sent, because
+    the gateway cuts texts.
 
     >>> request = GenerateRequest(request_id="r1", input_ids=(5,), sampling=SamplingParams(max_tokens=7))
     >>> encode_sampling(request)["max_tokens"]
@@ -336,21 +324,21 @@ def encode_sampling(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _num_logprobs(request: GenerateRequest) -> int:
-    """One more than is asked for: the sampled token takes a place among them, likely or not."""
+    """Return one more than requested, because the sampled token takes a place among them, however likely."""
     return request.num_top_logprobs + 1 if request.num_top_logprobs else 0
 
 
 GENERATE = "/inference/v1/generate"
 ABORT_REQUESTS = "/abort_requests"
 
-_PREFIX = "generate-tokens-"  # vLLM's own, in front of the id that it was given
+_PREFIX = "generate-tokens-"  # vLLM's own prefix of the id that it was given
 
 
 class VllmDialect:
-    """`foreign.request.Dialect`. Each request names the weights that serve when it is sent, by their label.
+    """Token ids in, token ids out, in events. Each request carries the label of the weights that serve when it is sent.
 
-    That salts the cache of prefixes: keys and values that other weights have left are never taken for new ones.
-    Where the server `applies_adapter`, every request names it.
+    The label salts the prefix cache, so that keys and values of other weights are never reused. If the server
+    `applies_adapter`, every request names the adapters.
     """
 
     path = GENERATE
@@ -360,7 +348,7 @@ class VllmDialect:
         self._takes_unlabelled = takes_unlabelled
 
     def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
-        """The body of a request."""
+        """Return the body of a request."""
         ids = request.input_ids
         return {
             **({"model": ADAPTER} if self.applies_adapter else {}),
@@ -373,11 +361,11 @@ class VllmDialect:
         }
 
     def reader(self, request: GenerateRequest) -> VllmAnswer:
-        """For the events of its answer."""
+        """Return a reader for the events of the request's answer."""
         return VllmAnswer(num_top_logprobs=request.num_top_logprobs, takes_unlabelled=self._takes_unlabelled)
 
     async def abort(self, transport: Transport, rid: str) -> None:
-        """Let the server end a request that has begun."""
+        """Make the server end a request that has begun."""
         await transport.post(ABORT_REQUESTS, {"request_ids": [_PREFIX + rid]})
 
 
@@ -385,19 +373,19 @@ _MODES = {PauseMode.ABORT: "abort", PauseMode.RETRACT: "keep", PauseMode.IN_PLAC
 
 
 class VllmServer:
-    """Where it listens, and how it is spoken to."""
+    """The address of one server, and how to talk to it."""
 
     kind = "vLLM"
 
     def __init__(self, base_url: str, *, takes_unlabelled: bool = False) -> None:
-        """With `takes_unlabelled` weights that nobody has labelled are the first version (foreign/unlabelled.py)."""
+        """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
         self.transport = Transport(base_url, keeps_connections=False)  # uvicorn closes them after 5 s
         self.dialect = VllmDialect(takes_unlabelled=takes_unlabelled)
         self.loader = VllmLoader(self.transport)
         self.receiver = VllmReceiver(self.transport, self.loader)
 
     async def state(self) -> ServerState:
-        """What it was started with, and what serves now: from where, it tells of what it began with alone."""
+        """Return what it was started with and what serves now. Only the source of the first weights is reported."""
         ask, read = self.transport.get, self.transport.decoded
         started = read(decode_started, MODELS, await ask(MODELS))
         label = read(decode_label, WEIGHT_INFO, await ask(WEIGHT_INFO))
@@ -412,19 +400,19 @@ class VllmServer:
         )
 
     async def stats(self, version: WeightVersion) -> EngineStats:
-        """How many requests it runs now, and what it has sampled since it started."""
+        """Return how many requests it runs now, and what it has sampled since its start."""
         text = await self.transport.text(METRICS)
         return self.transport.decoded(lambda body: decode_metrics(body, version), METRICS, text)
 
     async def probe(self, timeout_s: float) -> None:
-        """`/is_paused` goes through the scheduler."""
+        """Ask `/is_paused`, which goes through the scheduler."""
         await self.transport.get(IS_PAUSED, timeout_s=timeout_s)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. `wait` takes as long as the requests of other clients."""
+        """Stop sampling. `wait` also waits for the requests of other clients."""
         path = f"/pause?mode={_MODES[mode]}&clear_cache=false"
         await self.transport.post(path, {}, has_limit=mode is not PauseMode.WAIT)
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         await self.transport.post("/resume", {})

@@ -1,11 +1,10 @@
-"""What vLLM's workers can do besides: load a folder, or what the trainer sends, all of it. Imported by them.
+"""Methods for vLLM's workers, which import this file: load a folder's weights, or receive them from the trainer.
 
-They have an environment of their own, without areal_agent. On a CPU vLLM packs its weights, and a reload does not pack
-a head again that is tied to the embedding: it would go on with the weights before. Nothing tells of that but the
-numbers.
+Their environment has no areal_agent. On a CPU vLLM packs its weights, and a reload does not pack a head again that is
+tied to the embedding: it would silently keep the old weights.
 
-Adapters take the place of those before, also for answers under way: all name the same ones, by the number 1. vLLM's own
-call loads them for requests that come after it.
+New adapters replace the old ones even for answers in progress, because all requests name the same adapters, number 1.
+vLLM's own call would load them for later requests only.
 """
 
 import importlib
@@ -17,15 +16,17 @@ from typing import Any
 
 import torch
 
-ADAPTER = "policy"  # as info.py has it
+ADAPTER = "policy"  # as server.py has it
 RECEPTION = Path(__file__).parents[1] / "foreign" / "reception.py"
 
 
-reception = SimpleNamespace(**runpy.run_path(str(RECEPTION)))  # areal_agent is not there
+reception = SimpleNamespace(
+    **runpy.run_path(str(RECEPTION))
+)  # loaded by path, because areal_agent is not installed there
 
 
 class WeightLoading:
-    """Mixed into vLLM's worker class by `--worker-extension-cls`, which is made for such methods."""
+    """Methods that vLLM mixes into its worker class by `--worker-extension-cls`."""
 
     model_runner: Any
     reload_weights: Any
@@ -34,15 +35,15 @@ class WeightLoading:
     receptions: Mapping[str, Any] = MappingProxyType({})  # by push
 
     def load_folder(self, path: str) -> None:
-        """Take the weights of this folder. Nothing else is needed then."""
+        """Load the weights of this folder, and drop those that were received."""
         self.reload_weights(weights_path=path)
         self._pack_tied_head()
         self.receptions = {}
 
     def receive_weights(self, push_id: str, told: str, beside: str) -> None:
-        """Begin to receive a set of weights. Of those before only `beside` is kept.
+        """Start to receive a set of weights. Of the earlier ones, only `beside` is kept.
 
-        Replicas (`--data-parallel-size`) are groups of their own: they know nothing of each other.
+        Replicas (`--data-parallel-size`) do not know each other, so each is a group of its own.
         """
         kept = {name: one for name, one in self.receptions.items() if name == beside}
         parallel = self.parallel_config
@@ -55,13 +56,13 @@ class WeightLoading:
         self.receptions = {**kept, push_id: begun}
 
     def received(self, push_id: str) -> str:
-        """`receiving`, `proved`, or `failed` and why."""
+        """Return `receiving`, `proved`, or `failed` with the reason."""
         return reception.state_of(self.receptions, push_id)
 
     def load_received(self, push_id: str) -> None:
-        """Take the weights that came in this push.
+        """Load the weights received in this push.
 
-        Of several replicas vLLM lets the first one alone answer: the others may be behind, or have failed.
+        With several replicas, vLLM returns only the first one's answer; the others may be behind, or have failed.
         """
         self.reload_weights(weights_iterator=reception.tensors_of(self.receptions, push_id))
         self._pack_tied_head()
@@ -72,6 +73,6 @@ class WeightLoading:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def load_adapter(self, path: str) -> None:
-        """Take the adapters of this folder."""
+        """Load the adapters of this folder."""
         request = importlib.import_module("vllm.lora.request").LoRARequest
         self.model_runner.lora_manager.add_adapter(request(ADAPTER, 1, path, load_inplace=True))

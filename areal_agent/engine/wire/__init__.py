@@ -1,20 +1,12 @@
 """Our records as the JSON of SGLang's native HTTP API, and back: the subset that client and embedded server share.
 
-    generate.py   `/generate`: a request, and its answer in one piece
-    stream.py     the same answer in events, as it is sampled
-    sampling.py   `sampling_params`
-    tokens.py     what is said of every token: log-probability, likeliest tokens
-    versions.py   weight versions, and the spans of tokens that they sampled
-    control.py    abort, pause, continue
-    weights.py    weight updates in one call
-    distributed_weights.py  weights that the trainer sends by torch.distributed
-    pushes.py     the same in a push: begin, send, commit, abort
-    memory.py     the memory of keys and values, released and resumed
-    info.py       what an engine says of itself
-    failure.py    what an engine says when it cannot
+    generate.py  `/generate`: a request, its sampling parameters, and its answer in one piece or in events
+    control.py   abort, pause and continue; the memory of keys and values; an engine's report about itself
+    weights.py   weight updates in one call, and pushes: begin, send, commit, abort
+    fields.py    strict reading of JSON fields; weight versions; failures
 
-It knows neither sockets nor models. Reading is strict in both directions: a field that is missing, of the wrong type
-or unknown raises `WireError`, never becomes a default. The one exception is `/server_info`, of which SGLang says less.
+Reading is strict in both directions: a field that is missing, unknown or of the wrong type raises `WireError` and never
+becomes a default. The one exception is `/server_info`, of which SGLang reports less.
 """
 
 from areal_agent.engine.wire.control import (

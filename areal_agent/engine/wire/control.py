@@ -1,14 +1,9 @@
-"""Abort, pause and continue as JSON, and back.
+"""Control calls as JSON, and back: abort, pause and continue, the memory of keys and values, and `/server_info`.
 
-POST /pause_generation      {"mode"?, "push_id"?}      the push that this pause is a step of, if it is one
-POST /continue_generation   {"push_id"?}               SGLang has no pushes, and no such field
-
-Releasing and resuming the memory of keys and values as JSON, and back: SGLang's paths, of its tags `kv_cache` alone.
-
-POST /release_memory_occupation   {"tags"?: ["kv_cache"]}
+POST /pause_generation            {"mode"?, "push_id"?}      the push that this pause is a step of, if any
+POST /continue_generation         {"push_id"?}               SGLang has no pushes, and no such field
+POST /release_memory_occupation   {"tags"?: ["kv_cache"]}    SGLang's path; only this tag
 POST /resume_memory_occupation    the same
-
-What an engine says of itself and of its work. Of a real SGLang server it reads what is there.
 """
 
 from dataclasses import dataclass
@@ -40,12 +35,12 @@ class Pause:
 
 
 def encode_pause(pause: Pause) -> dict[str, Any]:
-    """The body of `/pause_generation`."""
+    """Encode the body of `/pause_generation`."""
     return {"mode": pause.mode.value, **encode_continue(pause.push_id)}
 
 
 def decode_pause(body: object) -> Pause:
-    """Read it; SGLang's default is `abort`."""
+    """Read the body of `/pause_generation`. SGLang's default mode is `abort`."""
     fields = as_object(body, "the body")
     refuse_unknown(fields, {"mode", "push_id"}, PAUSE_GENERATION)
     mode = as_member(PauseMode, fields.get("mode", PauseMode.ABORT.value), "mode")
@@ -53,24 +48,24 @@ def decode_pause(body: object) -> Pause:
 
 
 def encode_continue(push_id: str | None) -> dict[str, Any]:
-    """The body of `/continue_generation`."""
+    """Encode the body of `/continue_generation`."""
     return {} if push_id is None else {"push_id": push_id}
 
 
 def decode_continue(body: object) -> str | None:
-    """Read it; the push that speaks."""
+    """Read the body of `/continue_generation`; return the id of the calling push, or None."""
     fields = as_object(body, "the body")
     refuse_unknown(fields, {"push_id"}, CONTINUE_GENERATION)
     return _push_id(fields)
 
 
 def encode_abort(request_id: str) -> dict[str, Any]:
-    """The body of `/abort_request`."""
+    """Encode the body of `/abort_request`."""
     return {"rid": request_id}
 
 
 def decode_abort(body: object) -> str | None:
-    """Read the body of `/abort_request`: the request's id, or None for all of them."""
+    """Read the body of `/abort_request`; return the request's id, or None for all requests."""
     fields = as_object(body, "the body")
     refuse_unknown(fields, {"rid", "abort_all"}, ABORT_REQUEST)
     return None if fields.get("abort_all") is True else get(fields, "rid", str)
@@ -87,12 +82,12 @@ _TAGS = ["kv_cache"]
 
 
 def encode_memory() -> dict[str, Any]:
-    """The body of both."""
+    """Encode the body of both memory calls."""
     return {"tags": _TAGS}
 
 
 def check_memory(body: object, path: str) -> None:
-    """Read it. Raises WireError for what is more than keys and values: weights stay where they are."""
+    """Check the body of a memory call. Raises WireError for anything but keys and values."""
     fields = as_object(body, "the body")
     refuse_unknown(fields, {"tags"}, path)
     tags = get({"tags": _TAGS, **fields}, "tags", list)
@@ -106,28 +101,28 @@ MODEL_INFO = "/model_info"
 METRICS = "/metrics"
 
 UNTOLD_VOCAB_SIZE = 2**31 - 1
-"""Taken when an engine does not tell its vocabulary, as SGLang does not: then no id is refused before it is sent."""
+"""The vocabulary size of an engine that does not report it, such as SGLang: then no id is refused before it is sent."""
 
-_CONTEXT_NAMES = ("max_context_tokens", "context_length", "max_req_input_len")  # ours, then SGLang's
-_UNLABELLED = "default"  # SGLang's name for the weights that it starts with
+_CONTEXT_NAMES = ("max_context_tokens", "context_length", "max_req_input_len")  # our name, then SGLang's
+_UNLABELLED = "default"  # SGLang's label of the weights that it starts with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """What `/server_info` says of the engine's work since it started."""
+    """An engine's work since it started, from `/server_info`."""
 
     num_running: int  # requests that hold a slot
     num_queued: int  # requests that wait for one
-    busy_s: float | None  # seconds in which a step was running; None: it does not tell
+    busy_s: float | None  # seconds during which a step was running; None: not reported
     generated_tokens: int | None
     weight_version: WeightVersion
-    num_serving: int = 1  # servers that get requests: a fleet has several
-    num_out: int = 0  # servers that do not: quarantined, catching up or leaving
-    num_moves: int = 0  # requests that went on at another server
+    num_serving: int = 1  # servers that get requests; a fleet may have several
+    num_out: int = 0  # servers that get none: quarantined, catching up or leaving
+    num_moves: int = 0  # requests that continued at another server
 
 
 def encode_info(info: EngineInfo, stats: EngineStats) -> dict[str, Any]:
-    """The answer of `/server_info`; `/model_info` is a part of it."""
+    """Encode the answer of `/server_info`, which includes that of `/model_info`."""
     return {
         "model_path": info.model_path,
         "weight_version": str(stats.weight_version),
@@ -142,7 +137,7 @@ def encode_info(info: EngineInfo, stats: EngineStats) -> dict[str, Any]:
 
 
 def decode_info(body: object) -> EngineInfo:
-    """Read what `/server_info` says of the model."""
+    """Read the model's part of `/server_info`. SGLang's answer may lack fields."""
     fields = as_object(body, "the answer")
     version = fields.get("weight_version")
     return EngineInfo(
@@ -155,7 +150,7 @@ def decode_info(body: object) -> EngineInfo:
 
 
 def _decode_context(fields: JsonObject) -> int:
-    """SGLang leaves `context_length` empty when nobody set it, and always says how long a prompt may be."""
+    """Read the context's length. SGLang may omit `context_length`, but always has `max_req_input_len`."""
     name = next((name for name in _CONTEXT_NAMES if fields.get(name) is not None), None)
     if name is None:
         raise WireError(f"none of {', '.join(_CONTEXT_NAMES)} is there: the length of the context must be known")
@@ -169,7 +164,7 @@ def _decode_grammar(fields: JsonObject) -> bool:
 
 
 def decode_stats(body: object) -> EngineStats:
-    """Read what `/server_info` says of the engine's work."""
+    """Read the work's part of `/server_info`."""
     fields = as_object(body, "the answer")
     return EngineStats(
         num_running=as_integer(fields.get("num_running_reqs"), "num_running_reqs"),

@@ -1,10 +1,7 @@
-"""Reading decoded JSON strictly: a field that is missing, of the wrong type or unknown is an error, never a default.
+"""Strict reading of decoded JSON: a field that is missing, unknown or of the wrong type is an error, never a default.
 
-Knows nothing of what the fields mean. Every message names the field and the value received.
-
-What an engine says when it cannot: the body of an answer that is no success, and an event in mid-stream.
-
-Weight versions on the wire, and the spans of tokens that they sampled.
+Every message names the field and the value received. This file also has the parts that several bodies share: failures,
+and weight versions with the spans of tokens that they sampled.
 """
 
 import math
@@ -22,7 +19,7 @@ E = TypeVar("E", bound=StrEnum)
 
 
 class WireError(ValueError):
-    """A body that the wire does not carry."""
+    """A body that violates the wire format."""
 
 
 def decode_json(data: bytes) -> object:
@@ -53,7 +50,7 @@ def get(fields: JsonObject, name: str, kind: type[T]) -> T:
 
 
 def as_ids(values: Sequence[Any], name: str) -> tuple[int, ...]:
-    if set(map(type, values)) - {int}:  # no isinstance: a boolean is no id
+    if set(map(type, values)) - {int}:  # not isinstance: a boolean is not an id
         wrong = next(value for value in values if type(value) is not int)
         raise WireError(f"{name} holds {wrong!r:.80}; it must hold integers only")
     return tuple(values)
@@ -72,7 +69,7 @@ def as_number(value: object, name: str) -> float:
 
 
 def as_numbers(values: Sequence[Any], name: str) -> tuple[float, ...]:
-    """`as_number` of each, at a third of its cost when all are well."""
+    """Read each value with `as_number`; a third of the cost if all are valid."""
     if set(map(type, values)) - {int, float} or not all(map(math.isfinite, values)):
         return tuple(as_number(value, name) for value in values)  # raises, and names the value
     return tuple(map(float, values))
@@ -87,25 +84,25 @@ def as_member(kind: type[E], value: object, name: str) -> E:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Why a request failed. `status` is that of HTTP, also where the answer had begun with 200."""
+    """The reason why a request failed. `status` is HTTP's, even if the answer had begun with 200."""
 
     message: str
     status: int
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the request is wrong, and not the engine; one that has too much to do (429) refuses nothing."""
+        """True if the request is wrong, not the engine; an overloaded engine (429) refuses nothing."""
         return 400 <= self.status < 500 and self.status != 429
 
 
 def encode_failure(failure: Failure) -> dict[str, Any]:
-    """The body of every answer that is not a success; `success` is what weight updates look at."""
+    """Encode the body of every answer that is not a success. Clients of weight updates look at `success`."""
     message = failure.message
     return {"success": False, "message": message, "error": {"message": message, "code": failure.status}}
 
 
 def decode_failure(body: object, status: int) -> Failure:
-    """Read a failure, in either of SGLang's two shapes; `status` is the one to take when the body has none."""
+    """Read a failure, in either of SGLang's two shapes; `status` is used if the body has none."""
     fields = cast(dict[str, Any], body) if isinstance(body, dict) else {}
     error = fields.get("error")
     nested = cast(dict[str, Any], error) if isinstance(error, dict) else {"message": error}
@@ -117,7 +114,7 @@ def decode_failure(body: object, status: int) -> Failure:
 
 
 def decode_version(value: object) -> WeightVersion:
-    """Read `"0:17"`."""
+    """Read a version such as `"0:17"`."""
     if not isinstance(value, str):
         raise WireError(f"weight_version is {value!r:.80}; it must be a string such as '0:17'")
     try:
@@ -127,7 +124,7 @@ def decode_version(value: object) -> WeightVersion:
 
 
 def encode_spans(spans: Sequence[VersionSpan], first: int = 0) -> list[dict[str, Any]]:
-    """The field `weight_versions`; the spans count from token `first`."""
+    """Encode `weight_versions`; token numbers start at `first`."""
     return [{"version": str(span.version), "start": span.start + first, "end": span.end + first} for span in spans]
 
 
@@ -148,10 +145,10 @@ def decode_spans(entries: Sequence[Any], num_tokens: int, first: int = 0) -> tup
 
 
 def decode_new_spans(meta: JsonObject, num_before: int, num_after: int) -> tuple[VersionSpan, ...]:
-    """The spans of the tokens that an event adds, counted from the first of these; empty when it tells none.
+    """Return the spans of the tokens that an event adds, counted from the first of them; empty if it has none.
 
-    The embedded engine sends those spans. SGLang sends the label of the moment until its last event, which has all
-    spans. That label moves when a swap is over; tokens are sent as they are sampled, and none is during a swap.
+    The embedded engine sends those spans. SGLang sends the current label, and all spans with its last event. The label
+    changes when a swap is over; tokens are sent as they are sampled, and none are sampled during a swap.
     """
     if num_after == num_before:
         return ()

@@ -1,16 +1,10 @@
-"""`/generate`: one request, and its answer in one piece (stream.py: in events).
+"""`/generate`: one request with its sampling parameters, and its answer in one piece or in events.
 
-`sampling_params` of `/generate`: how one completion is sampled, and the bounds of every parameter.
+Parameters that are off are not sent. `SamplingParams.stop` never is, because the gateway cuts texts.
 
-Parameters that are off are not sent. `SamplingParams.stop` never is: texts are cut by the gateway.
-
-What an answer says of every token: its id, its log-probability, and the likeliest tokens in its place.
-
-The answer of `/generate` in events, as it is sampled: lines `data: {...}`, and `data: [DONE]` after the last.
-
-Every event says in `meta_info.completion_tokens` how many tokens there are so far. The embedded engine sends those
-that are new, with their version spans; SGLang sends all of them every time. Which it is shows in the lengths, list by
-list. The last event has the finish reason and the version spans of all tokens.
+Events are lines `data: {...}`, and `data: [DONE]` after the last one. Every event has the number of tokens so far in
+`meta_info.completion_tokens`. The embedded engine sends only new tokens, with their version spans; SGLang sends all
+tokens every time. The length of each list tells which. The last event has the finish reason and all version spans.
 """
 
 import uuid
@@ -53,7 +47,7 @@ T = TypeVar("T")
 MAX_SEED = 2**63 - 1
 
 TEMPERATURES = (1e-6, 1e6)
-"""What logits may be divided by, beside 0 for greedy. This and the two below keep them finite in float32."""
+"""The range of temperatures besides 0 (greedy). It and the two limits below keep logits finite in float32."""
 
 MIN_REPETITION_PENALTY = 0.01
 
@@ -81,11 +75,11 @@ _KNOWN_SAMPLING = {
 
 
 def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """The object `sampling_params`."""
+    """Encode the object `sampling_params`."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,  # 0 is `off` for us and an error for SGLang
+        "top_k": sampling.top_k or -1,  # 0 is off for us and an error for SGLang
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": sampling.stop_token_ids,
     }
@@ -100,7 +94,7 @@ def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def decode_sampling(fields: JsonObject) -> SamplingParams:
-    """Read `sampling_params`; what is not given is off."""
+    """Read `sampling_params`; a parameter that is missing is off."""
     refuse_unknown(fields, _KNOWN_SAMPLING, "sampling_params")
     grammar = _grammar(fields)
     return SamplingParams(
@@ -122,7 +116,7 @@ def decode_sampling(fields: JsonObject) -> SamplingParams:
 
 
 def _given(fields: JsonObject, name: str, kind: type[T]) -> T:
-    """An empty one where it is off: left out, or null."""
+    """Return the field, or an empty value if it is missing or null."""
     return kind() if fields.get(name) is None else get(fields, name, kind)
 
 
@@ -199,7 +193,7 @@ def _seed(value: object) -> int:
 
 
 def encode_logprobs(chunk: TokenChunk) -> dict[str, Any]:
-    """The fields of `meta_info` that have one entry a token."""
+    """Encode the fields of `meta_info` that have one entry for each token."""
     fields: dict[str, Any] = {
         "output_token_logprobs": [
             (logprob, token_id, None) for logprob, token_id in zip(chunk.logprobs, chunk.token_ids, strict=True)
@@ -213,12 +207,12 @@ def encode_logprobs(chunk: TokenChunk) -> dict[str, Any]:
 
 
 def top_entries(meta: JsonObject) -> list[Any]:
-    """What `meta_info` says of the likeliest tokens; empty when nobody asked."""
+    """Read the likeliest tokens in `meta_info`; empty if they were not requested."""
     return [] if meta.get("output_top_logprobs") is None else get(meta, "output_top_logprobs", list)
 
 
 def decode_tokens(ids: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[Any]) -> TokenChunk:
-    """Read ids and what belongs to them. `tops` is empty when nobody asked for the likeliest tokens."""
+    """Read token ids and their log-probabilities. `tops` is empty if the likeliest tokens were not requested."""
     token_ids = as_ids(ids, "output_ids")
     sampled_ids, sampled_logprobs = _columns(logprobs)
     if tuple(sampled_ids) != token_ids:
@@ -235,7 +229,7 @@ def decode_tokens(ids: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[An
 
 
 def _decode_top(entries: object) -> TopLogprobs:
-    """A token whose log-probability is null cannot be sampled (JSON has no minus infinity): it is left out."""
+    """Read the likeliest tokens at one position. A null log-probability (minus infinity in JSON) is left out."""
     if not isinstance(entries, list):
         raise WireError(f"output_top_logprobs holds {entries!r:.80}; it must hold a list for every token")
     token_ids, logprobs = _columns(cast("list[Any]", entries))
@@ -250,7 +244,7 @@ def _decode_top(entries: object) -> TopLogprobs:
 
 
 def _columns(entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Token ids and log-probabilities of entries `[log-probability, token id, ...]`."""
+    """Split entries `[log-probability, token id, ...]` into token ids and log-probabilities."""
     try:
         return [entry[1] for entry in entries], [entry[0] for entry in entries]
     except (TypeError, IndexError, KeyError):
@@ -266,14 +260,14 @@ _KNOWN_FIELDS = {"rid", "input_ids", "sampling_params", "return_logprob", "top_l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateCall:
-    """The body of `/generate`: what to sample, and whether the answer comes in events."""
+    """The body of `/generate`: what to sample, and whether to answer in events."""
 
     request: GenerateRequest
     is_streamed: bool
 
 
 def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> dict[str, Any]:
-    """The body of `/generate`, for orjson with NumPy: a long prompt is never a list of Python's integers.
+    """Encode the body of `/generate` for orjson with NumPy, which avoids a list of Python integers for a long prompt.
 
     >>> from areal_agent.types import SamplingParams
     >>> encode_request(GenerateRequest(request_id="r1", input_ids=(5,), sampling=SamplingParams()))["rid"]
@@ -293,8 +287,10 @@ def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> di
 
 
 def decode_call(body: object) -> GenerateCall:
-    """Read the body of `/generate`. What this wire does not carry is refused, not ignored. As with SGLang, a request
-    without a `rid` is given one, and without `sampling_params` their defaults."""
+    """Read the body of `/generate`. Unknown fields are refused, not ignored.
+
+    As with SGLang, a missing `rid` is generated, and missing `sampling_params` are the defaults.
+    """
     fields = as_object(body, "the body")
     refuse_unknown(fields, _KNOWN_FIELDS, GENERATE)
     if fields.get("return_logprob", True) is not True:
@@ -319,9 +315,9 @@ def _request_id(fields: JsonObject) -> str:
 
 
 def encode_result(request: GenerateRequest, result: GenerateResult, *, num_sent: int = 0) -> dict[str, Any]:
-    """The answer of `/generate`, or the last event of a stream whose events before held the first `num_sent` tokens.
+    """Encode the answer of `/generate`, or the last event of a stream whose earlier events had `num_sent` tokens.
 
-    `text` is empty: the embedded engine has no tokenizer.
+    `text` is empty, because the embedded engine has no tokenizer.
     """
     rest = TokenChunk(
         token_ids=result.token_ids[num_sent:],
@@ -366,7 +362,7 @@ def decode_result(body: object) -> GenerateResult:
 
 
 def finished(tokens: TokenChunk, meta: JsonObject) -> GenerateResult:
-    """The result that `tokens`, all of them, and the last `meta_info` make."""
+    """Build the result from all `tokens` and the last `meta_info`."""
     finish = as_object(get(meta, "finish_reason", dict), "finish_reason")
     return GenerateResult(
         token_ids=tokens.token_ids,
@@ -385,12 +381,12 @@ _END = b"[DONE]"
 
 
 def encode_event(body: dict[str, Any]) -> bytes:
-    """One event as it goes over the socket."""
+    """Encode one event as it is sent over the socket."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 def encode_chunk(request_id: str, chunk: TokenChunk, *, num_tokens: int) -> dict[str, Any]:
-    """An event in the middle; `num_tokens` are all so far, these included."""
+    """Encode an event that is not the last; `num_tokens` counts all tokens so far, including these."""
     meta = {"id": request_id, "finish_reason": None, "completion_tokens": num_tokens, **encode_logprobs(chunk)}
     if chunk.versions:
         meta["weight_versions"] = encode_spans(chunk.versions, first=num_tokens - len(chunk.token_ids))
@@ -398,18 +394,18 @@ def encode_chunk(request_id: str, chunk: TokenChunk, *, num_tokens: int) -> dict
 
 
 def decode_event(data: bytes) -> JsonObject:
-    """The object that one event holds."""
+    """Decode the object in one event."""
     return as_object(decode_json(data), "an event")
 
 
 class EventSplitter:
-    """Cuts bytes, which arrive in pieces of any size, into the data of events. Nothing limits the length of one."""
+    """Splits bytes, which arrive in pieces of any size, into the data of events, of any length."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []  # of the line that has not ended
+        self._pieces: list[bytes] = []  # of the unfinished line
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of every event that this piece completes; `[DONE]`, comments and empty lines are none."""
+        """Return the data of every event that this piece completes, without `[DONE]`, comments and empty lines."""
         first, *rest = piece.split(b"\n")
         self._pieces.append(first)
         if not rest:
@@ -421,7 +417,7 @@ class EventSplitter:
 
 
 class ResultReader:
-    """Puts the events of one answer together. `result` is there after the last one."""
+    """Assembles the events of one answer. `result` is set after the last event."""
 
     def __init__(self) -> None:
         self.result: GenerateResult | None = None
@@ -430,7 +426,7 @@ class ResultReader:
         self._top_logprobs: list[TopLogprobs] = []
 
     def read(self, fields: JsonObject) -> TokenChunk:
-        """Read one event; the tokens in it that no event before had, perhaps none."""
+        """Read one event; return its new tokens, if any."""
         meta = as_object(get(fields, "meta_info", dict), "meta_info")
         chunk = self._new_tokens(fields, meta)
         self._token_ids += chunk.token_ids
@@ -460,7 +456,7 @@ class ResultReader:
 
 
 def _new_part(entries: Sequence[Any], num_before: int, num_after: int, name: str) -> Sequence[Any]:
-    """What is new of entries that are either all so far or the new ones only."""
+    """Return the new entries of a list that has either all entries so far or only the new ones."""
     if len(entries) == num_after >= num_before:
         return entries[num_before:]
     if len(entries) == num_after - num_before:

@@ -1,11 +1,7 @@
-"""A set of weights and its label as the JSON of the two update paths, and back. Knows nothing of who reads weights.
+"""Weights and pushes as JSON, and back. All but `/update_weights_from_disk` is our extension of SGLang's API.
 
-`/update_weights_from_shared_memory` is our one extension of SGLang's API: its body is a `SharedMemoryWeights`.
-
-A set of weights that the trainer sends by torch.distributed as JSON, and back. Knows nothing of process groups.
-
-The four calls of a push as JSON, and back: our extension of SGLang's API, beside its weight updates in one call.
-
+    POST /update_weights_from_disk           {"model_path", "weight_version", "flush_cache"?}
+    POST /update_weights_from_shared_memory  {"path", "entries", "crc32", "weight_version", "flush_cache"?}
     POST /begin_weight_push   {"push_id"}
     POST /send_weight_push    {"push_id", "shared_memory": {"path", "entries", "crc32"}}, or "disk": {"model_path"},
                               or "distributed": {"host", "port", "name", "entries", "checksum", ...}
@@ -42,7 +38,7 @@ from areal_agent.types import (
 UPDATE_FROM_DISK = "/update_weights_from_disk"
 UPDATE_FROM_SHARED_MEMORY = "/update_weights_from_shared_memory"
 
-_LABEL = ("weight_version", "flush_cache")  # what every weight update carries
+_LABEL = ("weight_version", "flush_cache")  # in every weight update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +51,7 @@ class WeightUpdate:
 
 
 def encode_update(update: WeightUpdate) -> tuple[str, dict[str, Any]]:
-    """The path and the body that hand these weights over."""
+    """Return the path and the body of the call that updates to these weights."""
     weights = update.weights
     label = {"weight_version": str(update.version), "flush_cache": update.flush_cache}
     if isinstance(weights, DiskWeights):
@@ -64,17 +60,17 @@ def encode_update(update: WeightUpdate) -> tuple[str, dict[str, Any]]:
 
 
 def encode_disk(weights: DiskWeights) -> dict[str, Any]:
-    """Where a folder of weights is."""
+    """Encode the location of a folder of weights."""
     return {"model_path": weights.path}
 
 
 def encode_shared_memory(weights: SharedMemoryWeights) -> dict[str, Any]:
-    """Where a file of weights is, what lies where in it, and its checksum."""
+    """Encode the location, layout and checksum of a file of weights."""
     return {"path": weights.path, "entries": encode_entries(weights.entries), "crc32": weights.crc32}
 
 
 def encode_entries(entries: Sequence[TensorEntry]) -> list[dict[str, Any]]:
-    """What lies where."""
+    """Encode a layout: the place of each tensor."""
     return [
         {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "offset": e.offset, "num_bytes": e.num_bytes}
         for e in entries
@@ -94,14 +90,14 @@ def decode_shared_memory_update(body: object) -> WeightUpdate:
 
 
 def decode_disk(value: object) -> DiskWeights:
-    """Read where a folder of weights is."""
+    """Read the location of a folder of weights."""
     fields = as_object(value, "disk")
     refuse_unknown(fields, {"model_path"}, "a folder of weights")
     return DiskWeights(path=get(fields, "model_path", str))
 
 
 def decode_shared_memory(value: object) -> SharedMemoryWeights:
-    """Read where a file of weights is, and what lies where in it."""
+    """Read the location, layout and checksum of a file of weights."""
     fields = as_object(value, "shared_memory")
     refuse_unknown(fields, {"path", "entries", "crc32"}, "a file of weights")
     return SharedMemoryWeights(
@@ -121,7 +117,7 @@ def _labelled(fields: JsonObject, weights: SharedMemoryWeights | DiskWeights) ->
 
 
 def decode_entries(fields: JsonObject) -> tuple[TensorEntry, ...]:
-    """Read what lies where."""
+    """Read a layout."""
     return tuple(_decode_entry(entry) for entry in get(fields, "entries", list))
 
 
@@ -140,13 +136,13 @@ _FIELDS = {"host", "port", "name", "entries", "num_bytes", "bucket_bytes", "chec
 
 
 def encode_distributed(weights: DistributedWeights) -> dict[str, Any]:
-    """Where to ask for them, what lies where in them, and their checksum."""
+    """Encode where to request the weights, their layout and their checksum."""
     plain = {name: getattr(weights, name) for name in sorted(_FIELDS - {"entries"})}
     return {**plain, "entries": encode_entries(weights.entries)}
 
 
 def decode_distributed(value: object) -> DistributedWeights:
-    """Read it."""
+    """Read what `encode_distributed` wrote."""
     fields = as_object(value, "distributed")
     refuse_unknown(fields, _FIELDS, "weights by torch.distributed")
     weights = DistributedWeights(
@@ -183,7 +179,7 @@ class PushSend:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushCommit:
-    """The body of `/commit_weight_push`. `flush_cache`: as in a weight update."""
+    """The body of `/commit_weight_push`. `flush_cache` is as in a weight update."""
 
     push_id: str
     version: WeightVersion
@@ -191,19 +187,19 @@ class PushCommit:
 
 
 def encode_push(push_id: str) -> dict[str, Any]:
-    """The body of `/begin_weight_push` and of `/abort_weight_push`."""
+    """Encode the body of `/begin_weight_push` and of `/abort_weight_push`."""
     return {"push_id": push_id}
 
 
 def decode_push(body: object, path: str) -> str:
-    """Read it; the id of the push."""
+    """Read the body of either; return the id of the push."""
     fields = as_object(body, "the body")
     refuse_unknown(fields, {"push_id"}, path)
     return _push_id(fields)
 
 
 def encode_push_send(send: PushSend) -> dict[str, Any]:
-    """The body of `/send_weight_push`."""
+    """Encode the body of `/send_weight_push`."""
     match send.weights:
         case DiskWeights() as weights:
             body = {"disk": encode_disk(weights)}
@@ -215,7 +211,7 @@ def encode_push_send(send: PushSend) -> dict[str, Any]:
 
 
 def decode_push_send(body: object) -> PushSend:
-    """Read it."""
+    """Read the body of `/send_weight_push`."""
     fields = as_object(body, "the body")
     refuse_unknown(fields, {"push_id", *_DECODERS}, SEND_PUSH)
     given = sorted(_DECODERS.keys() & fields.keys())
@@ -234,12 +230,12 @@ _DECODERS: Mapping[str, Callable[[object], Weights]] = {
 
 
 def encode_push_commit(commit: PushCommit) -> dict[str, Any]:
-    """The body of `/commit_weight_push`."""
+    """Encode the body of `/commit_weight_push`."""
     return {"push_id": commit.push_id, "weight_version": str(commit.version), "flush_cache": commit.flush_cache}
 
 
 def decode_push_commit(body: object) -> PushCommit:
-    """Read it."""
+    """Read the body of `/commit_weight_push`."""
     fields = as_object(body, "the body")
     refuse_unknown(fields, {"push_id", "weight_version", "flush_cache"}, COMMIT_PUSH)
     return PushCommit(

@@ -172,7 +172,7 @@ async def test_tokens_of_a_version_that_was_never_given_are_sampled_elsewhere(op
         stage.two.fake.step(100)
         result = await answer
         assert (result.token_ids, result.versions) == (tokens(ask(), 8), (VersionSpan(version=OLD, start=0, end=8),))
-        await stage.until(lambda: "not what serves" in stage.report(stage.one).reason)
+        await stage.until(lambda: "not the version served" in stage.report(stage.one).reason)
         assert stage.state(stage.one) is not MemberState.SERVING
 
 
@@ -184,7 +184,9 @@ async def test_a_watched_answer_with_such_tokens_fails(open_stage):
         await stage.one.until_asked()
         stage.one.fake.version = STRANGE
         stage.one.fake.step(100)
-        with pytest.raises(EngineUnreachable, match=r"8 tokens are out broke off.*version 3:1 is not what serves here"):
+        with pytest.raises(
+            EngineUnreachable, match=r"broke off after 8 tokens.*version 3:1 is not the version served here"
+        ):
             await answer
 
 

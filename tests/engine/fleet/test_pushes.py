@@ -62,7 +62,7 @@ async def test_damaged_weights_of_one(stage):
 async def test_a_label_that_does_not_move(stage):
     stage.one.moves_label = False
     await push([stage.fleet], WEIGHTS, NEW)
-    await stage.until(lambda: "says that it serves 0:7 after a push of 0:8" in stage.report(stage.one).reason)
+    await stage.until(lambda: "reports that it serves 0:7 after a push of 0:8" in stage.report(stage.one).reason)
     stage.one.moves_label = True
     await stage.until_serving(stage.one)
     assert await versions(stage) == [NEW, NEW]

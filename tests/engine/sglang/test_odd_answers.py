@@ -60,7 +60,7 @@ async def test_nothing_is_sampled_from_weights_that_nobody_knows(scripted, ask, 
     server.update_statuses, server.events = [400, 400], [event([5], 1, **ENDED)]
     with pytest.raises(WeightUpdateError):
         await push([engine], share(other), NEW)
-    with pytest.raises(EngineUnreachable, match="nobody knows which weights"):
+    with pytest.raises(EngineUnreachable, match="it is unknown which weights"):
         await engine.generate(ask(1))
     assert not await engine.health()
     await push([engine], share(other), NEXT)
@@ -77,7 +77,7 @@ async def test_nothing_is_sampled_after_a_load_that_was_cut_short(scripted, ask,
     pushing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pushing
-    with pytest.raises(EngineUnreachable, match="nobody knows which weights"):
+    with pytest.raises(EngineUnreachable, match="it is unknown which weights"):
         await engine.generate(ask(1))
 
 
@@ -137,7 +137,7 @@ async def test_a_pause_that_fails_is_ended(tiny, other):
 async def test_a_label_that_does_not_move_is_no_success(scripted, share, other):
     server, engine = scripted
     server.moves_label = False
-    with pytest.raises(WeightUpdateError, match=r"says that it serves 0:3 after an update to 0:4"):
+    with pytest.raises(WeightUpdateError, match=r"reports that it serves 0:3 after an update to 0:4"):
         await push([engine], share(other), NEW)
 
 

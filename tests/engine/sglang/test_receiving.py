@@ -163,7 +163,7 @@ async def test_a_load_that_fails_brings_back_what_they_hold(server, channel, tin
     scripted, engine = server
     await push([engine], channel.write(parameters_of(other)), NEW)
     scripted.schedulers[0].num_failures = 1
-    with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
+    with pytest.raises(WeightUpdateError, match="the previous weights were loaded again"):
         await push([engine], channel.write(parameters_of(tiny)), NEXT)
     assert serve(scripted.schedulers, other)
     assert scripted.label == str(NEW)
@@ -175,7 +175,7 @@ async def test_a_server_that_was_started_again_holds_nothing(server, channel, ti
     await engine.send_push("p", channel.write(parameters_of(other)))
     scripted.replicas = [replica()]
     await engine.pause(PauseMode.RETRACT)
-    with pytest.raises(WeightUpdateError, match="nothing came in push p"):
+    with pytest.raises(WeightUpdateError, match="nothing was received in push p"):
         await engine.commit_push("p", NEW)
     assert [one.serves for one in scripted.schedulers] == [str(tiny)] * NUM_SCHEDULERS
 
@@ -210,5 +210,5 @@ async def test_whoever_comes_later_does_not_take_them_for_a_folder(server, chann
     assert scripted.model.startswith(RECEIVED)
     async with contextlib.aclosing(ForeignEngine(SglangServer(engine.base_url))) as another:
         scripted.schedulers[0].num_failures = 1
-        with pytest.raises(WeightUpdateError, match="where the weights before came from is not known here"):
+        with pytest.raises(WeightUpdateError, match="the source of the previous weights is unknown here"):
             await push([another], channel.write(parameters_of(tiny)), NEXT)

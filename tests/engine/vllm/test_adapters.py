@@ -129,7 +129,7 @@ async def test_adapters_that_do_not_fit_change_nothing(stage, ask, publish):
 
 
 async def test_what_the_server_refuses_is_undone(stage, ask, truth, publish):
-    with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
+    with pytest.raises(WeightUpdateError, match="the previous weights were loaded again"):
         await stage.push(publish(rank=16))  # it was started for a rank of 8 at most
     assert_sampled_by(stage.before, ask(7), await stage.engine.generate(ask(7)), truth)
     await stage.push(publish())

@@ -116,7 +116,7 @@ def test_servers_that_share_what_is_there_are_shown_all_of_it():
 
 
 def test_too_few_gpus_are_a_config_error():
-    with pytest.raises(ConfigError, match=r"engine 1 is to have GPUs 1 to 1, and CUDA_VISIBLE_DEVICES is .3."):
+    with pytest.raises(ConfigError, match=r"engine 1 is to have GPUs 1 to 1, but CUDA_VISIBLE_DEVICES is .3."):
         visible_gpus(config("python", device="cuda", num_servers=2), 1, {"CUDA_VISIBLE_DEVICES": "3"})
 
 

@@ -75,7 +75,7 @@ async def test_nothing_is_sampled_from_weights_that_nobody_knows(scripted, ask, 
     server.load_statuses, server.events = [500, 500], [event([5], **ended(1))]
     with pytest.raises(WeightUpdateError):
         await push([engine], share(other), NEW)
-    with pytest.raises(EngineUnreachable, match="nobody knows which weights"):
+    with pytest.raises(EngineUnreachable, match="it is unknown which weights"):
         await engine.generate(ask(1))
     assert not await engine.health()
     await push([engine], share(other), NEXT)
@@ -85,23 +85,23 @@ async def test_nothing_is_sampled_from_weights_that_nobody_knows(scripted, ask, 
 async def test_weights_of_somebody_else_are_not_put_back(scripted, ask, share, other):
     server, engine = scripted
     server.label, server.load_statuses = str(OLD), [500]  # loaded before this client came
-    with pytest.raises(WeightUpdateError, match="is not known here"):
+    with pytest.raises(WeightUpdateError, match="is unknown here"):
         await push([engine], share(other), NEW)
-    with pytest.raises(EngineUnreachable, match="nobody knows which weights"):
+    with pytest.raises(EngineUnreachable, match="it is unknown which weights"):
         await engine.generate(ask(1))
 
 
 async def test_a_label_that_does_not_move_is_no_success(scripted, share, other):
     server, engine = scripted
     server.moves_label = False
-    with pytest.raises(WeightUpdateError, match="says that it serves default after an update to 0:4"):
+    with pytest.raises(WeightUpdateError, match="reports that it serves default after an update to 0:4"):
         await push([engine], share(other), NEW)
 
 
 async def test_a_cache_that_is_not_flushed_is_no_success(scripted, share, other):
     server, engine = scripted
     server.flushes = False
-    with pytest.raises(WeightUpdateError, match="keeps keys and values of the weights before"):
+    with pytest.raises(WeightUpdateError, match="kept keys and values of the previous weights"):
         await push([engine], share(other), NEW)
 
 
@@ -168,7 +168,7 @@ UNKNOWN["choices"][0]["logprobs"]["content"][0]["logprob"] = -9999.0
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([UNKNOWN], "was sampled, is not known"),
+        ([UNKNOWN], "log-probability of the sampled token"),
         ([event([5], finish_reason="length", weight_versions=None)], "cover 0 of 1 tokens"),
         ([event([5], finish_reason="tired", weight_versions=spans(1))], "finish_reason is 'tired'"),
         ([{"choices": [{"token_ids": [5], "logprobs": {"content": []}}]}], "do not match"),

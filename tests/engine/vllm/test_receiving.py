@@ -110,12 +110,12 @@ async def test_what_is_wrong_is_loaded_by_none(server, channel, tiny, other, fau
 async def test_a_load_that_fails_brings_back_what_was_there_before(server, channel, tiny, other):
     scripted, engine = server
     scripted.workers[0].num_failures = 1
-    with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
+    with pytest.raises(WeightUpdateError, match="the previous weights were loaded again"):
         await push([engine], channel.write(parameters_of(other)), NEW)
     assert [worker.serves for worker in scripted.workers] == [str(tiny)] * NUM_WORKERS
     await push([engine], channel.write(parameters_of(other)), NEW)
     scripted.workers[1].num_failures = 1
-    with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
+    with pytest.raises(WeightUpdateError, match="the previous weights were loaded again"):
         await push([engine], channel.write(parameters_of(tiny)), NEXT)
     assert serve(scripted.workers, other)
     assert scripted.label == str(NEW)
@@ -138,7 +138,7 @@ async def test_replicas_are_sent_them_each(server, channel, tiny, other):
     await push([engine], channel.write(parameters_of(other)), NEW)
     assert serve(scripted.workers, other)
     scripted.workers[-1].num_failures = 1
-    with pytest.raises(WeightUpdateError, match="the weights before were loaded again"):
+    with pytest.raises(WeightUpdateError, match="the previous weights were loaded again"):
         await push([engine], channel.write(parameters_of(tiny)), NEXT)
     assert serve(scripted.workers, other)
 
