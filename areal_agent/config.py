@@ -25,6 +25,10 @@ from areal_agent.trainer.config import TrainerConfig
 
 Straggler = Literal["wait", "drop", "mask"]
 
+_PRESET = "algorithm.preset"
+_SHORTHANDS: Mapping[str, str] = {"tasks": "source", "algorithm": "preset"}
+"""The key that a section's value alone stands for: `tasks: FILE`, `algorithm: ppo`."""
+
 
 class Config(Section):
     """Everything that defines a run. `python -m areal_agent.train --config FILE [key=value ...]` reads it."""
@@ -331,10 +335,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
         place[name] = section
         place = place[name]
     place[leaf] = value
-
-
-_PRESET = "algorithm.preset"
-_SHORTHANDS: Mapping[str, str] = {"tasks": "source", "algorithm": "preset"}
 
 
 def _explain(details: ErrorDetails) -> str:

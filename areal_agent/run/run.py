@@ -1,18 +1,23 @@
-"""One run: builds every part, owns the loops, and is the Python API of the asynchronous trainer.
+"""One run: builds every part, owns the tasks of the event loop, and is the Python API of the asynchronous trainer.
 
-    ┌─────────────────────────── main process ───────────────────────────┐
-    │ tasks ─▶ admit loop ─▶ rollouts ─▶ buffer ─▶ prepare_batch          │     trainer process
-    │             ▲             │ HTTP                   │ batch          │   ┌──────────────────┐
-    │             │          gateway ─▶ ledger           └────────────────┼──▶│ train_step       │
-    │             │             │ HTTP                                    │   │     │            │
-    │             │             ▼                                         │   │  publish         │
-    │             │       engine process ◀── push: pause, swap, resume ◀──┼───┤     ▼            │
-    │             └── the bound moves ◀───────┘                           │   │  shared memory   │
-    └─────────────────────────────────────────────────────────────────────┘   └──────────────────┘
+    main process                                                          trainer process
+    ┌────────────────────────────────────────────────────────────────┐    ┌──────────────┐
+    │ tasks ─▶ admit loop ─▶ rollouts ─▶ buffer ─▶ prepare_batch ────┼───▶│ train_step   │
+    │              ▲             │ HTTP                              │    │     ▼        │
+    │              │             ▼                                   │    │  publish     │
+    │              │          gateway ─▶ ledger       push ◀─────────┼────┤     │        │
+    │              └─ version ───┼─────────────────────┤             │    └─────┼────────┘
+    └────────────────────────────┼─────────────────────┼─────────────┘          │
+                            HTTP │                     │ pause, swap, resume    │ weights (memory or disk)
+                                 ▼                     ▼                        ▼
+                         ┌──────────────────────── engine process ─────────────────────┐
+                         │       samples under the newest weights swapped in           │
+                         └─────────────────────────────────────────────────────────────┘
 
-Tasks of the event loop, all owned by one TaskGroup: the admit loop (waits for the staleness bound and for rollout
-slots; unblocks `prepare_batch`), one task a group, and two watchers that end the run when the engine or the trainer
-dies. Rollouts go on while `train_step`, `push` and `save` run; nothing waits for the slowest rollout but the bound.
+With `rollout.workers`, rollouts and gateways run in worker processes. One TaskGroup owns all tasks of the event loop:
+the admit loop (waits for the staleness bound and for rollout slots; unblocks `prepare_batch`), a task per group, the
+evaluation beside training, and watchers that end the run when its engine, rollouts or trainer die. Rollouts go on while
+`train_step`, `push` and `save` run; only the staleness bound waits for the slowest rollout.
 """
 
 import asyncio
@@ -46,7 +51,7 @@ from areal_agent.types import RolloutBatch, Task, WeightVersion
 from areal_agent.weights.push import PushReport, push_under
 
 WATCHER_GRACE_S = 1.0
-"""How long a failed call waits for the news that its process has died."""
+"""The longest wait of a failed call for the news that its process has died."""
 
 
 class Run:
@@ -82,7 +87,7 @@ class Run:
         require_installed(config.observe.trackers)
         self.config = config
         self.folder = self.preflight.folder
-        self.version = WeightVersion()  # that serves
+        self.version = WeightVersion()  # the version that serves
         self.step = 0  # train steps done
         self.progress = progress or Progress(total_steps=config.steps, mode="none")
         self._stack = AsyncExitStack()
@@ -117,7 +122,8 @@ class Run:
     # ------------------------------------------------------------------ the loop's four calls
 
     async def prepare_batch(self) -> RolloutBatch:
-        """Asynchronous: the oldest `batch_size` finished groups within the staleness bound, leased for the next step.
+        """Return the oldest `batch_size` finished groups within the staleness bound, leased for the next step
+        (asynchronous).
 
         The first call starts the admit loop. Waits until there are enough groups.
         """
@@ -128,13 +134,13 @@ class Run:
             return await self._source.take(self.step + 1)
 
     async def rollout_batch(self, tasks: Sequence[Task]) -> RolloutBatch:
-        """Synchronous: roll out exactly these tasks under the weights that serve now, leased for the next step."""
+        """Roll out exactly these tasks under the weights that serve now, leased for the next step (synchronous)."""
         await self._metrics.begin_steps(self.version)
         with self._metrics.during("waiting_for_rollouts"):
             return await self._source.roll_out(self.step + 1, tasks)
 
     async def train_step(self, batch: RolloutBatch) -> StepReport:
-        """One train step in the trainer process. Not cut short by cancellation: it ends, then that is raised."""
+        """Make one train step in the trainer process. A cancellation is raised only after the step has ended."""
         return await uninterrupted(self._train_step(batch))
 
     async def push(self) -> PushReport:
@@ -153,7 +159,7 @@ class Run:
         version = WeightVersion(incarnation=self.version.incarnation, step=self.step)
         with self._metrics.during("pushing"):
             report = await self._swap(version)
-        # a pause that waits for answers to end holds nothing until they have
+        # a pause that waits for answers to end holds up nothing while it waits
         is_held = self.config.engine.on_push == "interrupt"
         await self._metrics.pushed(report, held_s=report.stall_s if is_held else report.stall_s - report.pause_s)
         return report
@@ -177,7 +183,8 @@ class Run:
         return await self._evaluation.run(label, self.version)
 
     def evaluate_beside(self) -> bool:
-        """Begin the same while rollouts, training and pushes go on; False while an earlier one is still under way.
+        """Begin an evaluation while rollouts, training and pushes go on. Return False while an earlier one is under
+        way.
 
         Its result is in metrics.jsonl when it ends, with the number of answers by each weight version.
         """
@@ -219,7 +226,8 @@ class Run:
         await self._metrics.end_time(self.version)
 
     async def count_tokens(self) -> tuple[int, int] | None:
-        """Tokens sampled in training rollouts, and tokens trained in the lineage that lives, as the ledger has them.
+        """Return the ledger's count of tokens sampled in training rollouts, and of tokens trained in the current
+        lineage.
 
         None when that ledger is a gateway's elsewhere.
         """
@@ -230,7 +238,7 @@ class Run:
         await self._ledger.set_note(name, value)
 
     async def recall(self, name: str) -> Any:
-        """A fact that was remembered, or None."""
+        """Return a fact that `remember` kept, or None."""
         return await self._ledger.get_note(name)
 
     # ------------------------------------------------------------------ building
@@ -258,9 +266,9 @@ class Run:
             progress=self.progress,
             max_concurrent=max(1, config.rollout.max_concurrent // 4),
         )
-        if config.is_online:  # whatever its engine has served until now
+        if config.is_online:  # replace whatever weights its engine has served until now
             await self._swap(await self._unused_version())
-        if self.preflight.is_resumed:  # only now: settings that cannot be gone on with leave those that can
+        if self.preflight.is_resumed:  # only now: settings that cannot be resumed with must not replace those that can
             folder.config.write_text(config.to_yaml())
         await self._start_watching()
 
@@ -280,13 +288,13 @@ class Run:
         return start_trackers(self.config.observe.trackers, tracked)
 
     async def _unused_version(self) -> WeightVersion:
-        """The version of now, in an incarnation beyond what an engine elsewhere served for other runs.
+        """Return the current version in an incarnation that the engine elsewhere has not served for other runs.
 
-        Answers that are under way there go on under these weights, and their versions may not go back.
+        Answers under way there go on under these weights, and their versions may not go back.
         """
         served = (await self._source.engine.info()).weight_version
         number = self.version.incarnation
-        if served >= self.version:  # its weights of that label may be others
+        if served >= self.version:  # its weights under that label may be others
             number = served.incarnation + 1
         earlier = await self.recall("incarnation")
         if earlier is not None:
@@ -347,7 +355,7 @@ class Run:
         return task
 
     async def _let_watchers_tell(self) -> None:
-        """A call to an engine or a trainer failed: when its process has died, that is the better explanation."""
+        """Give the watchers time to report a dead process: that explains the failed call better."""
         with contextlib.suppress(asyncio.CancelledError):  # the TaskGroup cancels this task when a watcher raises
             await asyncio.wait(self._watchers, timeout=WATCHER_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
 
@@ -357,7 +365,7 @@ class Run:
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that explains the end of the run: a process that died, else one of ours, else the first."""
+    """Return the error that explains the end of the run: a process that died, an ArealAgentError, or the first."""
     leaves: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:

@@ -32,7 +32,7 @@ def test_fewer_steps_than_are_done(folder: RunFolder) -> None:
 
 def test_as_many_of_a_completed_run(folder: RunFolder) -> None:
     folder.summary.write_text('{"status": "completed"}')
-    with pytest.raises(ConfigError, match="nothing to go on with"):
+    with pytest.raises(ConfigError, match="nothing left to train"):
         require_steps_left(folder, 4)
     require_steps_left(folder, 5)
 
