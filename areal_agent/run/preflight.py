@@ -6,7 +6,6 @@
 import importlib.util
 import json
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,12 @@ from areal_agent.files import RunFolder
 from areal_agent.gateway.standalone import find_admin_key
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.rollout.tasks.draws import Curriculum
-from areal_agent.rollout.tasks.loading import TaskSet, load_tasks, require_json
+from areal_agent.rollout.tasks.loading import HUB_NAME, TaskSet, load_tasks, require_json
 from areal_agent.rollout.tasks.stream import in_order
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 

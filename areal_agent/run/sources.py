@@ -168,7 +168,7 @@ class OwnRollouts:
         self.producer.publish(version.step)
 
     async def state(self, step: int) -> JsonObject:
-        return {TASKS: self.producer.tasks_state(), **await leases_of(self.ledger, step)}
+        return {TASKS: self.producer.draws.state(), **await leases_of(self.ledger, step)}
 
     async def commit(self, step: int, checkpoint: Path) -> None:
         await commit(self.ledger, step, checkpoint)

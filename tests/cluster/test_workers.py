@@ -156,7 +156,7 @@ async def test_a_workflow_that_blocks_is_named_and_counted(make_crew, caplog: py
         stats = await crew.pool.stats()
     assert stats.loop_blocked_s > 0.0
     warnings = [record.getMessage() for record in caplog.records]
-    assert any("worker 0: rollout s-0 blocks the event loop for" in text for text in warnings), warnings
+    assert any("worker 0: rollout s-0 has blocked the event loop for" in text for text in warnings), warnings
     assert any("agents.py:" in text and "in block: threading.Event().wait(0.5)" in text for text in warnings), warnings
 
 

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_fewer_steps_than_are_done(folder: RunFolder) -> None:
-    with pytest.raises(ConfigError, match=r"its 4 steps are done and steps is 3, .*; set steps to more than 4"):
+    with pytest.raises(ConfigError, match=r"4 steps are done and steps is 3, .*; set steps to more than 4"):
         require_steps_left(folder, 3)
 
 
