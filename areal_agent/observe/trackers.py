@@ -166,7 +166,7 @@ def start_trackers(names: Iterable[TrackerName], run: TrackedRun) -> Trackers:
 
 def open_tracker(name: TrackerName, run: TrackedRun) -> Tracker:
     """Open it; raises whatever that tracker raises."""
-    module = importlib.import_module(f"areal_agent.observe.trackers.{name.value}_run")
+    module = importlib.import_module(f"areal_agent.observe.{name.value}_run")
     match name:
         case TrackerName.TENSORBOARD:
             tracker = module.TensorBoardTracker(run)

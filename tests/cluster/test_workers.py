@@ -112,7 +112,7 @@ async def test_three_deaths_in_a_row_end_it(make_crew) -> None:
     running = await roll_out(crew, 0)
     failure = await crew.pool.failure()
     assert isinstance(failure, ProcessDied)
-    assert "3 deaths within 60 s of service; at last the worker 0 process was killed by SIGKILL" in str(failure)
+    assert "3 deaths within 60 s of service; the last: the worker 0 process was killed by SIGKILL" in str(failure)
     assert (await running[0]).status is Status.ORPHAN
     with pytest.raises(ProcessDied, match="3 deaths"):
         await crew.pool.run(spec_of(1))
