@@ -3,10 +3,10 @@
     python benchmarks/engine/gpu.py [--shapes 0.6B 1.7B] [--device cuda] [--requests 1 64 256] [--rounds 2]
     python benchmarks/engine/gpu.py --shapes tiny --device cpu --kv-layout pages         # the same code on a CPU
 
-Random weights of Qwen3's shapes, bfloat16 on a GPU. 128 prompt and 128 sampled tokens a request, then a batch of long
-prompts. Ours is asked over HTTP, with CUDA graphs and without; each figure is the median of its rounds by the clock,
-prompts included, after as many rounds in which graphs are recorded. Then pushes, over shared memory and, on a GPU, CUDA
-IPC, where this process is the trainer. Whatever fails is told, and the rest goes on.
+Random weights of Qwen3's shapes, bfloat16 on a GPU. 128 prompt and 128 sampled tokens per request, then a batch of long
+prompts. Our engine is measured over HTTP, with CUDA graphs and without; each figure is the median of its rounds by wall
+clock, prompts included, after as many rounds in which graphs are recorded. Then pushes, over shared memory and, on a
+GPU, CUDA IPC, with this process as the trainer. Failures are printed, and the rest goes on.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PUSH_STEPS = ("write", "send", "stall", "pause", "transfer", "resume")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is to be measured, of one shape."""
+    """The measurements of one shape."""
 
     name: str
     shape: Shape
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def max_context(self) -> int:
-        """Long enough for requests that outlast all pushes, too."""
+        """The longest context, enough also for requests that outlast all pushes."""
         return max(4096, *(batch.prompt_tokens + batch.new_tokens for batch in self.batches))
 
 
@@ -148,7 +148,7 @@ def print_pushes(plan: Plan, pushes: dict[str, Costs]) -> None:
 
 @asynccontextmanager
 async def serving(plan: Plan, options: Sequence[str]) -> AsyncGenerator[Server]:
-    """The engine; what its log tells of attention and graphs is printed."""
+    """Start the engine. At its end, print what its log says of attention and graphs."""
     most = max(batch.requests for batch in plan.batches)
     options = ["--device", plan.device.type, "--kv-layout", plan.kv_layout, "--max-running", str(most), *options]
     log = plan.folder / "engine.log"
@@ -164,7 +164,7 @@ async def serving(plan: Plan, options: Sequence[str]) -> AsyncGenerator[Server]:
 
 
 async def served_rate(plan: Plan, server: Server, batch: Batch) -> float:
-    """Tokens per second. Raises NotServing."""
+    """Return tokens per second. Raises NotServing."""
     times: list[float] = []
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as client:
@@ -194,7 +194,7 @@ async def _ask(client: aiohttp.ClientSession, server: Server, body: dict[str, An
 
 
 def generate_rate(plan: Plan, batch: Batch) -> float:
-    """Tokens per second by transformers; 0 when it failed."""
+    """Return tokens per second by transformers; 0 when it failed."""
     script = str(Path(__file__).parent / "gpu_generate.py")
     numbers = (batch.requests, batch.prompt_tokens, batch.new_tokens, plan.rounds)
     try:
@@ -214,7 +214,7 @@ def generate_rate(plan: Plan, batch: Batch) -> float:
 
 
 async def push_all_ways(plan: Plan, server: Server) -> dict[str, Costs]:
-    """Over shared memory, and on a GPU by CUDA IPC."""
+    """Measure pushes over shared memory, and on a GPU by CUDA IPC."""
     model: Any = AutoModelForCausalLM.from_pretrained(plan.folder, dtype=torch.float32)
     parameters: dict[str, Tensor] = dict(model.to(plan.device).named_parameters())
     pushes: dict[str, Costs] = {}
@@ -234,7 +234,7 @@ async def push_all_ways(plan: Plan, server: Server) -> dict[str, Costs]:
 
 @contextmanager
 def channels(plan: Plan, parameters: dict[str, Tensor]) -> Generator[dict[str, Channel]]:
-    """The ways that weights can take here."""
+    """Open the ways that weights can take here."""
     entries = layout(parameters.items(), plan.dtype)
     with weights_folder(in_memory=True) as place:
         shared = SharedMemoryChannel(place, entries)
@@ -248,7 +248,7 @@ def channels(plan: Plan, parameters: dict[str, Tensor]) -> Generator[dict[str, C
 
 
 def _give_back(device: torch.device) -> None:
-    """The memory that this process needs no more, for those that it starts."""
+    """Free memory that this process no longer needs, for the processes that it starts."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -22,7 +22,7 @@ class Problem:
 
     @property
     def asked(self) -> str:
-        """What the function must do, in its author's words: the docstring of the solution."""
+        """The task of the function, in its author's words: the docstring of the solution."""
         return inspect.cleandoc(self.solution.__doc__ or "")
 
     @property
