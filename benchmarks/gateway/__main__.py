@@ -61,7 +61,7 @@ class Side:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks/gateway", description="CPU of a turn in the gateway.")
-    parser.add_argument("--quick", action="store_true", help="small numbers: does it run?")
+    parser.add_argument("--quick", action="store_true", help="small numbers, to see that it runs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(MEASUREMENTS)}")
     args = parser.parse_args()
     names = args.only or list(MEASUREMENTS)

@@ -64,7 +64,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python benchmarks/staleness", description="What staleness costs and gains.")
-    parser.add_argument("--out", type=Path, required=True, help="where the run folders are, and those to come")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the run folders")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 16])
     parser.add_argument("--objectives", nargs="+", choices=list(PROXIMAL), default=list(PROXIMAL))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
