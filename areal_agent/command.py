@@ -21,9 +21,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser without abbreviations. It answers an unknown option with the nearest valid one and exit code
-    2.
-    """
+    """An argparse parser without abbreviations, whose error on an unknown option names the nearest valid one."""
 
     def __init__(self, *, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)

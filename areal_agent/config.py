@@ -53,7 +53,7 @@ class Config(Section):
     max_staleness: Annotated[int, Field(ge=0)] = 4
     """Versions by which the oldest token of a trajectory may lag when it is trained; 0 is synchronous."""
     straggler: Straggler = "wait"
-    """What happens to a rollout that would break the bound: `wait` for it, `drop` it, or `mask` its stale tokens."""
+    """The treatment of a rollout that would break the bound: `wait` for it, `drop` it, or `mask` its stale tokens."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """A preset's name, or a section with `preset:` and overrides."""
     engine: EngineConfig = EngineConfig()
@@ -207,7 +207,7 @@ def require_one_client(config: Config) -> None:
 
 
 def require_one_stage(config: Config) -> None:
-    """SGLang confirms a push for the first stage of a pipeline alone: nobody tells whether the other stages have it."""
+    """SGLang confirms a push only for the first stage of a pipeline, so a distributed push needs a single stage."""
     stages = sorted({"--pp-size", "--pipeline-parallel-size"} & set(read_arguments(config.engine.server_args)))
     if stages and config.trainer.transfer == "distributed" and config.engine.backend == "sglang":
         raise ValueError(

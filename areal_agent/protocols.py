@@ -59,9 +59,7 @@ class MemoryHolder(Protocol):
         ...
 
     async def resume_memory(self) -> None:
-        """Allocate the memory again and go on. Harmless when it was not released. Raises EngineRejected when there is
-        none.
-        """
+        """Allocate the memory again and go on. Harmless when it was not released. Raises EngineRejected if full."""
         ...
 
 

@@ -1,5 +1,4 @@
-"""What the processes of a run on this machine need: starting the trainer and workers, ports, hosts, a folder for
-weights.
+"""The trainer and the rollout workers as processes of this machine, and what they need: ports, hosts, a weights folder.
 
 The folder in which a run hands over weights is removed with the run. A killed run's folder is removed by the next run:
 its process is gone, by the number in the folder's name, and nobody holds a lock on it. The lock is needed because

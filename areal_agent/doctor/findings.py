@@ -46,10 +46,10 @@ class Finding:
 
     @classmethod
     def of_error(cls, check: str, error: Exception) -> Self:
-        """Make a failure of an error. This project's errors have their remedy behind the last semicolon of their first
-        line.
+        """Make a failure of an error.
 
-        When a process died, the last line of its log gives the cause, usually such an error.
+        This project's errors have their remedy behind the last semicolon of their first line. When a process died, the
+        last line of its log gives the cause, usually such an error.
         """
         first, _, rest = str(error).partition("\n")
         found, semicolon, change = first.rpartition("; ")

@@ -1,5 +1,4 @@
-"""The estimated memory of a run, by place (this machine's, and each GPU's), and what would make it fit. Pure
-arithmetic.
+"""The estimated memory of a run, by place (this machine's, and each GPU's), and what would make it fit.
 
 P parameters, V vocabulary, H hidden size, I intermediate size, L layers, Q D and K D sizes of queries and of keys
 (other letters: model.py). N trainer ranks. T tokens that go through the trainer's model at once: the budget of a

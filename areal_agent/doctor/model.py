@@ -174,8 +174,7 @@ class Found:
 
 
 async def find_model(config: Config, logs: Path, *, with_weights: bool) -> Found:
-    """Return the folder that a run would use, built or downloaded as a run does it; without weights only its small
-    files.
+    """Return the folder that a run would use, built or downloaded as a run does it; or only its small files.
 
     Raises ConfigError and ProcessDied.
     """

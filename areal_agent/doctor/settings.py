@@ -150,7 +150,7 @@ NEEDS: Mapping[str, Sequence[str]] = {
     "auto": (*CONTAINERS, *JAILS),
     "subprocess": (),
 }
-"""What each backend can be built on; one of them is enough."""
+"""The kinds of isolation on which each backend can be built; one of them is enough."""
 STRENGTHS = ("none", "process", "namespaces", "container", "vm")
 GIVES = {**dict.fromkeys(CONTAINERS, "container"), **dict.fromkeys(JAILS, "namespaces")}
 """The strength of isolation that each gives."""

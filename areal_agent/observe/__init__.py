@@ -1,4 +1,4 @@
-"""What a run reports of itself while it runs and afterwards.
+"""Reports of a run, while it goes on and afterwards.
 
 clock.py          where time goes: activities, busy clocks, spans over several processes
 metrics.py        metrics.jsonl: its file, its rows, and what they add up to

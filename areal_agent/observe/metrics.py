@@ -181,7 +181,7 @@ class Uncounted:
 
     @classmethod
     def between(cls, rows: Iterable[Row], step: int, until_s: float) -> Self:
-        """Return the time since the end of the row of `step`, where this process goes on; since 0 without such a row."""
+        """Return the time since the end of the row of `step`, where this process goes on; or since 0 without it."""
         ends = (row["time"] for row in step_rows(rows) if row["step"] == step)
         return cls(since_s=max(ends, default=0.0), until_s=until_s)
 

@@ -35,7 +35,7 @@ class MlflowTracker:
         self._client.log_batch(self._id, params=[Param(key, value) for key, value in _flat(run.config).items()])
 
     def _experiment(self, name: str, folder: Path) -> str:
-        """Return the id of an experiment, which is made when new. MLflow wants a place for artifacts; a run has none."""
+        """Return the id of an experiment, made when it is new. MLflow wants a place for artifacts; a run has none."""
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return found.experiment_id

@@ -55,8 +55,7 @@ class OnlineGateway:
         wait_s: float = 0.0,
         straggler_wait_s: float = 0.0,
     ) -> tuple[RolloutBatch | None, State]:
-        """Lease whole groups for a train step, by number of groups or of trajectories; None when there were too few in
-        time.
+        """Lease whole groups for a train step, by number of groups or of trajectories; None when too few came in time.
 
         Leasing the same step again returns the same batch, until it is acknowledged or given back.
         """

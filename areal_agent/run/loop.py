@@ -163,7 +163,7 @@ class Outcome:
 
 async def _learn(run: Run, outcome: Outcome) -> None:
     """The paper's loop. Rollouts go on in the background from the first `prepare_batch` on."""
-    outcome.earlier_wall_s = await run.recall("wall_s") or 0.0
+    outcome.earlier_wall_s = await run.ledger.get_note("wall_s") or 0.0
     outcome.success_before = await _success_before(run)
     if run.preflight.eval_tasks:
         run.progress.note(f"success before training: {_share(outcome.success_before)}")
@@ -178,7 +178,7 @@ async def _learn(run: Run, outcome: Outcome) -> None:
         if run.step % run.config.trainer.checkpoint_every == 0:
             outcome.checkpoint = await run.save()
     await run.stop_producing()
-    await run.finish_evaluating()
+    await run.evaluation.finish()
     if run.preflight.eval_tasks:
         outcome.success_after = (await run.evaluate("after")).success
         run.progress.note(f"success after training: {_share(outcome.success_after)}")
@@ -187,10 +187,10 @@ async def _learn(run: Run, outcome: Outcome) -> None:
 async def _success_before(run: Run) -> float | None:
     """Return the success before the first step, kept over restarts; None when these tasks were not graded then."""
     note = f"success_before, {len(run.preflight.eval_tasks)} tasks"
-    success: float | None = await run.recall(note)
+    success: float | None = await run.ledger.get_note(note)
     if success is None and run.step == 0 and run.preflight.eval_tasks:
         success = (await run.evaluate("before")).success
-        await run.remember(note, success)
+        await run.ledger.set_note(note, success)
     return success
 
 
@@ -213,13 +213,13 @@ async def is_evaluation_owed(run: Run) -> bool:
 async def _wind_up(run: Run, outcome: Outcome, started_s: float) -> None:
     """Stop rolling out, publish the last checkpoint, and give trajectories a fate or leave them for a resume."""
     await run.stop_producing()
-    await run.stop_evaluating()
+    await run.evaluation.cancel()
     if run.version.step < run.step:
         await run.push()  # interrupted between step and push: the step counts, and its row is written
     outcome.checkpoint = await run.save()
     await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
-    outcome.tokens = await run.count_tokens()
-    await run.remember("wall_s", outcome.earlier_wall_s + time.monotonic() - started_s)
+    outcome.tokens = await run.source.count_tokens()
+    await run.ledger.set_note("wall_s", outcome.earlier_wall_s + time.monotonic() - started_s)
 
 
 def _facts(run: Run, outcome: Outcome, started_s: float) -> RunFacts:

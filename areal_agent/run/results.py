@@ -1,4 +1,4 @@
-"""What a run leaves for a person: metrics.jsonl while it goes on; summary.json and curve.png, made from it, at its end.
+"""The results of a run: metrics.jsonl while it goes on; summary.json and curve.png, made from it, at its end.
 
 metrics.jsonl has a row per step, a row per evaluation, and rows for time outside of steps::
 

@@ -65,8 +65,9 @@ class Run:
                 await run.train_step(batch)
                 await run.push()
 
-    Leaving ends every process of the run, however it is left. Raises ConfigError before anything is started,
-    ProcessDied when the engine or the trainer ends by itself, RolloutsFailing when nothing can be trained.
+    While it is open, `source` gives the batches, `ledger` keeps notes over restarts, and `evaluation` rolls out the
+    held-out tasks. Leaving ends every process of the run, however it is left. Raises ConfigError before anything is
+    started, ProcessDied when the engine or the trainer ends by itself, RolloutsFailing when nothing can be trained.
     """
 
     def __init__(
@@ -122,22 +123,21 @@ class Run:
     # ------------------------------------------------------------------ the loop's four calls
 
     async def prepare_batch(self) -> RolloutBatch:
-        """Return the oldest `batch_size` finished groups within the staleness bound, leased for the next step
-        (asynchronous).
+        """Asynchronous: return the oldest `batch_size` finished groups within the bound, leased for the next step.
 
         The first call starts the admit loop. Waits until there are enough groups.
         """
         await self._metrics.begin_steps(self.version)
         if self._producing is None:
-            self._producing = self._spawn(self._source.produce(), "admit loop")
+            self._producing = self._spawn(self.source.produce(), "admit loop")
         with self._metrics.during("waiting_for_rollouts"):
-            return await self._source.take(self.step + 1)
+            return await self.source.take(self.step + 1)
 
     async def rollout_batch(self, tasks: Sequence[Task]) -> RolloutBatch:
-        """Roll out exactly these tasks under the weights that serve now, leased for the next step (synchronous)."""
+        """Synchronous: roll out exactly these tasks under the weights that serve now, leased for the next step."""
         await self._metrics.begin_steps(self.version)
         with self._metrics.during("waiting_for_rollouts"):
-            return await self._source.roll_out(self.step + 1, tasks)
+            return await self.source.roll_out(self.step + 1, tasks)
 
     async def train_step(self, batch: RolloutBatch) -> StepReport:
         """Make one train step in the trainer process. A cancellation is raised only after the step has ended."""
@@ -149,7 +149,7 @@ class Run:
 
     async def _train_step(self, batch: RolloutBatch) -> StepReport:
         with self._metrics.during("training"):
-            async with self._source.memory_lent():
+            async with self.source.memory_lent():
                 report = await self._trainer.train_step(batch, incarnation=self.version.incarnation)
         self.step = batch.step
         self._metrics.trained(batch, report)
@@ -167,10 +167,10 @@ class Run:
     async def _swap(self, version: WeightVersion) -> PushReport:
         weights = await self._trainer.publish()
         report = await push_under(
-            self.config.engine.on_push, [self._source.engine], weights, version, drained=self._source.drained
+            self.config.engine.on_push, [self.source.engine], weights, version, drained=self.source.drained
         )
         self.version = version
-        await self._source.publish(version)
+        await self.source.publish(version)
         return report
 
     # ------------------------------------------------------------------ evaluation, checkpoints, the end
@@ -180,23 +180,14 @@ class Run:
 
         Its sessions are in the ledger as `eval-<label>-...` and are never trained.
         """
-        return await self._evaluation.run(label, self.version)
+        return await self.evaluation.run(label, self.version)
 
     def evaluate_beside(self) -> bool:
-        """Begin an evaluation while rollouts, training and pushes go on. Return False while an earlier one is under
-        way.
+        """Begin an evaluation beside rollouts, training and pushes. Return False while an earlier one is under way.
 
         Its result is in metrics.jsonl when it ends, with the number of answers by each weight version.
         """
-        return self._evaluation.begin(self.version, self._spawn)
-
-    async def finish_evaluating(self) -> None:
-        """Wait for an evaluation that goes on beside training."""
-        await self._evaluation.finish()
-
-    async def stop_evaluating(self) -> None:
-        """Give up an evaluation that goes on beside training; its rollouts are recorded as `cancelled`."""
-        await self._evaluation.cancel()
+        return self.evaluation.begin(self.version, self._spawn)
 
     async def save(self) -> Path:
         """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on."""
@@ -204,11 +195,11 @@ class Run:
 
     async def _save(self) -> Path:
         with self._metrics.during("saving"):
-            state = await self._source.state(self.step)
+            state = await self.source.state(self.step)
             path = await self._trainer.save(
                 self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state=state
             )
-            await self._source.commit(self.step, path)
+            await self.source.commit(self.step, path)
         return path
 
     async def stop_producing(self) -> None:
@@ -221,47 +212,31 @@ class Run:
 
     async def settle(self, *, is_completed: bool) -> None:
         """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them."""
-        await self._source.settle(is_completed=is_completed)
-        await self.remember("status", "completed" if is_completed else "interrupted")
+        await self.source.settle(is_completed=is_completed)
+        await self.ledger.set_note("status", "completed" if is_completed else "interrupted")
         await self._metrics.end_time(self.version)
-
-    async def count_tokens(self) -> tuple[int, int] | None:
-        """Return the ledger's count of tokens sampled in training rollouts, and of tokens trained in the current
-        lineage.
-
-        None when that ledger is a gateway's elsewhere.
-        """
-        return await self._source.count_tokens()
-
-    async def remember(self, name: str, value: Any) -> None:
-        """Keep a fact about the run in its ledger, over restarts."""
-        await self._ledger.set_note(name, value)
-
-    async def recall(self, name: str) -> Any:
-        """Return a fact that `remember` kept, or None."""
-        return await self._ledger.get_note(name)
 
     # ------------------------------------------------------------------ building
 
     async def _start(self) -> None:
         config, folder, progress = self.config, self.folder, self.progress
         folder.make()
-        self._ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
-        self._stack.push_async_callback(self._ledger.aclose)  # the lock is ours: now the folder may be changed
+        self.ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
+        self._stack.push_async_callback(self.ledger.aclose)  # the lock is ours: now the folder may be changed
         if not self.preflight.is_resumed:
             folder.config.write_text(config.to_yaml())
         model = await obtain_model(config.model, config.seed, folder.logs, progress)
-        beginning = await begin(self._ledger, folder.checkpoints)
+        beginning = await begin(self.ledger, folder.checkpoints)
         if beginning.checkpoint is not None:
             require_same_tokenizer(model, beginning.checkpoint.path)
         self.version, self.step = beginning.version, beginning.version.step
         self._metrics.open(folder.metrics, await self._open_trackers())
         self._stack.push_async_callback(self._metrics.aclose)
         await self._start_processes(model, beginning)
-        await self._metrics.connect(self._source, self._process_ids)
-        self._evaluation = Evaluation(
+        await self._metrics.connect(self.source, self._process_ids)
+        self.evaluation = Evaluation(
             self.preflight.eval_tasks,
-            source=self._source,
+            source=self.source,
             metrics=self._metrics,
             progress=self.progress,
             max_concurrent=max(1, config.rollout.max_concurrent // 4),
@@ -273,10 +248,10 @@ class Run:
         await self._start_watching()
 
     async def _open_trackers(self) -> Trackers:
-        run_id = await self.recall("tracked_run")
+        run_id = await self.ledger.get_note("tracked_run")
         if run_id is None:
             run_id = secrets.token_hex(4)
-            await self.remember("tracked_run", run_id)
+            await self.ledger.set_note("tracked_run", run_id)
         tracked = TrackedRun(
             id=run_id,
             name=self.folder.path.resolve().name,
@@ -292,14 +267,14 @@ class Run:
 
         Answers under way there go on under these weights, and their versions may not go back.
         """
-        served = (await self._source.engine.info()).weight_version
+        served = (await self.source.engine.info()).weight_version
         number = self.version.incarnation
         if served >= self.version:  # its weights under that label may be others
             number = served.incarnation + 1
-        earlier = await self.recall("incarnation")
+        earlier = await self.ledger.get_note("incarnation")
         if earlier is not None:
             number = max(number, earlier + 1)
-        await self.remember("incarnation", number)
+        await self.ledger.set_note("incarnation", number)
         return replace(self.version, incarnation=number)
 
     async def _start_processes(self, model: Path, beginning: Beginning) -> None:
@@ -313,10 +288,10 @@ class Run:
         self._trainer_process, self._trainer = await self._stack.enter_async_context(
             start_trainer(config.trainer.threads, folder.logs)
         )
-        self._source: Source = await self._stack.enter_async_context(
-            open_online_rollouts(config, self._ledger, self.step)
+        self.source: Source = await self._stack.enter_async_context(
+            open_online_rollouts(config, self.ledger, self.step)
             if config.is_online
-            else open_own_rollouts(self.preflight, self._ledger, weights=served, tokenizer=model, beginning=beginning)
+            else open_own_rollouts(self.preflight, self.ledger, weights=served, tokenizer=model, beginning=beginning)
         )
         limit_s = config.trainer.startup_timeout_s
         try:
@@ -346,7 +321,7 @@ class Run:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._children: list[asyncio.Task[None]] = []
         self._stack.callback(self._cancel_children)
-        failures = {self._trainer_process.name: self._trainer_process.died(), **self._source.failures()}
+        failures = {self._trainer_process.name: self._trainer_process.died(), **self.source.failures()}
         self._watchers = [self._spawn(_raise(failure), f"watcher of the {name}") for name, failure in failures.items()]
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -110,7 +110,10 @@ class Source(Protocol):
     async def stats(self) -> RolloutStats: ...
 
     async def count_tokens(self) -> tuple[int, int] | None:
-        """Return the tokens sampled for training and the tokens trained, if the ledger is the run's own."""
+        """Return the ledger's counts of tokens sampled for training, and trained in the current lineage.
+
+        None when that ledger is a gateway's elsewhere.
+        """
         ...
 
     def counts(self) -> SourceCounts: ...

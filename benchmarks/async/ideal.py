@@ -23,8 +23,7 @@ class Work:
 
 
 def ideal_s(work: Work, latency: Callable[[random.Random], float], *, steps: int, max_staleness: int) -> float:
-    """Return the time to the end of the last step. Each rollout waits once for a tool; a group ends with its last
-    rollout.
+    """Return the time to the end of the last step. Rollouts wait once for a tool; groups end with their last.
 
     Groups are admitted in order: one of step k (by its number) once version k - max_staleness serves, and while there
     are slots. A step takes the groups that ended first, but at the bound it waits for those that would be too old.

@@ -27,7 +27,7 @@ def long_tailed(generator: random.Random) -> float:
 
 
 def workflow_with(latency: Latency) -> Callable[[dict[str, Any], Rollout], Coroutine[Any, Any, float]]:
-    """Return a workflow whose waits depend only on the rollout's seed: the n-th rollout draws the same in every mode."""
+    """Return a workflow whose waits depend only on the rollout's seed: the n-th draws the same in every mode."""
 
     async def solve(task: dict[str, Any], rollout: Rollout) -> float:
         generator = random.Random(rollout.seed)

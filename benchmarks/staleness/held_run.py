@@ -35,11 +35,11 @@ class HeldRun(Run):
     async def prepare_batch(self) -> RolloutBatch:
         await self._metrics.begin_steps(self.version)
         if self._producing is None:
-            self._producing = self._spawn(self._source.produce(), "admit loop")
+            self._producing = self._spawn(self.source.produce(), "admit loop")
         config = self.config
         with self._metrics.during("waiting_for_rollouts"):
             num_held = config.max_staleness * config.batch_size * config.group_size
-            while self._source.counts().finished < num_held:  # noqa: ASYNC110 (a source has no event for it)
+            while self.source.counts().finished < num_held:  # noqa: ASYNC110 (a source has no event for it)
                 await asyncio.sleep(POLL_S)
         return await super().prepare_batch()
 

@@ -1,4 +1,4 @@
-"""What the workflows of this environment share: a turn of the model, its calls, and the code in its answers.
+"""The parts that both workflows share: a turn of the model, its calls, and the code in its answers.
 
 Ordinary agent code over a stock `openai` client.
 """
