@@ -125,7 +125,7 @@ class Config(Section):
                 "engine.url needs rollout.gateway_url; without it a run starts its own engine: leave it out"
             )
         if self.rollout.gateway_admin_key_file is not None:
-            raise ValueError("rollout.gateway_admin_key_file needs rollout.gateway_url, which is not set")
+            raise ValueError("rollout.gateway_admin_key_file needs rollout.gateway_url, which is not set; leave it out")
         if self.tasks is None:
             raise ValueError("'tasks' is missing; give it a value")
         if self.eval.num_tasks and self.eval.tasks is None:

@@ -51,8 +51,8 @@ async def _download(model: str, patterns: Iterable[str]) -> Path:
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         cause = str(error).splitlines()[0]
         raise ConfigError(
-            f"model {model!r}: there is no such folder, and the hub did not give it: {cause}; name a Hugging Face "
-            "folder, or a model of the hub (org/name) that this machine can reach or has downloaded"
+            f"model {model!r}: there is no such folder, and it cannot be downloaded from the hub: {cause}; name a "
+            "Hugging Face folder, or a model of the hub (org/name) that this machine can reach or has downloaded"
         ) from None
 
 

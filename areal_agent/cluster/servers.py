@@ -57,7 +57,7 @@ class Launch:
 
     def command(self, config: EngineConfig, port: int, number: int) -> Sequence[str]:
         """Return the command of the server with this number, listening on this port of 127.0.0.1."""
-        assert config.python is not None  # Config requires it here
+        assert config.python is not None  # checked by Config
         place = {"--host": "127.0.0.1", "--port": str(port)}
         options, own_options = _words({**place, **self.options}), _words(self.own_options(number))
         return [config.python, str(self.launcher), *options, *self.flags, *config.server_args, *own_options]

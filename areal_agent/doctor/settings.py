@@ -73,7 +73,7 @@ async def _workflow(config: Config) -> list[Finding]:
 
 
 async def _tasks(config: Config) -> list[Finding]:
-    assert config.tasks is not None  # Config requires tasks here
+    assert config.tasks is not None  # checked by Config
     tasks, held_out = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
     make_curriculum(config, tasks)
     if config.rollout.workers:
@@ -82,7 +82,7 @@ async def _tasks(config: Config) -> list[Finding]:
 
 
 async def _gateway(config: Config) -> list[Finding]:
-    assert config.engine.url is not None  # Config requires it here
+    assert config.engine.url is not None  # checked by Config
     check_this_host(config.engine.url, "engine.url")
     find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
     return [_ok("gateway", f"{config.rollout.gateway_url}, its engine at {config.engine.url}; the admin key is there")]

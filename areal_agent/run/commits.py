@@ -73,8 +73,8 @@ async def _living(ledger: Ledger, directory: Path) -> Checkpoint | None:
         if known == state[LEASES]:
             return checkpoint
         logger.warning(
-            "passing over the checkpoint %s: what it was trained on is not what the ledger has for its steps; it is of "
-            "a lineage that was given up, or of another run",
+            "passing over the checkpoint %s: its leases are not those of the ledger for its steps, so it is of an "
+            "abandoned lineage or of another run",
             checkpoint.path,
         )
     return None

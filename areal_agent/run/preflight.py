@@ -54,7 +54,7 @@ class Preflight:
             raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
         check_ports(config)
         check_engine(config)
-        assert config.tasks is not None  # Config requires tasks here
+        assert config.tasks is not None  # checked by Config
         tasks, eval_tasks = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
         make_curriculum(config, tasks)
         if config.rollout.workers:
@@ -76,7 +76,7 @@ class Preflight:
             raise ConfigError(
                 "a workflow has no effect with rollout.gateway_url, whose agents are elsewhere; leave it out"
             )
-        assert config.engine.url is not None  # Config requires it here
+        assert config.engine.url is not None  # checked by Config
         check_this_host(config.engine.url, "engine.url")
         find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
         return cls(
@@ -142,8 +142,7 @@ def check_engine(config: Config) -> None:
     if python is not None and shutil.which(python) is None:
         raise ConfigError(
             f"engine.python = {python!r}: there is no such program; give the Python of an environment with "
-            f"{config.engine.backend}; for a CPU, make one with "
-            f"areal_agent/engine/{config.engine.backend}/make_environment.sh"
+            f"{config.engine.backend} (for CPUs: areal_agent/engine/{config.engine.backend}/make_environment.sh)"
         )
 
 
@@ -216,5 +215,5 @@ def load_eval_tasks(config: Config) -> tuple[Task, ...]:
     if wanted == 0:
         return ()
     source = config.eval.tasks or config.tasks
-    assert source is not None  # Config requires tasks here
+    assert source is not None  # checked by Config
     return in_order(load_tasks(source, "test", config.seed, "eval.tasks"), wanted, "eval.num_tasks")

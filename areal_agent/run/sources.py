@@ -232,7 +232,7 @@ async def make_producer(
     config: Config, tasks: TaskSet, ledger: Ledger, run_group: RunGroup, beginning: Beginning
 ) -> Producer:
     """Make a producer with the groups that an earlier process left waiting and the draws' state from the checkpoint."""
-    assert config.tasks is not None  # Config requires tasks here
+    assert config.tasks is not None  # checked by Config
     stream = TaskStream(tasks, seed=config.seed, shuffle=config.tasks.shuffle)
     draws = await open_draws(stream, make_curriculum(config, tasks), ledger)
     draws.restore(beginning.run_state.get(TASKS, {}))
@@ -401,7 +401,7 @@ async def open_online_rollouts(config: Config, ledger: Ledger, step: int) -> Asy
 
     `ledger` is the run's own.
     """
-    assert config.rollout.gateway_url is not None  # Config requires it here
+    assert config.rollout.gateway_url is not None  # checked by Config
     async with AsyncExitStack() as stack:
         engine = await connect_engine(config.engine)
         stack.push_async_callback(engine.aclose)
@@ -422,7 +422,7 @@ async def connect_engine(config: EngineConfig) -> ServedEngine:
 
     It is not wrapped in a fleet, which would restore its own weights where another trainer has taken the engine over.
     """
-    assert config.url is not None  # Config requires it here
+    assert config.url is not None  # checked by Config
     try:
         address = await EngineAddress.of_server(config.url)
         if config.backend not in ("embedded", address.backend):

@@ -131,7 +131,7 @@ class CurriculumConfig(Section):
     @model_validator(mode="after")
     def _is_a_band(self) -> Self:
         if self.low >= self.high:
-            raise ValueError(f"low is {self.low} and high {self.high}; low must be less")
+            raise ValueError(f"low is {self.low} and high is {self.high}; low must be less than high")
         return self
 
 
