@@ -21,7 +21,7 @@ from areal_agent.types import (
 
 
 class Sampler(Protocol):
-    """Samples tokens. Implementations: `engine.http.HttpEngine`, `engine.fake.FakeEngine`."""
+    """Samples tokens. Implementations: `engine.client.HttpEngine`, `engine.fake.FakeEngine`."""
 
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None

@@ -196,9 +196,9 @@ class EngineMemory:
         return uses_gpu(self.config.engine.device, self.machine)
 
 
-LOGITS_A_CHUNK = 2**24  # algorithms/logprobs.py
+LOGITS_A_CHUNK = 2**24  # algorithms/batching.py
 LOGIT_BYTES = 20
-NUM_SLOTS = 2  # weights/shared_memory.py
+NUM_SLOTS = 2  # weights/channels.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

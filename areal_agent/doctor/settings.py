@@ -236,7 +236,7 @@ SHARED_MEMORY = Path("/dev/shm")
 FOLDERS_OF_SERVERS = 2
 """Further folders that SGLang and vLLM load: the one that serves and the next."""
 FOLDERS_OF_DISK = 3
-"""weights/disk.py keeps two, and writes a third."""
+"""weights/channels.py keeps two, and writes a third."""
 
 
 async def storage_findings(shape: ModelShape, config: Config, machine: Machine) -> list[Finding]:

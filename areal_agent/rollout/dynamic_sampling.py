@@ -4,7 +4,7 @@ DAPO (Yu et al. 2025, arXiv 2503.14476), section 3.2: when all rewards of a grou
 zero, and the batch is smaller than it seems. Such a group is dropped (`filtered`), its capacity given back, and the
 next task drawn in its place. When too many groups in a row are flat, the run ends: the model always succeeds or never.
 
-"Alike" is judged as the advantages within a group judge it (algorithms/turn_returns.py): from every turn on, all
+"Alike" is judged as the advantages within a group judge it (algorithms/credit.py): from every turn on, all
 rollouts with a token to train earn the same. So rollouts with equal totals differ when they earned them in other turns
 or, with a discount, sooner; rewards of rollouts without a token to train do not count. A divergence paid in the reward
 is computed in the trainer and not seen here, and a user's own advantage is assumed to compare as ours do.
