@@ -39,7 +39,7 @@ class Config(Section):
     workflow: str | None = None
     """`package.module:name` of the workflow; from Python, `Run(config, workflow=...)` takes the object itself."""
     tasks: TrainingTasksConfig | None = None
-    """Where tasks come from. Needed unless batches come from `rollout.gateway_url`."""
+    """The sources of tasks. Needed unless batches come from `rollout.gateway_url`."""
     run_dir: str | None = None
     """The run's folder; by default `runs/<name of the config file>`, with a number when that is taken."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

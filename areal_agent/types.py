@@ -58,7 +58,7 @@ class VersionSpan:
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """The reason for which a completion ended."""
 
     STOP = "stop"  # an end token was sampled, or a stop text was completed by the completion's last id
     LENGTH = "length"  # max_tokens was reached
@@ -146,7 +146,7 @@ class Completion:
 
 
 class ForkReason(StrEnum):
-    """Why a turn did not simply continue the newest completion of its session."""
+    """The reason for which a turn did not continue the newest completion of its session."""
 
     NEW_CONVERSATION = "new_conversation"  # nothing recorded is a prefix of it: a sub-agent, or a compacted context
     EDITED = "edited"  # it continues an older prompt or completion: what followed that was rewritten

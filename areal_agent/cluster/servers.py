@@ -1,4 +1,4 @@
-"""How the servers of each kind are started on this machine: embedded engines, SGLang and vLLM.
+"""Starts the servers of each kind on this machine: embedded engines, SGLang and vLLM.
 
 Embedded engines run in this Python; SGLang and vLLM in the environment that has them (`engine.python`). All are kept
 alive (kept_server.py), and ended on leaving.

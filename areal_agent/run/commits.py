@@ -1,4 +1,4 @@
-"""How a train step becomes final, and where a run goes on after a crash: the checkpoint first, then the ledger.
+"""Commits of train steps, and the point where a run goes on after a crash: the checkpoint first, then the ledger.
 
     lease ─▶ train ─▶ push ─▶ checkpoint published, with the leases behind it ─▶ committed in the ledger
     start ─▶ folder recovered ─▶ the newest checkpoint that the ledger knows ─▶ a new incarnation, later leases returned

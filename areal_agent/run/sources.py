@@ -1,4 +1,4 @@
-"""Where the batches of a run come from: the `Source` protocol and its two implementations.
+"""The sources of a run's batches: the `Source` protocol and its two implementations.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Where tasks come from, and which one is rolled out next.
+"""The sources of tasks, and the choice of the next one.
 
     config.py        the section `tasks`, and objects by their import path
     loading.py       sources ─▶ rows ─▶ tasks: columns, filter, ids
