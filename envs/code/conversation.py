@@ -36,8 +36,8 @@ async def take_turn(
 def fenced_code(text: str | None) -> str | None:
     r"""Return the last fenced block of a message; None when there is none.
 
-    >>> fenced_code("So:\\n```python\\nx = 1\\n```\\nDone.")
-    'x = 1\\n'
+    >>> fenced_code("So:\n```python\nx = 1\n```\nDone.")
+    'x = 1\n'
     """
     blocks: list[str] = FENCED.findall(text or "")
     return blocks[-1] if blocks else None
