@@ -1,4 +1,4 @@
-"""`python -m areal_agent`: says which commands there are. Each is a module of its own; this one runs none of them."""
+"""`python -m areal_agent` lists the commands. Each command is a module of its own and is run by its own name."""
 
 import sys
 
@@ -15,13 +15,13 @@ COMMANDS = {
     "models.tiny": "build the quickstart's model",
     "config_reference": "print every key of a config",
 }
-"""What a person starts; the processes that a run starts are no commands."""
+"""The commands that a person starts, with a line on each."""
 
 
 def main() -> int:
     given = next((word for word in sys.argv[1:] if word not in ("-h", "--help")), None)
     if given in COMMANDS:
-        raise ConfigError(f"{given!r} is a module of its own: python -m areal_agent.{given} --help")
+        raise ConfigError(f"{given!r} is a module of its own; run python -m areal_agent.{given} --help")
     if given is not None:
         raise ConfigError(f"there is no command {given!r}; {nearest(given, COMMANDS)}")
     print(_list())

@@ -1,6 +1,6 @@
-"""What all commands share: a parser that names the nearest valid option, and the exit codes.
+"""The parser and the exit codes that all commands share.
 
-It knows no command. Exit codes: 0 done, 1 the work failed, 2 the command line or the config is wrong, 130 interrupted.
+Exit codes: 0 done, 1 the work failed, 2 the command line or the config is wrong, 130 interrupted.
 """
 
 import argparse
@@ -14,14 +14,14 @@ from areal_agent.errors import ArealAgentError, ConfigError
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """A remedy for a misspelt name: `did you mean 'seed'?`, or the list of valid names when none is near."""
+    """Return the remedy for a misspelt name: `did you mean 'seed'?`, or all valid names when none is near."""
     names = sorted(valid)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, which answers an unknown option with the nearest valid one and exit code 2."""
+    """An argparse parser without abbreviations, whose error on an unknown option names the nearest valid one."""
 
     def __init__(self, *, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         self, args: list[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
         given = sys.argv[1:] if args is None else args
-        self._refuse_unknown(word for word in given if word.startswith("--"))  # before one is found to be missing
+        self._refuse_unknown(word for word in given if word.startswith("--"))  # before a missing option is reported
         known, unknown = self.parse_known_intermixed_args(given, namespace)
         self._refuse_unknown(unknown)
         return known
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command's `main` and exit with its code; errors raised on purpose become one line, not a traceback."""
+    """Run a command's `main` and exit with its code. Errors of areal_agent become one line, not a traceback."""
     try:
         code = main()
     except ConfigError as error:
@@ -62,7 +62,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = 1
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # `... | head` has closed our output; nothing more can be said there
+    except BrokenPipeError:  # `... | head` has closed our output; there is nobody left to print to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)

@@ -1,6 +1,7 @@
-"""The whole config of a run: loading, overriding, and one-line errors. Each section stands beside its component.
+"""The whole config of a run: loading a YAML file, overriding keys, and one-line errors.
 
-Derived values are computed where they are needed and never asked for. It starts nothing and imports no engine.
+Each section stands beside the component it configures; `Config` puts them together and checks what one section alone
+cannot. Derived values are computed where they are needed and never asked for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,10 @@ from areal_agent.trainer.config import TrainerConfig
 
 Straggler = Literal["wait", "drop", "mask"]
 
+_PRESET = "algorithm.preset"
+_SHORTHANDS: Mapping[str, str] = {"tasks": "source", "algorithm": "preset"}
+"""The key that a section's value alone stands for: `tasks: FILE`, `algorithm: ppo`."""
+
 
 class Config(Section):
     """Everything that defines a run. `python -m areal_agent.train --config FILE [key=value ...]` reads it."""
@@ -34,21 +39,21 @@ class Config(Section):
     workflow: str | None = None
     """`package.module:name` of the workflow; from Python, `Run(config, workflow=...)` takes the object itself."""
     tasks: TrainingTasksConfig | None = None
-    """Where tasks come from. Needed unless batches come from `rollout.gateway_url`."""
+    """The sources of tasks. Needed unless batches come from `rollout.gateway_url`."""
     run_dir: str | None = None
     """The run's folder; by default `runs/<name of the config file>`, with a number when that is taken."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seeds the tiny model, the order of tasks, sampling and training."""
+    """The seed of the tiny model, the order of tasks, sampling and training."""
     steps: Annotated[int, Field(ge=1)] = 100
-    """Train steps."""
+    """The number of train steps."""
     batch_size: Annotated[int, Field(ge=1)] = 32
-    """Tasks (groups) a train step."""
+    """Tasks (groups) per train step."""
     group_size: Annotated[int, Field(ge=1)] = 8
-    """Rollouts a task."""
+    """Rollouts per task."""
     max_staleness: Annotated[int, Field(ge=0)] = 4
-    """How many versions old the oldest token of a trajectory may be when it is trained; 0 is synchronous."""
+    """Versions by which the oldest token of a trajectory may lag when it is trained; 0 is synchronous."""
     straggler: Straggler = "wait"
-    """What happens to a rollout that would break the bound: `wait` for it, `drop` it, or `mask` its stale tokens."""
+    """The treatment of a rollout that would break the bound: `wait` for it, `drop` it, or `mask` its stale tokens."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """A preset's name, or a section with `preset:` and overrides."""
     engine: EngineConfig = EngineConfig()
@@ -91,8 +96,8 @@ class Config(Section):
     def _has_enough_for_its_minibatches(self) -> Self:
         if self.algorithm.minibatches > self.batch_answers:
             raise ValueError(
-                f"algorithm.minibatches is {self.algorithm.minibatches}, and a step has {self.batch_answers} rollouts "
-                "(batch_size times group_size), of which each minibatch needs one; set it to less"
+                f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {self.batch_answers} "
+                "rollouts (batch_size times group_size), and each minibatch needs at least one; lower it"
             )
         return self
 
@@ -100,7 +105,7 @@ class Config(Section):
     def _is_corrected(self) -> Self:
         if self.algorithm.behavior_weight_level == "none" and self.max_staleness > 0:
             raise ValueError(
-                f"algorithm.behavior_weight_level is 'none' and max_staleness {self.max_staleness}: tokens of older "
+                f"algorithm.behavior_weight_level is 'none' and max_staleness is {self.max_staleness}: tokens of older "
                 "weights need their importance weight; set it to 'token', or max_staleness to 0"
             )
         return self
@@ -115,9 +120,11 @@ class Config(Section):
         require_room(self)
         require_one_client(self)
         if self.engine.url is not None:
-            raise ValueError("engine.url is for rollout.gateway_url; without that a run starts an engine: leave it out")
+            raise ValueError(
+                "engine.url needs rollout.gateway_url; without it a run starts its own engine: leave it out"
+            )
         if self.rollout.gateway_admin_key_file is not None:
-            raise ValueError("rollout.gateway_admin_key_file is for rollout.gateway_url, which is not set")
+            raise ValueError("rollout.gateway_admin_key_file needs rollout.gateway_url, which is not set; leave it out")
         if self.tasks is None:
             raise ValueError("'tasks' is missing; give it a value")
         if self.eval.num_tasks and self.eval.tasks is None:
@@ -131,19 +138,20 @@ class Config(Section):
 
     @property
     def is_online(self) -> bool:
-        """Whether batches come from a gateway that stands alone."""
+        """Return whether batches come from a gateway that stands alone."""
         return self.rollout.gateway_url is not None
 
     @property
     def batch_answers(self) -> int:
-        """Rollouts a train step: B of the staleness bound."""
+        """Rollouts per train step: B of the staleness bound."""
         return self.batch_size * self.group_size
 
     @classmethod
     def load(cls, path: Path | str, overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
         values = _read_yaml(Path(path))
-        for override in sorted(overrides, key=lambda one: not one.startswith(f"{_PRESET}=")):  # then what overrides it
+        # a preset first, then the keys that override it
+        for override in sorted(overrides, key=lambda one: not one.startswith(f"{_PRESET}=")):
             _apply(values, override)
         return cls.parse(values, where=str(path))
 
@@ -164,20 +172,20 @@ ONLINE_ROLLOUT_KEYS = ("gateway_url", "gateway_admin_key_file", "straggler_wait_
 
 
 def require_online(config: Config) -> None:
-    """What only rollouts of the run's own heed must not be set for a run whose agents are elsewhere."""
+    """Refuse settings that only the run's own rollouts use, when the agents are elsewhere."""
     if config.engine.url is None:
         raise ValueError(
-            "rollout.gateway_url needs engine.url: the engine behind that gateway, which the weights are pushed into"
+            "rollout.gateway_url needs engine.url: the engine behind that gateway, into which weights are pushed"
         )
     if config.straggler == "mask":
-        raise ValueError("straggler is 'mask', which needs rollouts of the run's own; give 'wait' or 'drop'")
+        raise ValueError("straggler is 'mask', which needs the run's own rollouts; give 'wait' or 'drop'")
     if config.algorithm.dynamic_sampling:
         raise ValueError(
-            "algorithm.dynamic_sampling is true, which needs rollouts of the run's own: who plays elsewhere decides on "
-            "the tasks; set it to false"
+            "algorithm.dynamic_sampling is true, which needs the run's own rollouts: agents elsewhere choose their own "
+            "tasks; set it to false"
         )
     if config.trainer.oversized == "refuse":
-        raise ValueError("trainer.oversized is 'refuse', which needs an engine of the run's own; give 'alone'")
+        raise ValueError("trainer.oversized is 'refuse', which needs the run's own engine; give 'alone'")
     strangers = [name for name in ("workflow", "tasks") if getattr(config, name) is not None]
     strangers += ["eval.num_tasks"] * (config.eval.num_tasks != 0)
     strangers += _not_default(config.engine, "engine.", ("url", "backend"))
@@ -189,64 +197,64 @@ def require_online(config: Config) -> None:
 
 
 def require_one_client(config: Config) -> None:
-    """SGLang cannot be told to let requests end first: its client sees to that, and each process has a client."""
+    """SGLang cannot let requests end before a push. Its client can, but only for the requests of its own process."""
     if config.engine.backend == "sglang" and config.rollout.workers and config.engine.on_push != "interrupt":
         raise ValueError(
-            f"engine.on_push is {config.engine.on_push!r}, which engine.backend sglang does within one process only, "
+            f"engine.on_push is {config.engine.on_push!r}, which engine.backend sglang supports only without workers, "
             f"and rollout.workers is {config.rollout.workers}; set on_push to 'interrupt', or workers to 0"
         )
 
 
 def require_one_stage(config: Config) -> None:
-    """SGLang answers for the first stage of a pipeline alone: whether the others have received all, nobody tells."""
+    """SGLang confirms a push only for the first stage of a pipeline, so a distributed push needs a single stage."""
     stages = sorted({"--pp-size", "--pipeline-parallel-size"} & set(read_arguments(config.engine.server_args)))
     if stages and config.trainer.transfer == "distributed" and config.engine.backend == "sglang":
         raise ValueError(
-            f"trainer.transfer is 'distributed', which SGLang takes without {stages[0]} in engine.server_args; leave "
-            "that out, or use 'shared_memory' or 'disk'"
+            f"trainer.transfer is 'distributed', which SGLang does not support with {stages[0]} in engine.server_args; "
+            "leave that out, or use 'shared_memory' or 'disk'"
         )
 
 
 def require_adapters_applied(config: Config) -> None:
-    """Adapters alone are of use to servers that apply them, and that were started for it.
+    """Adapters can be pushed alone only to servers that the run starts and that apply them.
 
-    SGLang's cannot change those of an answer under way: each goes on with the ones that it began with.
+    SGLang cannot change the adapters of an answer under way: it ends with those that it began with.
     """
     lora = config.trainer.lora
     if lora is None or lora.push == "merged":
         return
     if config.engine.backend != "vllm" or config.engine.urls or config.is_online:
         raise ValueError(
-            "trainer.lora.push is 'adapter', which is for vLLM's servers that the run starts (engine.backend vllm "
+            "trainer.lora.push is 'adapter', which needs vLLM servers that the run starts (engine.backend vllm "
             "without engine.urls); use 'merged'"
         )
     if lora.rank > ADAPTER_RANKS[-1]:
         raise ValueError(
-            f"trainer.lora.push is 'adapter' and trainer.lora.rank {lora.rank}, where vLLM has room for "
-            f"{ADAPTER_RANKS[-1]}; lower it, or use 'merged'"
+            f"trainer.lora.push is 'adapter' and trainer.lora.rank is {lora.rank}, but vLLM supports ranks up to "
+            f"{ADAPTER_RANKS[-1]}; lower the rank, or use 'merged'"
         )
     if config.trainer.transfer not in ("shared_memory", "disk"):
         raise ValueError(
-            f"trainer.lora.push is 'adapter', whose folders trainer.transfer {config.trainer.transfer!r} has no place "
-            "for; use 'shared_memory' or 'disk'"
+            f"trainer.lora.push is 'adapter', and trainer.transfer {config.trainer.transfer!r} cannot transfer adapter "
+            "folders; use 'shared_memory' or 'disk'"
         )
 
 
 def require_room(config: Config) -> None:
-    """With `trainer.oversized: refuse`, every sequence that the engine can make fits into a micro-batch.
+    """Require that the engine's longest sequence fits into a micro-batch, with `trainer.oversized: refuse`.
 
-    The last token of a sequence is predicted and never read: one more than the budget fits.
+    The last token of a sequence is predicted and never read, so a sequence may be one token longer than the budget.
     """
     longest, budget = config.engine.max_context_tokens, config.trainer.tokens_per_micro_batch
     if config.trainer.oversized == "refuse" and longest - 1 > budget:
         raise ValueError(
             f"trainer.oversized is 'refuse', and a sequence of engine.max_context_tokens = {longest} does not fit into "
-            f"trainer.tokens_per_micro_batch = {budget}; raise that, or let it go 'alone'"
+            f"trainer.tokens_per_micro_batch = {budget}; raise that, or set trainer.oversized to 'alone'"
         )
 
 
 def _not_default(section: Section, prefix: str, heeded: Sequence[str]) -> list[str]:
-    """The keys that were set, beside those that are heeded."""
+    """Return the keys whose values differ from their defaults, without the `heeded` ones."""
     defaults = {
         name: field.get_default(call_default_factory=True, validated_data={})
         for name, field in type(section).model_fields.items()
@@ -256,7 +264,7 @@ def _not_default(section: Section, prefix: str, heeded: Sequence[str]) -> list[s
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
-    """YAML forbids a key that is given twice; PyYAML lets the last one win, silently."""
+    """YAML forbids a key that is given twice; PyYAML silently lets the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -306,12 +314,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
     place[leaf] = value
 
 
-_PRESET = "algorithm.preset"
-_SHORTHANDS: Mapping[str, str] = {"tasks": "source", "algorithm": "preset"}
-
-
 def _explain(details: ErrorDetails) -> str:
-    """One line: the key, what is wrong with the value, and what is valid."""
+    """Return one line: the key, what is wrong with the value, and what is valid."""
     location = [str(part) for part in details["loc"]]
     key = ".".join(location)
     value = details["input"]

@@ -1,6 +1,6 @@
-"""`docs/configuration.md`: every key of a config, from the sections themselves. It knows no key by name.
+"""Write docs/configuration.md: every key of a config, with the docstrings of the sections as its texts.
 
-python -m areal_agent.config_reference > docs/configuration.md
+Usage: python -m areal_agent.config_reference > docs/configuration.md
 """
 
 import sys
@@ -22,12 +22,12 @@ section and key (`engine.threads=2`). Unknown keys are errors. This page is made
 
 
 def reference() -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     return "\n".join([HEAD, *_table("", Config)]) + "\n"
 
 
 def _table(prefix: str, section: type[Section]) -> Iterator[str]:
-    """A section's own keys, then those of the sections in it."""
+    """Yield the lines of a section's own keys, then those of the sections in it."""
     fields = section.model_fields
     inner = {name: kind for name, field in fields.items() if (kind := _section_of(field))}
     yield f"## {prefix.rstrip('.') or 'Top level'}\n"
@@ -46,12 +46,12 @@ def _table(prefix: str, section: type[Section]) -> Iterator[str]:
 
 
 def _anchor(prefix: str, name: str) -> str:
-    """Of a section's heading. What bears the name of a section at the top is of its kind, and stands there alone."""
+    """Return the anchor of a section's heading. A section named like one at the top level is described there only."""
     return name if name in Config.model_fields else f"{prefix}{name}".replace(".", "")
 
 
 def _section_of(field: FieldInfo) -> type[Section] | None:
-    """None for a list of sections: its keys are those of a section that stands elsewhere."""
+    """Return the section that a field holds; None for a list of sections, whose keys are described elsewhere."""
     if get_origin(field.annotation) is tuple:
         return None
     kinds: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))

@@ -3,13 +3,13 @@
 ::
 
     ArealAgentError
-    ├── ConfigError            a config, a flag or a file that it names is wrong: one line, exit 2
+    ├── ConfigError            a config, a flag or a file named there is wrong: one line, exit code 2
     ├── RequestError           an agent's HTTP request is wrong: an OpenAI-shaped error object
     ├── EngineError            an inference engine failed
-    │   ├── EngineUnreachable  no answer: down, dying or not started
-    │   ├── EngineRejected     it answered that the request is wrong
-    │   │   └── ServerRefused  a server may not join the others of an engine, or not leave them
-    │   └── WeightUpdateError  it did not take new weights; the old version is still serving
+    │   ├── EngineUnreachable  the engine gave no answer: it is down, dying or not started
+    │   ├── EngineRejected     the engine answered that the request is wrong
+    │   │   └── ServerRefused  a server may not join or leave a fleet
+    │   └── WeightUpdateError  the engine did not take new weights; the old version is still serving
     │       ├── EnginesGone    no server was left in the middle of a push
     │       └── PushConflict   another push of weights is open, or this one is not
     ├── TrainerError           the trainer process answered with a failure
@@ -17,7 +17,7 @@
     ├── GatewayError           a gateway that stands alone refused a trainer's call, or is gone
     ├── ProcessDied            a process of the run ended by itself
     ├── LedgerError            the ledger of a run folder is damaged, locked or contradicts itself
-    ├── RolloutsFailing        rollout after rollout fails: going on would train nothing
+    ├── RolloutsFailing        group after group fails or teaches nothing: the run would train nothing
     ├── SandboxError           a sandbox failed; never the verdict on the program that ran in it
     └── Reject                 raised by a workflow: do not train this rollout
 
@@ -36,7 +36,7 @@ class ConfigError(ArealAgentError):
 
 
 class RequestError(ArealAgentError):
-    """A request to the gateway that cannot be honoured, as OpenAI's error object tells it."""
+    """A request to the gateway cannot be honoured. The agent receives it as OpenAI's error object."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class EngineUnreachable(EngineError):
 
 
 class EngineRejected(EngineError):
-    """The engine answered that the request is wrong (HTTP 400): retrying it unchanged is of no use."""
+    """The engine answered that the request is wrong (HTTP 400): sending it again unchanged will not help."""
 
 
 class ServerRefused(EngineRejected):
-    """A server may not join the others of an engine, or not leave them. `code` says why, for programs."""
+    """A server may not join or leave a fleet. `code` gives the reason, for programs."""
 
     def __init__(
         self, message: str, *, code: Literal["known_server", "unknown_server", "last_server", "another_model"]
@@ -82,11 +82,11 @@ class WeightUpdateError(EngineError):
 
 
 class EnginesGone(WeightUpdateError):
-    """No server was left in the middle of a push. It may be made again once one serves."""
+    """No server was left in the middle of a push. The push may be repeated once a server is back."""
 
 
 class PushConflict(WeightUpdateError):
-    """Another push of weights is open, or the one that was named is not (HTTP 409)."""
+    """Another push of weights is open, or the named push is not (HTTP 409)."""
 
 
 class TrainerError(ArealAgentError):
@@ -94,7 +94,7 @@ class TrainerError(ArealAgentError):
 
 
 class WorkerError(ArealAgentError):
-    """A rollout worker could not run a rollout at all. What a workflow does is never one: that is a status."""
+    """A rollout worker could not run a rollout at all. A workflow that fails is not an error here but a status."""
 
 
 class GatewayError(ArealAgentError):
@@ -110,11 +110,11 @@ class LedgerError(ArealAgentError):
 
 
 class RolloutsFailing(ArealAgentError):
-    """Group after group failed as a whole: going on would train nothing."""
+    """Group after group failed as a whole or had no spread in reward: the run would train nothing."""
 
 
 class SandboxError(ArealAgentError):
-    """A sandbox could not run a program at all. Never the verdict on a program: that is an `ExecResult`."""
+    """A sandbox could not run a program at all. How a program itself ended is an `ExecResult`, never this error."""
 
 
 class Reject(ArealAgentError):

@@ -1,4 +1,4 @@
-"""`python -m areal_agent.eval`: reads the command line of an evaluation. What that does: eval_run.py."""
+"""The command line of `python -m areal_agent.eval`. The work is in run/evaluation.py."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from areal_agent.command import Parser, run_command
 
 def main() -> int:
     args = _parse()
-    # here: it loads the project, which --help and a misspelt option need not wait for
+    # imported here: it loads the project, and --help or a misspelt option need not wait for that
     from areal_agent.run.evaluation import evaluate
 
     return evaluate(args.config, args.overrides)

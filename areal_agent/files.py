@@ -1,16 +1,14 @@
-"""The manifest of a folder: size and SHA-256 of every file in it, by which a reader proves that it is whole.
+"""Files on disk: manifests that prove a folder whole, the folder of a run, and files that only their owner may read.
+
+A manifest has the size and SHA-256 of every file beside it. It is written last, so a folder without one is not
+complete; a folder is synced to disk before it gets the name by which readers find it::
 
     manifest.json   {"files": {"model.safetensors": {"num_bytes": 4194304, "sha256": "..."}}, ...}
 
-It knows nothing of what the files hold. A manifest is written last, so a folder without one is not complete. A folder
-is brought to the disk before it gets the name by which readers find it.
+The folder of a run::
 
-The folder of a run: which file lies where, and who may make or reopen it. It knows nothing of their contents.
-
-config.yaml  ledger.sqlite  metrics.jsonl  checkpoints/  logs/  curve.png  summary.json
-engines_url  admin_key     (while it goes on)
-
-Writes a file that its owner alone may read. It knows not what is in it.
+    config.yaml  ledger.sqlite  metrics.jsonl  checkpoints/  logs/  curve.png  summary.json
+    engines_url  admin_key     (only while the run goes on)
 """
 
 import hashlib
@@ -33,22 +31,22 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileDigest:
-    """What one file has to be."""
+    """The size and hash that a file must have."""
 
     num_bytes: int
     sha256: str
 
     def is_of(self, data: bytes) -> bool:
-        """Whether these are the bytes that were written."""
+        """Return whether `data` is exactly what was written."""
         return len(data) == self.num_bytes and hashlib.sha256(data).hexdigest() == self.sha256
 
     def is_of_file(self, path: Path) -> bool:
-        """Whether this file holds them; it is not kept in memory."""
+        """Return whether the file holds exactly what was written, without reading it into memory at once."""
         return path.stat().st_size == self.num_bytes and sha256_of(path) == self.sha256
 
 
 def encode_manifest(folder: Path, facts: JsonObject) -> bytes:
-    """The manifest of all files that are in the folder now; `facts` stand beside them."""
+    """Return a manifest of all files that are in the folder now, with `facts` beside them."""
     files = {
         path.relative_to(folder).as_posix(): {"num_bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(folder.rglob("*"))
@@ -58,7 +56,7 @@ def encode_manifest(folder: Path, facts: JsonObject) -> bytes:
 
 
 def read_manifest(folder: Path) -> tuple[Mapping[str, FileDigest], JsonObject]:
-    """Every file by its name, and all that the manifest says. Raises ValueError when it cannot be read."""
+    """Return the digest of every file by name, and the whole manifest. Raises ValueError when it cannot be read."""
     try:
         fields: dict[str, Any] = orjson.loads((folder / MANIFEST).read_bytes())
         files: dict[str, dict[str, Any]] = fields["files"]
@@ -71,19 +69,19 @@ def read_manifest(folder: Path) -> tuple[Mapping[str, FileDigest], JsonObject]:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's bytes, hexadecimal."""
+    """Return the SHA-256 of a file's bytes, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def bring_to_disk(folder: Path) -> None:
-    """All files and folders in it, and itself: what a power loss leaves."""
+    """Sync a folder and everything in it, so that it survives a power loss."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """One file, or the names in one folder."""
+    """Sync one file, or the names in one folder."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -99,9 +97,9 @@ class RunFolder:
 
     @classmethod
     def choose(cls, run_dir: str | None, name: str) -> Self:
-        """The folder that a new run will use: `run_dir`, or the first free `runs/<name>`, `runs/<name>-2`, ...
+        """Return the folder of a new run: `run_dir`, or the first free one of `runs/<name>`, `runs/<name>-2`, ...
 
-        Raises ConfigError when `run_dir` is taken or cannot be made. Makes nothing that stays.
+        Raises ConfigError when `run_dir` is taken or cannot be made. Leaves nothing on disk.
         """
         if run_dir is None:
             number = 1
@@ -112,25 +110,25 @@ class RunFolder:
             return cls(path)
         path = Path(run_dir)
         if not run_dir or (path.exists() and not path.is_dir()):
-            raise ConfigError(f"run_dir {run_dir!r} is no folder; name one that does not exist yet")
+            raise ConfigError(f"run_dir {run_dir!r} is not a folder; name one that does not exist yet")
         if path.exists() and any(path.iterdir()):
             raise ConfigError(
-                f"run_dir {run_dir!r} exists and is not empty; go on with it by --resume {run_dir}, or name another"
+                f"run_dir {run_dir!r} exists and is not empty; resume it with --resume {run_dir}, or name another"
             )
         require_room(path)
         return cls(path)
 
     @classmethod
     def reopen(cls, run_dir: str) -> Self:
-        """The folder of a run to resume. Raises ConfigError when it is none."""
+        """Return the folder of a run to resume. Raises ConfigError when it is no run folder."""
         folder = cls(Path(run_dir))
         for needed in (folder.config, folder.ledger):
             if not needed.is_file():
-                raise ConfigError(f"--resume {run_dir!r}: there is no {needed.name}, so this is no run folder")
+                raise ConfigError(f"--resume {run_dir!r} is not a run folder: it has no {needed.name}")
         return folder
 
     def remove(self) -> None:
-        """Undo `make` for a run that could not be started."""
+        """Delete the folder of a run that could not be started."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def make(self) -> None:
@@ -144,7 +142,7 @@ class RunFolder:
 
     @property
     def is_completed(self) -> bool:
-        """Whether the run has ended as it should, by its summary."""
+        """Return whether the run ended as it should, according to its summary."""
         try:
             summary: object = json.loads(self.summary.read_bytes())
         except (OSError, ValueError):
@@ -173,12 +171,12 @@ class RunFolder:
 
     @property
     def engines_url(self) -> Path:
-        """Where `/rl/engines` is served, while the run goes on."""
+        """The file with the URL of `/rl/engines`, while the run goes on."""
         return self.path / "engines_url"
 
     @property
     def admin_key(self) -> Path:
-        """What these calls take."""
+        """The file with the key for `/rl/engines`, while the run goes on."""
         return self.path / "admin_key"
 
     @property
@@ -191,7 +189,7 @@ class RunFolder:
 
 
 def require_room(path: Path) -> None:
-    """Raise ConfigError unless a folder can be made there: that is tried, for permissions do not always tell."""
+    """Raise ConfigError unless a folder can be made there. It is tried, for permissions do not always tell."""
     parent = next(one for one in (path, *path.absolute().parents) if one.exists())
     try:
         Path(tempfile.mkdtemp(prefix=".areal-agent-", dir=parent)).rmdir()
@@ -203,13 +201,13 @@ def require_room(path: Path) -> None:
 
 
 def create_private(path: Path, text: str) -> None:
-    """Write a line into a file that is not there yet. Raises OSError, also when it is there."""
+    """Write a line into a new file with mode 0600. Raises OSError, also when the file exists."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{text}\n")
 
 
 def replace_private(path: Path, text: str) -> None:
-    """Write a line into a file that may be there: who reads it sees all of the text or none. Raises OSError."""
+    """Replace a file by one line, atomically, with mode 0600. Raises OSError."""
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)
     create_private(part, text)

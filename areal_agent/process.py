@@ -1,9 +1,8 @@
-"""The child processes of a run: started with a log file, watched, and never outliving their parent.
+"""The child processes of a run, the set-up of a process that serves, and work that a cancellation must not cut in half.
 
-A child holds the read end of a pipe, its *lifeline*, whose write end only the parent has. However the parent ends,
-SIGKILL included, the pipe closes and `exit_with_parent` ends the child. Knows nothing of what the children do.
-
-Cancellations: work that one must not cut in half, and how often a task has had one.
+A child is started with a log file, is watched, and never outlives its parent: it holds the read end of a pipe, its
+*lifeline*, whose write end only the parent has. However the parent ends, SIGKILL included, the pipe closes and
+`exit_with_parent` ends the child.
 """
 
 import asyncio
@@ -22,17 +21,16 @@ from areal_agent.errors import ProcessDied
 
 Result = TypeVar("Result")
 
-
 LIFELINE_VARIABLE = "AREAL_AGENT_LIFELINE_FD"
 
 NEW_OBJECTS_A_COLLECTION = 50_000
 
 
 def exit_with_parent() -> None:
-    """Called by a child at its start: end this process as soon as its parent is gone.
+    """End this process as soon as its parent is gone. A child calls it at its start.
 
-    Does nothing in a process that a person started. Ctrl-C in a terminal reaches every process in the foreground;
-    a child leaves it to its parent to decide what an interruption means.
+    It does nothing in a process that a person started. Ctrl-C in a terminal reaches every process in the foreground; a
+    child ignores it and leaves the decision to its parent.
     """
     lifeline = os.environ.get(LIFELINE_VARIABLE)
     if lifeline is None:
@@ -48,10 +46,10 @@ def _wait_for_end(fd: int) -> NoReturn:
 
 
 def collect_garbage_rarely() -> None:
-    """Called by a process that serves, when it is built: look for garbage seldom, and not in what is there by now.
+    """Collect garbage seldom, and never the objects that exist by now. A server calls it once it is built.
 
-    Every request makes some thousand short-lived objects, and a cycle among them is rare: at Python's own 700 the
-    search for cycles takes a sixth of the CPU of a gateway.
+    Every request makes some thousand short-lived objects and rarely a cycle. At Python's own threshold of 700 the
+    search for cycles takes a sixth of a gateway's CPU.
     """
     gc.collect()
     gc.freeze()
@@ -59,10 +57,10 @@ def collect_garbage_rarely() -> None:
 
 
 def return_free_memory() -> None:
-    """Give freed memory back to the system, where the C library can be told to (glibc).
+    """Give freed memory back to the system, where the C library can do that (glibc).
 
-    Bodies and prompts of long conversations come and go between what stays: left alone, the holes that they leave are
-    as large as the conversations themselves.
+    Bodies and prompts of long conversations are freed between objects that stay. Without this, the holes that they
+    leave grow as large as the conversations themselves.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -70,15 +68,15 @@ def return_free_memory() -> None:
 
 
 def allow_many_connections() -> None:
-    """Let this process open as many files as it may: 1,024, the usual limit, is less than one batch of rollouts."""
+    """Raise the limit on open files as far as allowed: the usual 1,024 is less than one batch of rollouts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # macOS calls its limit infinite, and means less
+        with contextlib.suppress(ValueError, OSError):  # macOS reports an infinite limit but accepts less
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class ManagedProcess:
-    """One child process. Make it with `start`, end it with `aclose`."""
+    """One child process. `start` makes it and `aclose` ends it."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, lifeline: int, log_path: Path) -> None:
         self.name = name
@@ -96,7 +94,7 @@ class ManagedProcess:
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Self:
-        """Start `argv` with its output appended to `log_path`, in a session of its own."""
+        """Start `argv` in a session of its own, with its output appended to `log_path`."""
         read_end, write_end = os.pipe()
         try:
             with log_path.open("ab") as log:
@@ -125,25 +123,25 @@ class ManagedProcess:
         return self._process.pid
 
     async def died(self) -> ProcessDied:
-        """Wait until the process has ended by itself; the error tells how, with its last log lines."""
+        """Wait until the process ends by itself; return an error with its exit status and its last log lines."""
         returncode = await self._process.wait()
         how = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with {returncode}"
         return ProcessDied(f"the {self.name} process {how}; the end of {self.log_path}:\n{self.log_tail()}")
 
     def log_tail(self, num_lines: int = 12) -> str:
-        """The last lines of its log, indented."""
+        """Return the last lines of the log, indented."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - 16_384))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-num_lines:]) or "    (nothing was logged)"
 
     def kill(self) -> None:
-        """SIGKILL, for a process that answers nothing. `died` tells when it is gone."""
+        """Send SIGKILL to a process that does not answer. `died` returns once it is gone."""
         if self.is_running:
             self._process.kill()
 
     async def aclose(self, grace_s: float = 5.0) -> None:
-        """End it: SIGTERM, after `grace_s` SIGKILL. Harmless when it has ended already."""
+        """End the process: SIGTERM, then SIGKILL after `grace_s`. Harmless when it has ended already."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -167,7 +165,7 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
         if not task.done():
             await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # the cancellation is what is raised
+            task.exception()  # mark its error as seen: the cancellation is what is raised
         raise
 
 

@@ -1,7 +1,7 @@
-"""The seams: what one part asks of another, without knowing which implementation answers.
+"""The seams between the parts of areal_agent, as Protocols.
 
-gateway ── Sampler ──▶ engine          weights ── WeightReceiver ──▶ engine
-gateway ── Journal ──▶ ledger          trainer ── (files) ──▶ weights
+gateway ── Sampler ──▶ engine          trainer ── WeightReceiver ──▶ engine
+gateway ── Journal ──▶ ledger
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from areal_agent.types import (
 
 
 class Sampler(Protocol):
-    """Samples tokens. Implementations: `engine.http.HttpEngine`, `engine.fake.FakeEngine`."""
+    """Samples tokens. Implementations: `engine.client.HttpEngine`, `engine.fake.FakeEngine`."""
 
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
-        """Sample until a stop token, `max_tokens` or an abort; with `on_chunk`, hand tokens out as they are sampled.
+        """Sample until a stop token, `max_tokens` or an abort. With `on_chunk`, hand tokens out as they are sampled.
 
         The chunks of a request, put together, are the tokens of its result; `on_chunk` must not block.
         Cancelling the call aborts the request in the engine.
@@ -35,12 +35,12 @@ class Sampler(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its `generate` returns what it has with finish reason `abort`. An unknown id is no error."""
+        """End a request: its `generate` returns what it has, with finish reason `abort`. An unknown id is no error."""
         ...
 
 
 class Pausable(Protocol):
-    """Can be made to hold still."""
+    """Can pause sampling."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling at a token boundary. Requests that arrive while paused wait."""
@@ -52,30 +52,30 @@ class Pausable(Protocol):
 
 
 class MemoryHolder(Protocol):
-    """Keeps keys and values in memory that a trainer on the same GPU may need for a while."""
+    """Holds memory for keys and values that a trainer on the same GPU may need for a while."""
 
     async def release_memory(self) -> None:
-        """Give it back. Requests wait until it is there again, and lose no token."""
+        """Free the memory. Requests wait until it is back, and lose no token."""
         ...
 
     async def resume_memory(self) -> None:
-        """Take it again, and go on. Harmless when it was not released. Raises EngineRejected when it is not there."""
+        """Allocate the memory again and go on. Harmless when it was not released. Raises EngineRejected if full."""
         ...
 
 
 class WeightReceiver(Pausable, Protocol):
-    """Takes new weights while it serves, in pushes: one at a time, and until its commit the old version serves.
+    """Takes new weights in pushes while it serves. One push is open at a time; until its commit the old version serves.
 
-    Each call raises WeightUpdateError when the old version goes on; its push is no more then, unless the error is a
+    Each call raises WeightUpdateError when the old version goes on. The push is then over, unless the error is a
     PushConflict: another push is open, or this one is not.
     """
 
     async def begin_push(self, push_id: str) -> None:
-        """Open a push; its sender names it."""
+        """Open a push under an id that the sender chose."""
         ...
 
     async def send_push(self, push_id: str, weights: Weights) -> None:
-        """Take the weights, all of them, and prove them. What becomes of their files afterwards changes nothing."""
+        """Receive and verify all weights. Their files may be changed or deleted once this returns."""
         ...
 
     async def commit_push(self, push_id: str, version: WeightVersion) -> None:
@@ -83,21 +83,21 @@ class WeightReceiver(Pausable, Protocol):
         ...
 
     async def abort_push(self, push_id: str) -> None:
-        """Forget a push. One that is not open is no error."""
+        """Drop a push. One that is not open is no error."""
         ...
 
 
 class Engine(Sampler, WeightReceiver, Protocol):
-    """All that a run asks of an inference engine."""
+    """Everything that a run asks of an inference engine."""
 
 
 class Journal(Protocol):
-    """Where the gateway writes. Each call returns when its data is durable: a crash after it loses nothing."""
+    """The gateway writes here. Each call returns when its data is durable: a crash after it loses nothing."""
 
     async def open_session(self, session: SessionRecord) -> None: ...
 
     async def append_turn(self, session_id: str, turn: Turn) -> None: ...
 
     async def close_session(self, trajectory: Trajectory) -> None:
-        """Record rewards, status, error and end; the turns are already there."""
+        """Record rewards, status, error and end; the turns have been written before."""
         ...

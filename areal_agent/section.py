@@ -1,4 +1,4 @@
-"""The base of every config section. It knows the rules that all sections share, and no section.
+"""The base class of every config section, with the rules that all of them share.
 
 Sections stand beside the component they configure (`engine/config.py`, `trainer/config.py` ...); `config.py` puts
 them together.
@@ -14,14 +14,14 @@ NUMBERS = frozenset({int, float})
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are errors; floats are finite; docstrings under fields are their documentation."""
+    """A frozen model: unknown keys are errors, floats are finite, docstrings under fields are their documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """`steps: true` would be read as 1, and `off` is YAML for false."""
+        """Refuse booleans for numbers: `steps: true` would be read as 1, and `off` is YAML for false."""
         if isinstance(value, bool) and _is_number(cls.model_fields[str(info.field_name)]):
             raise ValueError(f"is {value!r}; give a number")
         return value

@@ -1,7 +1,8 @@
-"""The staleness bound: how many rollouts may be under way, and what is too old to train. Pure; it knows no clock.
+"""The staleness bound: how many rollouts may be under way, and what is too old to train. Pure functions and counters.
 
-AReaL, Eq. 3: floor((N_r - 1) / B) <= i + eta, with N_r rollouts ever admitted (those that were given back excluded), B
-answers a train step, i the published weight version and eta the maximum staleness. Solved for what may be under way:
+AReaL, Eq. 3: floor((N_r - 1) / B) <= i + eta, with N_r rollouts ever admitted (minus those whose capacity was given
+back), B answers per train step, i the published weight version and eta the maximum staleness. Solved for what may be
+under way:
 
     running + finished  <=  (eta + i + 1) * B  -  consumed
 
@@ -15,12 +16,12 @@ from areal_agent.types import Trajectory
 
 
 def oldest_step(trajectory: Trajectory) -> int:
-    """The step of the oldest weights that sampled a token of it. Raises ValueError when nothing was sampled."""
+    """Return the step of the oldest weights that sampled a token of it. Raises ValueError when nothing was sampled."""
     return min(trajectory.sampled_steps())
 
 
 def is_stale(oldest: int, step: int, max_staleness: int) -> bool:
-    """Whether a token of version `oldest` is beyond the bound in train step `step`.
+    """Return whether a token of version `oldest` is beyond the bound in train step `step`.
 
     >>> is_stale(3, 5, max_staleness=1), is_stale(3, 6, max_staleness=1)
     (False, True)
@@ -29,7 +30,7 @@ def is_stale(oldest: int, step: int, max_staleness: int) -> bool:
 
 
 def room(*, step: int, max_staleness: int, batch_answers: int, consumed: int, under_way: int) -> int:
-    """How many more answers may be admitted while version `step` serves; negative when more than fits is under way.
+    """Return how many more answers may be admitted while version `step` serves; negative when too many are under way.
 
     `under_way` counts the answers that run or wait to be trained.
     """
@@ -59,7 +60,7 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        """How many more answers may be admitted now; negative after a resume that found more than fits."""
+        """The number of answers that may still be admitted; negative after a resume that found too many waiting."""
         return room(
             step=self.step,
             max_staleness=self.max_staleness,
@@ -79,11 +80,11 @@ class Admission:
         self.finished += group_size
 
     def give_back_running(self, group_size: int) -> None:
-        """A group ended without anything to train: its capacity returns."""
+        """Take back the capacity of a running group that ended without anything to train."""
         self.running -= group_size
 
     def give_back_finished(self, group_size: int) -> None:
-        """A finished group was dropped before it was consumed: its capacity returns."""
+        """Take back the capacity of a finished group that was dropped before it was consumed."""
         self.finished -= group_size
 
     def consume(self, group_size: int) -> None:

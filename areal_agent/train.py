@@ -1,4 +1,4 @@
-"""`python -m areal_agent.train`: reads the command line of the main job. What that does: train_run.py."""
+"""The command line of `python -m areal_agent.train`. The work is in run/loop.py."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ def main() -> int:
     args = _parse()
     if args.resume and not Path(args.resume).is_dir():
         raise ConfigError(f"there is no run folder {args.resume!r}; name the folder that the run printed")
-    # here: it loads the project, which --help and a misspelt option need not wait for
+    # imported here: it loads the project, and --help or a misspelt option need not wait for that
     from areal_agent.run.loop import train
 
     config_file = Path(args.config) if args.config else Path(args.resume) / "config.yaml"

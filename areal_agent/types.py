@@ -1,4 +1,4 @@
-"""The records that travel between the parts of areal_agent. It knows nothing of I/O, torch or any component.
+"""The records that travel between the parts of areal_agent, and what is said to an engine and by it.
 
 Every record is frozen, keyword-only and holds plain data: no live handles. Log-probabilities are in nats, times in
 seconds since the epoch unless a name says otherwise, token positions count from 0.
@@ -6,11 +6,7 @@ seconds since the epoch unless a name says otherwise, token positions count from
 How they nest::
 
     TrajectoryGroup ── Trajectory ── Turn ── Completion ── VersionSpan ── WeightVersion
-                           └─▶ TokenRecord (what the trainer eats: one a branch)
-
-What is said to an engine and what it says: requests, tokens, pauses, weights. It knows nothing of I/O and torch.
-
-Every record is frozen, keyword-only and holds plain data. Log-probabilities are in nats.
+                           └─▶ TokenRecord (what the trainer reads: one a branch)
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 JsonObject = Mapping[str, Any]
-"""A decoded JSON object: what tasks, messages and request bodies are made of."""
+"""A decoded JSON object: tasks, messages and request bodies consist of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -62,23 +58,23 @@ class VersionSpan:
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """The reason for which a completion ended."""
 
-    STOP = "stop"  # an end token was sampled, or a stop text completed: by the last id of the completion
+    STOP = "stop"  # an end token was sampled, or a stop text was completed by the completion's last id
     LENGTH = "length"  # max_tokens was reached
-    ABORT = "abort"  # aborted; what was sampled until then is kept
+    ABORT = "abort"  # aborted; the tokens sampled until then are kept
 
 
 class Distribution(StrEnum):
-    """Whether the recorded probability is the one that was sampled from (architecture: provable probabilities)."""
+    """States whether the recorded probability of a token is the one it was sampled with."""
 
     EXACT = "exact"
-    ALTERED = "altered"  # top-p, top-k, greedy ...: counted, and masked from the loss
+    ALTERED = "altered"  # top-p, top-k, greedy ...: the tokens are counted and masked from the loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one completion. The defaults of all but `temperature` and `max_tokens` mean off.
+    """The sampling settings of one completion. All defaults but those of `temperature` and `max_tokens` mean off.
 
     >>> SamplingParams(temperature=1.0, max_tokens=64).distribution
     <Distribution.EXACT: 'exact'>
@@ -91,18 +87,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, the number added to its logit)
     json_schema: str | None = None  # a JSON schema, as text, that the answer must match; at most one of these three
     regex: str | None = None  # a regular expression that the whole answer must match
     ebnf: str | None = None  # a grammar whose `root` the answer must be, in GBNF: root ::= "yes" | "no"
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()  # texts that end the answer. The gateway cuts there: no engine sees them
+    stop: tuple[str, ...] = ()  # texts that end the answer. The gateway cuts there; no engine sees them
     seed: int | None = None  # None: the engine chooses
 
     @property
     def grammar(self) -> tuple[str, str] | None:
-        """What holds the answer, if anything does: the name of the parameter, and its text."""
+        """The name and the text of the parameter that constrains the answer, or None."""
         given = (("json_schema", self.json_schema), ("regex", self.regex), ("ebnf", self.ebnf))
         return next(((name, text) for name, text in given if text is not None), None)
 
@@ -145,15 +141,15 @@ class Completion:
         return tuple(span.version.step for span in self.versions for _ in range(span.start, span.end))
 
     def version_incarnations(self) -> tuple[int, ...]:
-        """And their incarnation, [C]."""
+        """The incarnation of the weights that sampled each token, [C]."""
         return tuple(span.version.incarnation for span in self.versions for _ in range(span.start, span.end))
 
 
 class ForkReason(StrEnum):
-    """Why a turn did not simply continue the newest completion of its session."""
+    """The reason for which a turn did not continue the newest completion of its session."""
 
     NEW_CONVERSATION = "new_conversation"  # nothing recorded is a prefix of it: a sub-agent, or a compacted context
-    EDITED = "edited"  # it goes on from an older prompt or completion: what followed that was rewritten
+    EDITED = "edited"  # it continues an older prompt or completion: what followed that was rewritten
     REPEATED = "repeated"  # the same messages and tools again: a parallel sample, or a retry
     TOOLS_CHANGED = "tools_changed"  # the same messages under other tool definitions
     SYSTEM_CHANGED = "system_changed"  # the same messages under another system prompt
@@ -165,14 +161,14 @@ class ForkReason(StrEnum):
 class Turn:
     """One request of an agent and its answers. Only the *new* prompt tokens are held: the rest is the parent's path.
 
-    The full prompt of the turn is the first `fork_at` tokens of the path that ends with completion `parent`,
-    followed by `new_prompt_ids`. Where that cuts the parent's completion (its thinking was stripped, say), the tokens
-    of it that come again in `new_prompt_ids` are injected there: they are in the loss in the parent's branch only.
+    The full prompt of the turn is the first `fork_at` tokens of the path that ends with completion `parent`, followed
+    by `new_prompt_ids`. Where that cuts the parent's completion (because its thinking was stripped, say), those of its
+    tokens that come again in `new_prompt_ids` are prompt there: they are in the loss in the parent's branch only.
     """
 
     id: str
     parent: str | None  # the completion that this turn continues; None: a new root
-    fork_at: int  # how many tokens of the parent's path (prompt and completion) this turn keeps
+    fork_at: int  # number of tokens of the parent's path (prompt and completion) that this turn keeps
     new_prompt_ids: tuple[int, ...]  # [P']
     completions: tuple[Completion, ...]  # [n]
     request_delta: tuple[JsonObject, ...]  # the messages that the parent's conversation did not have
@@ -183,7 +179,7 @@ class Turn:
 
 
 class SessionPurpose(StrEnum):
-    """What a session's tokens are for."""
+    """The use of a session's tokens: training or evaluation."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -203,7 +199,7 @@ class SessionRecord:
 
 
 class Status(StrEnum):
-    """How a rollout ended."""
+    """The way a rollout ended."""
 
     COMPLETED = "completed"
     MISSING_REWARD = "missing_reward"  # it ended without a reward: missing, never 0.0
@@ -216,7 +212,7 @@ class Status(StrEnum):
 
 
 class Drop(StrEnum):
-    """Why a trajectory was not trained."""
+    """The reason for which a trajectory was not trained."""
 
     STALE = "stale"
     FILTERED = "filtered"
@@ -247,12 +243,12 @@ class Fate:
 
 
 MAX_REWARD = 1e30
-"""A reward is no further from zero: the trainer adds rewards up as 32-bit floats, whose sums must stay finite."""
+"""The largest absolute reward: the trainer adds rewards up as 32-bit floats, whose sums must stay finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewards:
-    """What a rollout earned. `final` is None when no final reward was given.
+    """The rewards of a rollout. `final` is None when no final reward was given.
 
     >>> Rewards(final=1.0, by_completion={"c1": 0.5}).total
     1.5
@@ -304,7 +300,7 @@ class Trajectory:
         )
 
     def sampled_steps(self) -> frozenset[int]:
-        """The distinct `WeightVersion.step`s of them."""
+        """The distinct `WeightVersion.step`s that sampled tokens of this trajectory."""
         return frozenset(version.step for version in self.sampled_versions())
 
 
@@ -326,8 +322,8 @@ class TokenRecord:
     """One branch of a trajectory as the trainer sees it, T tokens in K turns.
 
     A token that several branches share is in the loss of exactly one of them. `behavior_logprobs`, `temperatures`,
-    `versions` and `incarnations` are 0.0, 1.0, -1 and -1 where `loss_mask` is False. Without `incarnations` all are of
-    the first.
+    `versions` and `incarnations` are 0.0, 1.0, -1 and -1 where `loss_mask` is False. Without `incarnations` every token
+    is of incarnation 0.
     """
 
     session_id: str
@@ -340,11 +336,11 @@ class TokenRecord:
     behavior_logprobs: NDArray[np.float32]  # [T], nats
     temperatures: NDArray[np.float32]  # [T]
     versions: NDArray[np.int32]  # [T], WeightVersion.step
-    turn_rewards: NDArray[np.float32]  # [K], the final reward stands on the last turn
-    final_reward: float = 0.0  # what of the last turn's reward is the final one
+    turn_rewards: NDArray[np.float32]  # [K], the last turn's includes the final reward
+    final_reward: float = 0.0  # the share of the last turn's reward that is the final reward
     fork_turn: int | None = None  # the turn of the parent branch that this one leaves
     own_turn: int = 0  # the first turn with a token that no earlier branch has
-    sample_of: int | None = None  # the branch whose call this one's own first turn is a parallel sample of
+    sample_of: int | None = None  # this one's first own turn is a parallel sample of a call in that branch
     incarnations: NDArray[np.int32] = field(default_factory=_of_the_first)  # [T], WeightVersion.incarnation
 
     def __post_init__(self) -> None:
@@ -373,7 +369,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One thing to roll out. `data` is the dict that the workflow receives; `id` names it in every record."""
+    """One task to roll out. `data` is the dict that the workflow receives; `id` names the task in every record."""
 
     id: str
     data: JsonObject
@@ -385,9 +381,9 @@ class GenerateRequest:
     """One call of an engine, tokens in. `request_id`s of one run have equal length (SGLang aborts by prefix)."""
 
     request_id: str
-    input_ids: Sequence[int]  # a tuple; or `array("i")` where the prompt is long, which is a quarter of the work
+    input_ids: Sequence[int]  # a tuple; `array("i")` for a long prompt, which takes a quarter of the work
     sampling: SamplingParams
-    num_top_logprobs: int = 0  # how many of the likeliest tokens to report at each position
+    num_top_logprobs: int = 0  # number of the likeliest tokens to report at each position
 
 
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -396,38 +392,38 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenChunk:
-    """Tokens of one request as they leave the engine: those that no chunk before held. All chunks make the result."""
+    """Tokens of one request as they leave the engine, without those of earlier chunks. All chunks make the result."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    top_logprobs: tuple[TopLogprobs, ...] = ()  # one a token, or empty when none were asked for
-    versions: tuple[VersionSpan, ...] = ()  # counted from the first of these; empty: not told before the end
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # one per token, or empty when none were asked for
+    versions: tuple[VersionSpan, ...] = ()  # positions count from this chunk's first token; empty: not known yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateResult:
-    """What an engine sampled: C tokens, the log-probability of each (after temperature) and their version spans."""
+    """The C tokens an engine sampled, the log-probability of each (after temperature) and their version spans."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     cached_tokens: int = 0
-    top_logprobs: tuple[TopLogprobs, ...] = ()  # one a token, or empty when none were asked for
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # one per token, or empty when none were asked for
 
 
 class PauseMode(StrEnum):
-    """What a pause does to the requests in flight; SGLang's names."""
+    """The treatment of requests in flight during a pause; SGLang's names."""
 
     ABORT = "abort"  # they return what they have
-    RETRACT = "retract"  # they stop at a token boundary; after resume the KV cache is recomputed (recompute)
-    IN_PLACE = "in_place"  # they freeze and go on with the old KV cache (keep)
+    RETRACT = "retract"  # they stop at a token boundary; after resume their KV cache is recomputed
+    IN_PLACE = "in_place"  # they freeze, and go on with the old KV cache
     WAIT = "wait"  # they end first, and those that have sampled nothing wait; vLLM's name, SGLang has no such mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies in a weight file. `dtype` is torch's name without the module: `float32`."""
+    """The place of one tensor in a weight file. `dtype` is torch's name without the module: `float32`."""
 
     name: str
     dtype: str
@@ -454,9 +450,9 @@ class DiskWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedWeights:
-    """A set of weights that the trainer sends to whoever asks at its store (torch.distributed).
+    """A set of weights that the trainer sends to every engine that asks at its store (torch.distributed).
 
-    It comes as `num_bytes` bytes, in pieces of `bucket_bytes`; the offsets of `entries` count from their start.
+    It is sent as `num_bytes` bytes, in pieces of `bucket_bytes`; the offsets of `entries` count from their start.
     """
 
     host: str  # of the store
@@ -466,19 +462,19 @@ class DistributedWeights:
     num_bytes: int
     bucket_bytes: int
     checksum: int
-    timeout_s: float  # how long either side waits for the next step of the other
+    timeout_s: float  # the longest wait of either side for the other's next step
 
 
 Weights = SharedMemoryWeights | DiskWeights | DistributedWeights
-"""What a push can send."""
+"""Every form in which a push can send weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself (`/server_info`, `/model_info`)."""
+    """An engine's description of itself (`/server_info`, `/model_info`)."""
 
     model_path: str
     weight_version: WeightVersion
     vocab_size: int
     max_context_tokens: int
-    has_grammar: bool = False  # it honours SamplingParams.json_schema
+    has_grammar: bool = False  # it honours SamplingParams.json_schema, regex and ebnf

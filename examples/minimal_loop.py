@@ -2,8 +2,8 @@
 
     python examples/minimal_loop.py [key=value ...]     # about three minutes on two CPU cores
 
-Rollouts go on in the background while `train_step` and `push` run. `push` interrupts them at a token boundary, swaps
-the weights, and they go on under the new version: the agent sees latency only.
+Rollouts go on in the background while `train_step` and `push` run. `push` interrupts them at a token boundary and swaps
+the weights, and they go on under the new version: the agent sees only latency.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ PYTHON_TOOL = {
 
 
 def open_pool(rollout: Rollout) -> Any:
-    """The sandboxes that all rollouts of the run share."""
+    """Open the sandboxes that all rollouts of the run share."""
     return sandboxes.open_pool(**rollout.sandbox)
 
 
 async def solve(task: dict[str, Any], rollout: Rollout) -> float:
-    """One rollout: the model may run two programs, then it answers."""
+    """Play one rollout: the model may run two programs, then it answers."""
     pool = await rollout.shared(open_pool)
     box = await rollout.enter(pool.acquire())
     messages: list[Any] = list(task["messages"])

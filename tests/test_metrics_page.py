@@ -68,10 +68,10 @@ async def train(run: Run) -> None:
         await step(run)
         run.evaluate_beside()
         await step(run)
-        await run.finish_evaluating()
+        await run.evaluation.finish()
         run.evaluate_beside()  # it is given up below, at whatever it is doing then
         await run.stop_producing()
-        await run.stop_evaluating()
+        await run.evaluation.cancel()
         await run.save()
         await run.settle(is_completed=True)
 

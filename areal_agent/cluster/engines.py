@@ -1,10 +1,7 @@
-"""The engine of a run, whichever kind it is: servers that are started, or found running and given the run's weights.
+"""The engine of a run, of whichever kind: servers that are started, or found running and given the run's weights.
 
-The calls by which servers join and leave a run from outside: where they are served, and who finds the key.
-
-Both stand in the run's folder, in files for its owner alone, for as long as the run goes on.
-
-The folder that an engine is started with: a model, or the adapters that its servers are to apply to one.
+While a run goes on, servers join and leave through `/rl/engines`; its URL and key are in files of the run's folder that
+only their owner may read.
 """
 
 import asyncio
@@ -35,9 +32,9 @@ from areal_agent.types import WeightVersion
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningEngine:
-    """A client, where others find the same engine at first, and what was started for it.
+    """A client, the address under which others connect, and the servers that were started for it.
 
-    `memory` is what is to be released while a trainer trains, if anything.
+    `memory` is released while a trainer trains, where the config asks for that.
     """
 
     client: Fleet
@@ -47,19 +44,19 @@ class RunningEngine:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of all servers."""
+        """The URLs of all servers."""
         return tuple(report.url for report in self.client.report())
 
     async def survey(self) -> tuple[MemberReport, ...]:
-        """Every server, and how it is."""
+        """Check every server and return its state."""
         return await self.client.survey()
 
     async def add(self, url: str) -> None:
-        """One server more, which somebody else has started. Raises EngineError."""
+        """Add a server that somebody else has started. Raises EngineError."""
         await self.client.add(url)
 
     async def remove(self, url: str) -> None:
-        """One server less; it ends where it was started here. Raises EngineError."""
+        """Remove a server, and end it when this run started it. Raises EngineError."""
         await uninterrupted(self._remove(url))
 
     async def _remove(self, url: str) -> None:
@@ -68,7 +65,7 @@ class RunningEngine:
             await self.servers.stop(url)
 
     async def failure(self) -> ArealAgentError:
-        """Wait until all servers that were started here have been given up, and there are no others."""
+        """Wait until every server started here has been given up and there are no others; return the reason."""
         if self.servers is None:
             return await asyncio.get_running_loop().create_future()
         failure = await self.servers.failure()
@@ -81,7 +78,7 @@ class RunningEngine:
 async def open_engine(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
 ) -> AsyncGenerator[RunningEngine]:
-    """An engine that serves `model` as `version`; what was started is ended on leaving."""
+    """Open an engine that serves `model` as `version`. The servers that it starts are ended on leaving."""
     async with AsyncExitStack() as stack:
         if config.urls:
             fleet, address = await stack.enter_async_context(_connected(config, config.urls))
@@ -91,7 +88,7 @@ async def open_engine(
         servers = await stack.enter_async_context(_start(config, model, version, logs))
         fleet, address = await stack.enter_async_context(_connected(config, servers.urls))
         if config.backend == "vllm":
-            await fleet.load(model, version)  # so that it knows from where they have them, and can put them back
+            await fleet.load(model, version)  # so that the fleet can restore these weights
         else:
             fleet.begin_with(model, version)
         memory = await stack.enter_async_context(memory_of(fleet, servers.urls)) if config.release_kv else None
@@ -127,7 +124,7 @@ async def _connected(config: EngineConfig, urls: tuple[str, ...]) -> AsyncGenera
 
 
 async def _take_over(fleet: Fleet, config: EngineConfig, model: Path, version: WeightVersion) -> None:
-    """Give servers that run already the weights of this run. Raises ConfigError when one is not there, or other."""
+    """Give running servers the weights of this run. Raises ConfigError when one is missing or has another model."""
     try:
         await fleet.wait_ready(config.startup_timeout_s)
         await fleet.info()
@@ -137,19 +134,19 @@ async def _take_over(fleet: Fleet, config: EngineConfig, model: Path, version: W
 
 
 class _Memory:
-    """A `MemoryHolder` over the embedded engines of a run, as far as they belong to it still."""
+    """A `MemoryHolder` over the embedded engines that still belong to the run."""
 
     def __init__(self, fleet: Fleet, engines: list[HttpEngine]) -> None:
         self._fleet = fleet
         self._engines = engines
 
     async def release_memory(self) -> None:
-        """One that does not serve, or has just died, holds none, or will not when it does."""
+        """Release the memory of serving engines. One that died holds none; one that is not back yet takes none."""
         serving = self._urls(MemberState.SERVING)
         await asyncio.gather(*(_unless_gone(one.release_memory()) for one in self._engines if one.base_url in serving))
 
     async def resume_memory(self) -> None:
-        """One that has fallen meanwhile may hang, and come back."""
+        """Resume all engines. One that failed meanwhile may come back later."""
         present = self._urls(*MemberState)
         await asyncio.gather(*(self._resume(one) for one in self._engines if one.base_url in present))
 
@@ -165,14 +162,14 @@ class _Memory:
 
 
 async def _unless_gone(call: Awaitable[None]) -> None:
-    """The fleet finds out by itself that a server is gone, and goes on with the others, or once it is back."""
+    """Ignore that a server is gone: the fleet notices by itself, and goes on with the others or once it is back."""
     with contextlib.suppress(EngineUnreachable):
         await call
 
 
 @asynccontextmanager
 async def memory_of(fleet: Fleet, urls: tuple[str, ...]) -> AsyncGenerator[MemoryHolder]:
-    """Of those that were started here."""
+    """Open a memory holder over the servers that were started here."""
     engines = [HttpEngine(url) for url in urls]
     try:
         yield _Memory(fleet, engines)
@@ -196,9 +193,10 @@ async def open_engine_control(servers: EngineServers, *, url_file: Path, key_fil
 
 
 def engine_weights(config: TrainerConfig, model: Path, checkpoint: Path | None, folder: Path) -> Path:
-    """What a run that began with `model`, and goes on from `checkpoint`, starts its engine with.
+    """Return the folder with which an engine starts in a run that began with `model` and goes on from `checkpoint`.
 
-    Adapters are written into `folder`: servers may be started again long after. Raises ConfigError.
+    It is a model, or adapters to apply to one. Adapters are written into `folder`, since servers may be started again
+    long after. Raises ConfigError.
     """
     if config.lora is None or config.lora.push == "merged":
         return checkpoint or model
@@ -208,4 +206,4 @@ def engine_weights(config: TrainerConfig, model: Path, checkpoint: Path | None, 
     try:
         return begin_adapter(folder / "begun_with", form, checkpoint / ADAPTER if checkpoint else None)
     except (OSError, WeightUpdateError) as error:
-        raise ConfigError(f"trainer.lora.push is 'adapter', and there is nothing to begin with: {error}") from error
+        raise ConfigError(f"trainer.lora.push is 'adapter', but no first adapters could be written: {error}") from error

@@ -1,10 +1,8 @@
-"""A server process that is started again when it dies, and several of them. It knows no arguments and no wire.
+"""Server processes that are started again when they die, each at the URL where it was.
 
     start ─▶ serves ─▶ (its process dies) ─▶ start ...      three deaths within a minute of service: it is given up
 
-Who uses the servers finds out by itself that one is back: it is where it was. When all are given up, that is a failure.
-
-When a process that is started again and again dies too often. It knows no process.
+Clients find out by themselves that a server is back. When all servers are given up, the engine has failed.
 """
 
 import asyncio
@@ -25,7 +23,7 @@ WITHIN_S = 60.0
 
 
 class DeathCount:
-    """Counts deaths against the time of service, in which starts are left out: they may take longer than a minute.
+    """Counts deaths against the time of service. Starts do not count as service: they may take longer than a minute.
 
     >>> now = iter([0.0, 50.0, 80.0, 85.0])
     >>> count = DeathCount(now=lambda: next(now))
@@ -44,11 +42,11 @@ class DeathCount:
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
 
     def begin(self) -> None:
-        """It serves from now on."""
+        """Start counting service."""
         self._since = self._now()
 
     def end(self) -> bool:
-        """It has died; whether that is `MAX_DEATHS` within `WITHIN_S` of service."""
+        """Count a death. Return whether it completes `MAX_DEATHS` within `WITHIN_S` of service."""
         if self._since is not None:
             self._served_s += self._now() - self._since
             self._since = None
@@ -57,7 +55,7 @@ class DeathCount:
 
 
 class KeptServer:
-    """One server at one URL: one process after the other, if need be."""
+    """One server at one URL, served by one process after the other if need be."""
 
     def __init__(
         self,
@@ -65,8 +63,8 @@ class KeptServer:
         serves: Callable[[ManagedProcess], Awaitable[str]],
         end: Callable[[ManagedProcess], Awaitable[None]],
     ) -> None:
-        """`serves` returns the URL once it does, and raises ProcessDied or EngineUnreachable when it does not."""
-        self.url = ""  # where it serves, once it has been started
+        """`serves` returns the URL once the server serves, and raises ProcessDied or EngineUnreachable otherwise."""
+        self.url = ""  # set once it has been started
         self.process: ManagedProcess | None = None
         self._start = start
         self._serves = serves
@@ -80,14 +78,14 @@ class KeptServer:
         self._deaths.begin()
 
     async def keep(self) -> ProcessDied:
-        """Start it again whenever it dies. Returns when that is too often."""
+        """Start it again whenever it dies. Return the last death when there are too many."""
         while True:
             assert self.process is not None, "it was started"
             death: ArealAgentError = await self.process.died()
             while True:
                 if self._deaths.end():
-                    await self.aclose()  # it may live, and serve one day, or have left processes of its own
-                    return ProcessDied(f"{MAX_DEATHS} deaths within {WITHIN_S:g} s of service; at last {death}")
+                    await self.aclose()  # it may still live and serve later, or have left processes of its own
+                    return ProcessDied(f"{MAX_DEATHS} deaths within {WITHIN_S:g} s of service; the last: {death}")
                 logger.warning("%s; it is started again", str(death).partition(";")[0])
                 await self.aclose()
                 try:
@@ -97,13 +95,13 @@ class KeptServer:
                     death = error
 
     async def aclose(self) -> None:
-        """End its process. Harmless when done before."""
+        """End its process. Harmless when it has ended."""
         if self.process is not None:
             await self._end(self.process)
 
 
 class KeptServers:
-    """Made by `keep_servers`."""
+    """The servers of one engine. Made by `keep_servers`."""
 
     def __init__(self, servers: Sequence[KeptServer]) -> None:
         self._servers = list(servers)
@@ -116,16 +114,16 @@ class KeptServers:
         return tuple(server.url for server in self._servers)
 
     def process_ids(self) -> Mapping[str, int]:
-        """Of the processes that run now, by name."""
+        """Return the ids of the running processes, by name."""
         processes = [server.process for server in self._servers if server.process is not None]
         return {process.name: process.pid for process in processes}
 
     async def failure(self) -> ArealAgentError:
-        """Wait until all servers have been given up; why the last one was."""
+        """Wait until all servers have been given up; return the reason for the last one."""
         return await asyncio.shield(self._given_up)
 
     async def start(self) -> None:
-        """Start all at once, and wait until all serve."""
+        """Start all servers at once, and wait until all serve."""
         try:
             async with asyncio.TaskGroup() as group:
                 for server in self._servers:
@@ -158,7 +156,7 @@ class KeptServers:
         try:
             death: ArealAgentError = await server.keep()
         except Exception as error:  # the boundary: a server that cannot be kept is given up, whatever the cause
-            death = EngineUnreachable(f"it could not be started again: {error!r}")
+            death = EngineUnreachable(f"the server at {server.url} could not be started again: {error!r}")
         logger.error("the server at %s is given up: %s", server.url, death)
         self._given_up_urls.add(server.url)
         if self._given_up_urls.issuperset(self.urls) and not self._given_up.done():
@@ -167,7 +165,7 @@ class KeptServers:
 
 @asynccontextmanager
 async def keep_servers(servers: Sequence[KeptServer]) -> AsyncGenerator[KeptServers]:
-    """Start the servers; ended on leaving."""
+    """Start the servers; they are ended on leaving."""
     kept = KeptServers(servers)
     try:
         await kept.start()

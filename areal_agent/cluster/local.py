@@ -1,13 +1,8 @@
-"""Starts the trainer and the rollout workers of a run on this machine, and what all of its processes share.
+"""The trainer and the rollout workers as processes of this machine, and what they need: ports, hosts, a weights folder.
 
-It knows how they are started and when they are ready, not what they are used for.
-
-Which host a URL names: whether it is this machine.
-
-The folder in which a run hands over weights: its own, and gone with it. It knows nothing of weights.
-
-One that a killed run has left is removed by the next run. That is one whose process is gone, by the number in its name,
-and that nobody holds a lock on: containers may share memory, and do not see each other's processes.
+The folder in which a run hands over weights is removed with the run. A killed run's folder is removed by the next run:
+its process is gone, by the number in the folder's name, and nobody holds a lock on it. The lock is needed because
+containers may share memory without seeing each other's processes.
 """
 
 import asyncio
@@ -46,7 +41,7 @@ def check_port(port: int, what: str) -> None:
 
 
 async def unless_it_dies(process: ManagedProcess, ready: Awaitable[Result]) -> Result:
-    """Await `ready`; raises ProcessDied when the process ends first."""
+    """Await `ready`. Raises ProcessDied when the process ends first."""
     waiting = asyncio.ensure_future(ready)
     dying = asyncio.ensure_future(process.died())
     try:
@@ -62,7 +57,7 @@ async def unless_it_dies(process: ManagedProcess, ready: Awaitable[Result]) -> R
 
 @asynccontextmanager
 async def start_trainer(num_threads: int, logs: Path) -> AsyncGenerator[tuple[ManagedProcess, TrainerClient]]:
-    """A trainer process, connected but not initialised; ended on leaving."""
+    """Start a trainer process and connect to it; it is ended on leaving. Its model is not loaded yet."""
     ours, theirs = socket.socketpair()
     with contextlib.closing(theirs):
         argv = [sys.executable, "-m", "areal_agent.trainer", "--fd", str(theirs.fileno())]
@@ -85,7 +80,7 @@ async def start_trainer(num_threads: int, logs: Path) -> AsyncGenerator[tuple[Ma
 async def start_worker(
     settings: WorkerSettings, logs: Path, on_warning: Callable[[str], None]
 ) -> AsyncGenerator[tuple[ManagedProcess, WorkerClient]]:
-    """A rollout worker that takes calls; ended on leaving."""
+    """Start a rollout worker and wait until it takes calls; it is ended on leaving."""
     ours, theirs = socket.socketpair()
     with contextlib.closing(theirs):
         argv = [sys.executable, "-m", "areal_agent.rollout.worker", "--fd", str(theirs.fileno())]
@@ -109,14 +104,14 @@ async def start_worker(
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:
-    """Two processes that each use all cores are many times slower than one thread each: the number is explicit."""
+    """Return the variables that set a process's threads: two processes on all cores are far slower than on one each."""
     return {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} | {
         "TOKENIZERS_PARALLELISM": "false",
     }
 
 
 def check_this_host(url: str, what: str) -> None:
-    """Raise ConfigError unless `url` leads to this machine: what lies in its memory can be read there."""
+    """Raise ConfigError unless `url` leads to this machine, so that its processes can read this machine's memory."""
     name = urlsplit(url).hostname or ""
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
@@ -124,13 +119,13 @@ def check_this_host(url: str, what: str) -> None:
         raise ConfigError(f"{what} = {url}: the host {name!r} cannot be found ({error}); check the name") from None
     if not any(_is_own(address) for address in addresses):
         raise ConfigError(
-            f"{what} = {url}: {name!r} is another machine, and weights are handed over in shared memory; run the "
+            f"{what} = {url}: {name!r} is another machine, but weights are handed over in shared memory; run the "
             "trainer on the machine of the engine"
         )
 
 
 def _is_own(address: str) -> bool:
-    """A socket can be bound to the addresses of this machine only."""
+    """Return whether a socket can be bound to the address, which works only for addresses of this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -146,7 +141,7 @@ PREFIX = "areal_agent-"
 
 @contextmanager
 def weights_folder(*, in_memory: bool) -> Generator[Path]:
-    """A private folder, in memory if that is asked for and the machine has one (/dev/shm); removed on leaving."""
+    """Make a private folder, in memory (/dev/shm) if asked for and available; it is removed on leaving."""
     has_memory = in_memory and os.access(MEMORY, os.W_OK)
     with folder_in(MEMORY if has_memory else Path(tempfile.gettempdir())) as folder:
         yield folder
@@ -154,7 +149,7 @@ def weights_folder(*, in_memory: bool) -> Generator[Path]:
 
 @contextmanager
 def folder_in(parent: Path) -> Generator[Path]:
-    """The same in this place. What killed runs left there is removed first."""
+    """Make a private folder in `parent`, after removing those that killed runs left there."""
     for leftover in parent.glob(f"{PREFIX}*"):
         if _is_abandoned(leftover):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -169,13 +164,13 @@ def _is_abandoned(folder: Path) -> bool:
     try:
         with _locked(folder):
             return True
-    except OSError:  # somebody holds it, or it is somebody else's
+    except OSError:  # somebody holds the lock, or the folder is another user's
         return False
 
 
 @contextmanager
 def _locked(folder: Path) -> Generator[None]:
-    """Inside, nobody else can have this. Raises OSError when somebody has it; without locks on a disk, nobody does."""
+    """Hold an exclusive lock. Raises OSError when somebody else does; a file system without locks counts as free."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

@@ -20,8 +20,10 @@ HUB_FILES = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")  # no pickles, no
 
 
 async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) -> Path:
-    """The Hugging Face folder of `model`. Raises ConfigError when a hub does not have it, ProcessDied when building
-    fails."""
+    """Return the Hugging Face folder of `model`.
+
+    Raises ConfigError when it is not on the hub, ProcessDied when building fails.
+    """
     if (demonstrations := demonstrations_of(model)) is not None:
         return await _tiny(seed, demonstrations, logs, progress)
     if (Path(model) / "config.json").is_file():
@@ -31,9 +33,9 @@ async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) ->
 
 
 async def describe_model(model: str, seed: int) -> Path | None:
-    """A folder with the config and the tokenizer of `model`, with weights only where they are here already.
+    """Return a folder with the config and tokenizer of `model`, and with weights only where they are here already.
 
-    None for a tiny model that is not built yet. Raises ConfigError when a hub does not have it.
+    None for a tiny model that is not built yet. Raises ConfigError when the hub does not have the model.
     """
     if (demonstrations := demonstrations_of(model)) is not None:
         folder = model_folder(RECIPE, seed, demonstrations)
@@ -49,13 +51,13 @@ async def _download(model: str, patterns: Iterable[str]) -> Path:
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         cause = str(error).splitlines()[0]
         raise ConfigError(
-            f"model {model!r}: no such folder here, and not to be had from the hub: {cause}; name a Hugging Face "
-            "folder, or a model of the hub (org/name) that this machine can reach or has downloaded"
+            f"model {model!r}: there is no such folder, and it cannot be downloaded from the hub: {cause}; name a "
+            "Hugging Face folder, or a model of the hub (org/name) that this machine can reach or has downloaded"
         ) from None
 
 
 def require_same_tokenizer(model: Path, checkpoint: Path) -> None:
-    """Raise ConfigError unless a checkpoint's weights were trained on the tokens of `model`."""
+    """Raise ConfigError unless a checkpoint was trained with the tokenizer of `model`."""
     ours, theirs = model / TOKENIZER, checkpoint / TOKENIZER
     if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
         raise ConfigError(
@@ -65,9 +67,9 @@ def require_same_tokenizer(model: Path, checkpoint: Path) -> None:
 
 
 async def _tiny(seed: int, demonstrations: str, logs: Path, progress: Progress) -> Path:
-    """Build it in a process of its own, so that torch stays out of this one.
+    """Build the tiny model in a process of its own, so that torch stays out of this one.
 
-    On one thread: a small model gains little from a second, and loses much when another program wants that core.
+    It uses one thread: a small model gains little from a second, and loses much when another program wants that core.
     """
     folder = model_folder(RECIPE, seed, demonstrations)
     if (folder / "config.json").is_file():
@@ -100,7 +102,7 @@ async def _tiny(seed: int, demonstrations: str, logs: Path, progress: Progress) 
 
 
 def read_progress(line: str) -> tuple[float, str]:
-    """Read `42% warm start, step 130`; a line of another form is no progress.
+    """Read `42% warm start, step 130`; a line of another form means no progress.
 
     >>> read_progress("42% warm start"), read_progress("Loading")
     ((0.42, 'warm start'), (0.0, ''))

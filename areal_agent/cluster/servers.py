@@ -1,12 +1,7 @@
-"""Starts servers of SGLang or vLLM on this machine, each kind in the environment that has it, and keeps them alive.
+"""Starts the servers of each kind on this machine: embedded engines, SGLang and vLLM.
 
-It knows processes and when they serve; what is theirs to know is said by `sglang.py` and `vllm.py`.
-
-How embedded engines are started on this machine: their arguments, and where each is found. It knows no wire.
-
-How a SGLang server is started, in the environment that has SGLang: its arguments. It knows no process.
-
-How a vLLM server is started, in the environment that has vLLM: its arguments. It knows no process.
+Embedded engines run in this Python; SGLang and vLLM in the environment that has them (`engine.python`). All are kept
+alive (kept_server.py), and ended on leaving.
 """
 
 import asyncio
@@ -38,7 +33,7 @@ from areal_agent.types import WeightVersion
 
 
 class ServerClient(Protocol):
-    """What is asked of a server until it serves."""
+    """The calls on a server until it serves."""
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until it serves. Raises EngineUnreachable when it does not within `timeout_s`."""
@@ -51,18 +46,18 @@ class ServerClient(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How one kind of server is started."""
+    """The command, variables and client of one kind of server."""
 
     launcher: Path  # run with the Python of the config
     options: Mapping[str, str]  # of all servers
     flags: Sequence[str]
-    client: Callable[[str], ServerClient]  # by its URL
+    client: Callable[[str], ServerClient]  # makes the client of a URL
     variables: Callable[[int], Mapping[str, str]]  # of one server, by its number
-    own_options: Callable[[int], Mapping[str, str]] = lambda _: {}  # the same; these come last, and count
+    own_options: Callable[[int], Mapping[str, str]] = lambda _: {}  # of one server; they come last and win
 
     def command(self, config: EngineConfig, port: int, number: int) -> Sequence[str]:
-        """Of the server with this number, which is to listen on this port of 127.0.0.1."""
-        assert config.python is not None  # the config has seen to it
+        """Return the command of the server with this number, listening on this port of 127.0.0.1."""
+        assert config.python is not None  # checked by Config
         place = {"--host": "127.0.0.1", "--port": str(port)}
         options, own_options = _words({**place, **self.options}), _words(self.own_options(number))
         return [config.python, str(self.launcher), *options, *self.flags, *config.server_args, *own_options]
@@ -74,7 +69,7 @@ def _words(options: Mapping[str, str]) -> list[str]:
 
 @asynccontextmanager
 async def start_servers(config: EngineConfig, launch: Launch, logs: Path) -> AsyncGenerator[KeptServers]:
-    """`config.num_servers` servers; kept alive, and ended on leaving."""
+    """Start `config.num_servers` servers; they are kept alive, and ended on leaving."""
     ports = _choose_ports(config)
     servers: list[KeptServer] = []
     for number, port in enumerate(ports):
@@ -103,7 +98,7 @@ async def _start(name: str, command: Sequence[str], logs: Path, variables: Mappi
 
 
 async def _serves(url: str, connect: Callable[[str], ServerClient], timeout_s: float, process: ManagedProcess) -> str:
-    """Return its URL when the server serves. Raises ProcessDied and EngineUnreachable."""
+    """Return the server's URL once it serves. Raises ProcessDied and EngineUnreachable."""
     client = connect(url)
     try:
         await unless_it_dies(process, client.wait_ready(timeout_s))
@@ -120,7 +115,7 @@ async def _end(process: ManagedProcess) -> None:
 
 
 def _choose_ports(config: EngineConfig) -> list[int]:
-    """The port of the config, or free ones: no server takes a port that is open, so they are let go of again."""
+    """Return the config's port, or free ones. Probes are closed again, for no server can use a port that is open."""
     if config.port:
         return [config.port]
     with contextlib.ExitStack() as stack:
@@ -136,13 +131,13 @@ POLL_S = 0.05
 def start_embedded(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
 ) -> AbstractAsyncContextManager[KeptServers]:
-    """`config.num_servers` engines that serve `model` as `version`; kept alive, and ended on leaving."""
+    """Start `config.num_servers` engines that serve `model` as `version`; kept alive, and ended on leaving."""
     places = [_Place(config, model, version, logs, number) for number in range(config.num_servers)]
     return keep_servers([KeptServer(place.start, place.serves, ManagedProcess.aclose) for place in places])
 
 
 class _Place:
-    """Of one engine: on any free port at first, and there again whenever it is started anew."""
+    """The place of one engine: on any free port at first, and on that port whenever it is started again."""
 
     def __init__(self, config: EngineConfig, model: Path, version: WeightVersion, logs: Path, number: int) -> None:
         self._config = config
@@ -159,7 +154,7 @@ class _Place:
         return await ManagedProcess.start(self._name, command, log_path=self._log, env=self._variables)
 
     async def serves(self, process: ManagedProcess) -> str:
-        """Its URL, once it serves. Raises ProcessDied and EngineUnreachable."""
+        """Return its URL, once it serves. Raises ProcessDied and EngineUnreachable."""
         url = await unless_it_dies(process, self._announced())
         self._port = urlsplit(url).port or 0
         return url
@@ -178,7 +173,7 @@ class _Place:
 
 
 def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Sequence[str]:
-    """What starts each of them, wherever it is to listen."""
+    """Return the command of each engine, without the port."""
     options = {
         "--model": str(model),
         "--device": config.device,
@@ -187,7 +182,7 @@ def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Seq
         "--max-running": str(config.max_running_requests),
         "--max-context": str(config.max_context_tokens),
         "--sharing": str(EnginePlan.of(config).num_sharing),
-        "--drain": "0",  # a run that ends has nobody left who waits
+        "--drain": "0",  # when a run ends, nobody waits for answers
     }
     if config.kv_tokens is not None:
         options["--kv-tokens"] = str(config.kv_tokens)
@@ -198,13 +193,13 @@ def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Seq
 
 
 CONTEXT_MARGIN = 8
-"""SGLang cuts requests off a few tokens before the end of its context: it is given so much more than is used."""
+"""Added to the context length given to SGLang, which cuts requests off a few tokens before its end."""
 
 
 def start_sglang(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
 ) -> AbstractAsyncContextManager[KeptServers]:
-    """`config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving."""
+    """Start `config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving."""
     launch = Launch(
         launcher=SGLANG_LAUNCHER,
         options=_sglang_options(config, model, version),
@@ -236,16 +231,16 @@ def _gpus(config: EngineConfig, number: int) -> dict[str, str]:
 
 
 MAX_LOGPROBS = 32
-"""Of a token: one more than is asked for, and a gateway hands out 20."""
+"""Log-probabilities per token: one more than is asked for, and a gateway hands out 20."""
 
 BLOCK_TOKENS = 32
-"""What keys and values are kept by, where `kv_tokens` says how many: a CPU wants multiples of it, a GPU takes them."""
+"""The block size of the KV cache where `kv_tokens` sets its size: a CPU needs multiples of it, a GPU accepts it."""
 
 FLAGS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
 
 
 class StartedServer:
-    """A server that is given its version once it serves, also when it was started again: vLLM has no flag for it."""
+    """A server that gets its version once it serves, also after each restart: vLLM has no flag for it."""
 
     def __init__(self, engine: ForeignEngine, model: Path, version: WeightVersion) -> None:
         self._engine = engine
@@ -258,7 +253,7 @@ class StartedServer:
         try:
             await self._engine.load(self._model, self._version)
         except EngineError as error:
-            raise EngineUnreachable(f"it serves, and takes no weights: {error}") from error
+            raise EngineUnreachable(f"the vLLM server serves but refuses weights: {error}") from error
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -268,9 +263,10 @@ class StartedServer:
 def start_vllm(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
 ) -> AbstractAsyncContextManager[KeptServers]:
-    """`config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving.
+    """Start `config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving.
 
-    `model` may be a folder of adapters: then they apply these to the model that they are for, and take adapters alone.
+    `model` may be a folder of adapters: the servers then apply them to their base model, and accept pushes of adapters
+    only.
     """
     form = read_form(model) if is_adapter(model) else None
     launch = Launch(
@@ -292,7 +288,7 @@ def _vllm_options(config: EngineConfig, model: Path) -> dict[str, str]:
         "--generation-config": "vllm",
     }
     if config.kv_tokens is not None:
-        num_blocks = -(-config.kv_tokens // BLOCK_TOKENS) + 1  # one stands for none
+        num_blocks = -(-config.kv_tokens // BLOCK_TOKENS) + 1  # vLLM reserves one block as the null block
         options |= {"--block-size": str(BLOCK_TOKENS), "--num-gpu-blocks-override": str(num_blocks)}
     return options
 

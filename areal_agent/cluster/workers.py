@@ -1,17 +1,15 @@
-"""The rollout workers of a run: spreads rollouts over them, and keeps them alive.
+"""The rollout workers of a run: `WorkerPool` spreads rollouts over them and keeps them alive.
 
     run(spec) ──▶ the worker with the fewest rollouts ──▶ ended
        ▲                        │ its process died: its open sessions end as orphans, it is started again
        └── the same rollout, under a new session id if the old one is an orphan
 
-One keeper task a worker, owned by the pool, waits for its death. Three deaths of one worker within a minute of service
-end it all.
-
-The place of one rollout worker in a run: one process after the other, if need be. It knows no other worker.
-
-::
+A `Seat` is the place of one worker, held by one process after the other:
 
     start ─▶ alive ─▶ (its process dies) ─▶ bury: what it left open is an orphan ─▶ start ...
+
+The pool owns a keeper task per worker, which waits for its death. Three deaths of one worker within a minute of service
+end the run.
 """
 
 import asyncio
@@ -44,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 STATS_WAIT_S = 1.0
-"""How long a worker is waited for that is asked what it counted: a blocked one tells when it can."""
+"""The longest wait for a worker's counters; a blocked worker answers when it can."""
 
 PULSE_S = 5.0
-"""How often a worker has to answer; one that is silent for longer than a rollout may take, and a grace, is killed."""
+"""The period at which a worker has to answer; one silent for longer than a rollout may take, and a grace, is killed."""
 
 SILENCE_GRACE_S = 5.0
 
@@ -72,7 +70,7 @@ class Life:
 
 
 class Seat:
-    """Holds one worker. `engine_busy` unites the busy time of all workers' requests."""
+    """The place of one worker. `engine_busy` unites the busy time of all workers' requests."""
 
     def __init__(
         self,
@@ -88,12 +86,12 @@ class Seat:
         self._logs = logs
         self._engine_busy = engine_busy
         self._on_warning = on_warning
-        self._engines: FleetView | None = None  # what was said of them last
+        self._engines: FleetView | None = None  # the states of the servers sent last
         self._stack = AsyncExitStack()
         self._life: Life | None = None
         self._answered_s = 0.0  # when it was last known to be alive; monotonic
         self._asking: asyncio.Task[None] | None = None
-        self._earlier = Counters().snapshot(num_open_sessions=0)  # what its dead processes had counted
+        self._earlier = Counters().snapshot(num_open_sessions=0)  # the counters of its dead processes
         self._earlier_blocked_s = 0.0
 
     @property
@@ -102,7 +100,7 @@ class Seat:
 
     @property
     def pid(self) -> int | None:
-        """Of its process, while that lives."""
+        """The id of its process, while that lives."""
         return None if self._life is None else self._life.process.pid
 
     async def start(self) -> None:
@@ -118,7 +116,7 @@ class Seat:
         self._engine_busy.join(self._life, time.monotonic())
 
     def tell_engines(self, view: FleetView) -> None:
-        """How the servers of the engine are from now on, for this process and those after it."""
+        """Send the new states of the engine's servers to this process and to those after it."""
         self._engines = view
         address = self.settings.engine.model_copy(update={"urls": (*view.serving, *view.out)})
         self.settings = self.settings.model_copy(update={"engine": address})
@@ -138,9 +136,9 @@ class Seat:
             self.load -= 1
 
     async def death(self) -> ProcessDied:
-        """Wait until its process has ended, by itself or because it did not answer any more.
+        """Wait until its process has ended, by itself or killed because it stopped answering.
 
-        A workflow that blocks the event loop for ever keeps every time-out from working; only its process can be ended.
+        A workflow that blocks the event loop for ever keeps every timeout from working; only its process can be ended.
         """
         assert self._life is not None, "it was started"
         timeout_s = self.settings.local.rollout.timeout_s
@@ -158,7 +156,7 @@ class Seat:
             dying.cancel()
 
     async def bury(self, orphans: tuple[str, ...]) -> None:
-        """Let go of the dead process; `orphans` are the sessions that it had left open, and that have ended now."""
+        """Clean up after the dead process; `orphans` are the sessions that it had left open, which have ended now."""
         life, self._life = self._life, None
         assert life is not None, "it has died before"
         await self._stack.aclose()
@@ -169,19 +167,19 @@ class Seat:
             life.orphans.set_result(frozenset(orphans))
 
     def give_up(self) -> None:
-        """It will not be buried: whoever waits for that waits no more."""
+        """Release everybody who waits for a burial, as there will be none."""
         if self._life is not None and not self._life.orphans.done():
             self._life.orphans.set_result(frozenset())
 
     async def refresh(self) -> None:
-        """Ask the worker what it has counted; when it does not answer soon, its last answer stands for now."""
+        """Ask the worker for its counters; when it does not answer soon, its last answer stands."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(), name=f"stats of {self.name}")
         await asyncio.wait({self._asking}, timeout=STATS_WAIT_S)
 
     @property
     def gateway(self) -> GatewayStats:
-        """What its gateways have counted, by its last answer."""
+        """The counters of its gateways, by its last answer."""
         return self._earlier if self._life is None else add_up([self._earlier, self._life.gateway])
 
     @property
@@ -211,7 +209,7 @@ class Seat:
 
 
 MAX_ATTEMPTS = 3
-"""How often a rollout is tried under which workers die: it may be what kills them."""
+"""The number of tries for a rollout whose worker dies: the rollout may be what kills it."""
 
 
 class WorkerPool:
@@ -239,7 +237,7 @@ class WorkerPool:
         self._keepers = [asyncio.create_task(self._keep(seat), name=f"keeper of {seat.name}") for seat in self.seats]
 
     async def tell_of(self, engine: Fleet) -> None:
-        """Tell all workers how the servers are, at once whenever that changes. Until cancelled."""
+        """Tell all workers the states of the servers whenever they change, until cancelled."""
         told = None
         while True:
             if (view := engine.view()) != told:
@@ -296,7 +294,7 @@ class WorkerPool:
             return EndedRollout(session_id=attempt.session_id, status=status, lost=lost)
 
     async def _free_seat(self) -> Seat:
-        """The worker with the fewest rollouts; waits while those that have room are being started again."""
+        """Return the worker with the fewest rollouts; wait while all workers with room are being restarted."""
         while True:
             if self._failure.done():
                 raise self._failure.result()
@@ -307,7 +305,7 @@ class WorkerPool:
             await self._has_changed.wait()
 
     async def _status_of(self, session_id: str, orphaned: Orphaned) -> Status | None:
-        """How a session ended whose worker died before it could say so; None when the session was never opened."""
+        """Return the status of a session whose worker died before answering; None when it was never opened."""
         if session_id in orphaned.sessions:
             return Status.ORPHAN
         try:
@@ -324,13 +322,13 @@ class WorkerPool:
             self._fail(error if is_ours else WorkerError(f"the {seat.name} could not be kept: {error!r}"))
 
     async def _replace(self, seat: Seat, death: ProcessDied | None) -> None:
-        """Bury a dead worker and start it again, as often as it takes. Raises ProcessDied when that is too often."""
+        """Bury a dead worker and start it again, repeatedly if need be. Raises ProcessDied when it dies too often."""
         orphans = await self._ledger.end_orphans(shard_name(seat.settings.number))
         await seat.bury(orphans)
         while death is not None:
             how = str(death).partition(";")[0]
             if seat.deaths.end():
-                raise ProcessDied(f"{MAX_DEATHS} deaths within {WITHIN_S:g} s of service; at last {death}")
+                raise ProcessDied(f"{MAX_DEATHS} deaths within {WITHIN_S:g} s of service; the last: {death}")
             logger.warning("%s; it is started again; rollouts it had open: %d", how, len(orphans))
             death = await _start_again(seat)
         self._has_changed.set()
@@ -344,13 +342,13 @@ class WorkerPool:
 
 
 def shard_name(number: int) -> str:
-    """The ledger's name for the file that a worker writes: `ledger-w0.sqlite` is that of `w0`."""
+    """Return the ledger's name for the file that a worker writes: `ledger-w0.sqlite` is that of `w0`."""
     return f"w{number}"
 
 
 @asynccontextmanager
 async def open_workers(settings: Sequence[WorkerSettings], ledger: Ledger, logs: Path) -> AsyncGenerator[WorkerPool]:
-    """Start the workers; ended on leaving."""
+    """Start the workers; they are ended on leaving."""
     pool = WorkerPool(settings, ledger, logs)
     try:
         await pool.start()
@@ -360,7 +358,7 @@ async def open_workers(settings: Sequence[WorkerSettings], ledger: Ledger, logs:
 
 
 class _WarningsOnce:
-    """A worker's warnings are warnings of the run; what one of them has said, others need not repeat."""
+    """Logs the warnings of workers as the run's own, each text once."""
 
     def __init__(self) -> None:
         self._told: deque[str] = deque(maxlen=100)
@@ -372,7 +370,7 @@ class _WarningsOnce:
 
 
 async def _start_again(seat: Seat) -> ProcessDied | None:
-    """None when it lives."""
+    """Start it; return its death when it dies, or None when it lives."""
     try:
         await seat.start()
     except ProcessDied as death:

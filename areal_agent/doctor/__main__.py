@@ -1,4 +1,4 @@
-"""`python -m areal_agent.doctor`: examines a config on this machine, and says what to change. Thin.
+"""The command line of `python -m areal_agent.doctor`, which examines a config on this machine and says what to change.
 
 Exit codes: 0 nothing failed, 1 something did, 2 the command line or the config is wrong.
 """
@@ -13,7 +13,7 @@ from areal_agent.errors import ConfigError
 
 def main() -> int:
     args = _parse()
-    # here: it loads half of the project, which --help and a misspelt option need not wait for
+    # imported here: it loads half of the project, and --help or a misspelt option need not wait for that
     from areal_agent.doctor.examination import check_up
 
     return asyncio.run(
@@ -36,19 +36,20 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", required=True, help="the YAML config of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key: engine.threads=2")
     parser.add_argument("--no-engine", action="store_true", help="start no engine and no trainer, and build no model")
-    parser.add_argument("--gpus", metavar="N", type=int, help="estimate memory for a machine with so many GPUs")
+    parser.add_argument("--gpus", metavar="N", type=int, help="estimate memory for a machine with this many GPUs")
     parser.add_argument(
         "--memory",
         metavar="GIB",
         type=float,
-        help="estimate for so much memory: of each GPU, or with --gpus 0 of the machine",
+        help="the memory of that machine: of each GPU, or with --gpus 0 its own",
     )
     args = parser.parse_args()
     if (args.gpus is None) != (args.memory is None):
         parser.error("--gpus and --memory describe one machine together: give both")
     if args.gpus is not None and (args.gpus < 0 or not 0 < args.memory < math.inf):
         raise ConfigError(
-            f"--gpus {args.gpus} --memory {args.memory:g}: there is no such machine; give numbers above 0"
+            f"--gpus {args.gpus} --memory {args.memory:g}: there is no such machine; give 0 or more GPUs, and more "
+            "than 0 GiB"
         )
     return args
 

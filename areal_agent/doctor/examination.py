@@ -1,10 +1,9 @@
-"""The checks of the doctor in their order. One that fails hides no other: what it would have given, others do without.
+"""The checks of the doctor in their order, from a config file to an exit code.
 
     settings ─▶ machine ─▶ model ─▶ tokenizer ─▶ template ─▶ memory ─▶ storage ─▶ sandboxes ─▶ engine and trainer
 
-The cheap ones come first. What starts processes comes last, and can be left out.
-
-One visit to the doctor: a config file examined and reported, with the exit code. It reads no command line.
+A check that fails hides no other; checks that need its result are skipped. Cheap ones come first; those that start
+processes come last, and can be left out.
 """
 
 import tempfile
@@ -25,7 +24,7 @@ from areal_agent.tokens.renderer import Renderer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """What is examined. `planned` is the machine to estimate memory for, where it is not this one."""
+    """One examination. `planned` is the machine to estimate memory for, where it is not this one."""
 
     config: Config
     name: str  # of the run's default folder
@@ -34,7 +33,7 @@ class Examination:
     planned: Machine | None = None
 
     async def run(self) -> None:
-        """Look at everything, and report it."""
+        """Run all checks and report them."""
         await check_settings(self.config, self.name, self.report)
         machine = self.planned or await this_machine()
         self.report.add(self._machine_finding(machine))
@@ -50,7 +49,7 @@ class Examination:
             await self._try(model, renderer, logs)
 
     async def _model(self, logs: Path) -> tuple[Path | None, ModelShape | None, Renderer | None]:
-        """Its folder, its sizes and its tokenizer; None for what could not be had."""
+        """Find the model's folder, sizes and tokenizer; None for each that could not be had."""
         config, report = self.config, self.report
         found = await attempt(report, "model", find_model(config, logs, with_weights=self.starts_engine), limit_s=None)
         if found is None:
@@ -76,13 +75,13 @@ class Examination:
         if not self.starts_engine:
             self.report.skip(*checks, why="--no-engine")
         elif model is None or renderer is None:
-            self.report.skip(*checks, why="that takes a model and its tokenizer")
+            self.report.skip(*checks, why="it needs a model and its tokenizer")
         else:
             trial = Trial(config=self.config, model=model, renderer=renderer, logs=logs, report=self.report)
             await attempt(self.report, "engine", trial.run(), limit_s=None)
 
     def _machine_finding(self, machine: Machine) -> Finding:
-        """What it has, and whether its cores are enough for what computes on them."""
+        """Report what the machine has, and whether its cores are enough for the threads of engine and trainer."""
         if self.planned is not None:
             own = "memory, disk and /dev/shm" if machine.num_gpus else "disk and /dev/shm"
             found = f"planned: {machine.summary}; {own} are this machine's"
@@ -97,8 +96,8 @@ class Examination:
             return Finding(
                 check="machine",
                 state=State.WARN,
-                found=f"{found}; engine and trainer compute with {engine} and {trainer} threads, and are many times "
-                "slower where those are more than the cores",
+                found=f"{found}; engine and trainer compute with {engine} and {trainer} threads: more threads than "
+                "cores make both many times slower",
                 change=f"lower {several}engine.threads or trainer.threads",
             )
         return Finding(check="machine", state=State.OK, found=found)
@@ -112,7 +111,7 @@ async def check_up(
     num_gpus: int | None = None,
     memory_gib: float | None = None,
 ) -> int:
-    """1 when a check failed, else 0. `num_gpus` and `memory_gib` are those of a machine that is planned for.
+    """Return 1 when a check failed, else 0. `num_gpus` and `memory_gib` describe a machine that is planned.
 
     Raises ConfigError when the config cannot be read.
     """
@@ -132,7 +131,7 @@ async def check_up(
 
 
 def plan(here: Machine, num_gpus: int, memory_bytes: int) -> Machine:
-    """A machine with such GPUs and the memory of this one; without GPUs, with that memory."""
+    """Return a machine with such GPUs and this one's memory; without GPUs, one with `memory_bytes` of memory."""
     if num_gpus:
         return Machine(memory_bytes=here.memory_bytes, num_gpus=num_gpus, gpu_bytes=memory_bytes)
     return Machine(memory_bytes=memory_bytes)

@@ -1,8 +1,7 @@
-"""What a check of the doctor says: its state, what was found, and what to change. It knows no check.
+"""Findings, their report, and the boundary that turns the failure of a check into a finding.
 
-How the doctor's findings are printed: a line each as soon as it is known, and a last one that sums them up.
-
-The boundary that turns the failure of a check into a finding, so that it hides no other. It knows no check.
+A finding is a line of the doctor's table: a state, what was found, and what to change. It is printed as soon as it is
+known; a last line sums all up.
 """
 
 import asyncio
@@ -24,12 +23,12 @@ T = TypeVar("T")
 
 
 class State(StrEnum):
-    """How a check went."""
+    """The outcome of a check."""
 
     OK = "ok"
     WARN = "warn"  # a run starts; it may be slow, or not what was meant
     FAIL = "fail"  # a run would fail
-    SKIP = "skip"  # not checked, and why
+    SKIP = "skip"  # not checked, with the reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +46,10 @@ class Finding:
 
     @classmethod
     def of_error(cls, check: str, error: Exception) -> Self:
-        """A failure. The errors of this project have their remedy behind the last semicolon of their first line.
+        """Make a failure of an error.
 
-        Of a process that died, the last line of its log says why: most often such an error.
+        This project's errors have their remedy behind the last semicolon of their first line. When a process died, the
+        last line of its log gives the cause, usually such an error.
         """
         first, _, rest = str(error).partition("\n")
         found, semicolon, change = first.rpartition("; ")
@@ -67,7 +67,7 @@ STATE_WIDTH, CHECK_WIDTH, TEXT_WIDTH = 6, 14, 100
 
 
 class Report:
-    """The table as it grows. In a terminal it has colours, and says what is being looked at."""
+    """The table as it grows. In a terminal it has colours and shows what is being checked."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
@@ -75,7 +75,7 @@ class Report:
         self.findings: list[Finding] = []
 
     def begin(self, what: str) -> None:
-        """Something is being looked at, which may take a while."""
+        """Show that a check begins, which may take a while."""
         if not self._console.is_terminal:
             return
         if self._status is None:
@@ -84,7 +84,7 @@ class Report:
         self._status.update(what)
 
     def add(self, finding: Finding) -> None:
-        """One more line; what to change stands below what was found."""
+        """Print one more line, with the change below what was found."""
         self.findings.append(finding)
         line = Text()
         line.append(f"{finding.state:{STATE_WIDTH}}", style=STYLES[finding.state])
@@ -95,7 +95,7 @@ class Report:
         self._console.print(line)
 
     def skip(self, *checks: str, why: str) -> None:
-        """These were not made."""
+        """Report checks that were not made."""
         for check in checks:
             self.add(Finding(check=check, state=State.SKIP, found=f"not checked: {why}"))
 
@@ -106,22 +106,22 @@ class Report:
             self._status = None
 
     def sum_up(self) -> None:
-        """How many there are of each state, and what a run would do."""
+        """Print the number of findings by state, and what a run would do."""
         self._console.print(f"\n{self._summary()}")
 
     def _summary(self) -> str:
         counts = Counter(finding.state for finding in self.findings)
         told = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
         if counts[State.FAIL]:
-            return f"{told}: a run of this config would fail; mend what failed, from the top"
-        return f"{told}: this config runs here" + (", with what is warned of" if counts[State.WARN] else "")
+            return f"{told}: a run of this config would fail; fix what failed, from the top"
+        return f"{told}: this config runs here" + (", but see the warnings" if counts[State.WARN] else "")
 
     @property
     def has_failed(self) -> bool:
         return any(finding.state is State.FAIL for finding in self.findings)
 
     def _filled(self, text: str) -> str:
-        """In lines that fit behind the columns before it; none in a file, whose reader may search for it."""
+        """Wrap text into the last column of a terminal. In a file lines stay whole, so that they can be searched."""
         indent = " " * (STATE_WIDTH + CHECK_WIDTH)
         width = min(TEXT_WIDTH, self._console.width - len(indent)) if self._console.is_terminal else 10_000
         lines = [line for part in text.splitlines() for line in textwrap.wrap(part, max(20, width)) or [""]]
@@ -129,11 +129,11 @@ class Report:
 
 
 CALL_S = 300.0
-"""How long one thing that is asked of somebody else may take."""
+"""The time limit of one call to something else."""
 
 
 async def attempt(report: Report, check: str, work: Awaitable[T], *, limit_s: float | None = CALL_S) -> T | None:
-    """What `work` gives; None when it fails or takes longer than `limit_s`, which is reported."""
+    """Return the result of `work`; None when it fails or takes longer than `limit_s`, which is reported."""
     report.begin(check)
     limit = asyncio.timeout(limit_s)
     try:

@@ -1,4 +1,4 @@
-"""What this machine has: memory, GPUs, cores. It knows no config, and loads no torch to find out."""
+"""The memory, GPUs and cores of this machine, found without loading torch."""
 
 import asyncio
 import os
@@ -13,21 +13,21 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,n
 ASKING_S = 20.0
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""What a container may take at most: of version 2 and of version 1."""
+"""The memory limit of a container, in cgroup version 2 and 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A machine, this one or one that is planned for. All GPUs have the memory of the smallest."""
+    """A machine, this one or one that is planned for. All GPUs count with the memory of the smallest."""
 
     memory_bytes: int
-    available_bytes: int | None = None  # of the memory, now; None: nobody has looked
+    available_bytes: int | None = None  # memory free for new use now; None: not known
     num_gpus: int = 0
     gpu_bytes: int = 0
 
     @property
     def summary(self) -> str:
-        """In a few words.
+        """The machine in a few words.
 
         >>> Machine(memory_bytes=16 * GIB, num_gpus=2, gpu_bytes=80 * GIB).summary
         '16.0 GiB of memory, 2 GPUs of 80.0 GiB'
@@ -37,7 +37,7 @@ class Machine:
 
 
 async def this_machine() -> Machine:
-    """As much as can be found out without a library."""
+    """Describe this machine, as far as that is possible without a library."""
     total, available = read_memory()
     gpus = visible_gpus(await _gpu_sizes())
     return Machine(
@@ -49,7 +49,7 @@ async def this_machine() -> Machine:
 
 
 def read_memory() -> tuple[int, int | None]:
-    """All memory that this process may have, and how much of it is free for new use; None where nobody tells."""
+    """Return all memory that this process may have, and how much of it is free for new use (None where not known)."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = _available_bytes()
     limits = [limit for path in CGROUP_LIMITS if (limit := _read_number(path)) is not None]
@@ -58,21 +58,22 @@ def read_memory() -> tuple[int, int | None]:
 
 
 def visible_gpus(sizes: list[int]) -> list[int]:
-    """Those of them that a process started here may use, by CUDA_VISIBLE_DEVICES."""
+    """Return the sizes of the GPUs that a process started here may use, by CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return sizes
     numbers = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
-    return sizes[: len(numbers)]  # their names may be of any kind; they are alike for us
+    return sizes[: len(numbers)]  # the names in it may be of any kind, and GPUs count as equal
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gib(num_bytes: float) -> str:
-    """
+    """Return a size as text.
+
     >>> gib(3 * GIB // 2), gib(5 * MIB)
     ('1.5 GiB', '5 MiB')
     """
@@ -80,7 +81,7 @@ def gib(num_bytes: float) -> str:
 
 
 async def _gpu_sizes() -> list[int]:
-    """Memory of each GPU of the machine; none without a driver."""
+    """Return the memory of each GPU of the machine; nothing without a driver."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return []
     process = await asyncio.create_subprocess_exec(

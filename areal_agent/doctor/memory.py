@@ -1,7 +1,7 @@
-"""How much memory a run takes, by place: this machine's, and each GPU's. Pure arithmetic; it measures nothing.
+"""The estimated memory of a run, by place (this machine's, and each GPU's), and what would make it fit.
 
-P parameters, V vocabulary, H hidden size, I intermediate size, L layers, Q D and K D sizes of queries and of keys (the
-rest of the letters: shape.py). N trainer ranks. T tokens that go through the trainer's model at once: the budget of a
+P parameters, V vocabulary, H hidden size, I intermediate size, L layers, Q D and K D sizes of queries and of keys
+(other letters: model.py). N trainer ranks. T tokens that go through the trainer's model at once: the budget of a
 micro-batch, or the longest context where that may go alone. Bytes:
 
     a rank of the trainer, always      12 P / N         weights and Adam's two moments, in float32
@@ -21,7 +21,6 @@ micro-batch, or the longest context where that may go alone. Bytes:
               26 H + 6 Q D + 4 K D + 8 I  + 6 (Q D + K D) where queries and keys are normalised
       and on a CPU, all in float32:
               24 H + 12 Q D + 8 K D + 16 I  + 8 (Q D + K D)
-
       where adapters are trained (`trainer.lora`), of A parameters, beside M parameters in matrices of layers:
          always                         4 P / N         weights; of the M on a GPU 2 M where files are in bfloat16
                                        12 A / N         adapters and their moments; no reference
@@ -33,22 +32,12 @@ micro-batch, or the longest context where that may go alone. Bytes:
                                         2 e L K D       keys and values of one token, times the tokens kept
                                         8 V R           logits of R running requests
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
-
     new weights on their way            2 e P           in shared memory (two slots), and e P once more in the engine;
                                           e P           with `distributed`: in the trainer and the engine, and
                                         2 e P           in each process of SGLang's, vLLM's
 
-Where an engine lends the memory of its keys (`engine.release_kv`), they and a train step are never there at once.
-
-The constants of memory_parts.py stand for what no formula tells: Python and its libraries, CUDA, an engine's graphs.
-
-What the memory estimate is made of: parts, and the constants for what no formula tells. Pure.
-
-What an engine takes, one process or several servers; the formulas stand in memory.py. Pure arithmetic.
-
-What a rank of the trainer takes, by phase; the formulas stand in memory.py. Pure arithmetic.
-
-The memory that a run is estimated to take, against what a machine has: where it fits, and what would make it fit.
+Where an engine lends the memory of its keys (`engine.release_kv`), they and a train step are never there at once. The
+constants below stand for what no formula covers: Python and its libraries, CUDA, an engine's graphs.
 """
 
 from collections.abc import Sequence
@@ -57,11 +46,10 @@ from dataclasses import dataclass
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, State
 from areal_agent.doctor.machine import GIB, Machine, gib
-from areal_agent.doctor.model import ModelShape
+from areal_agent.doctor.model import FLOAT32_BYTES, ModelShape
 from areal_agent.engine.config import EnginePlan, default_kv_tokens
 from areal_agent.trainer.config import LoraConfig
 
-FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
 
 KEYS = "engine: keys and values"
@@ -71,23 +59,23 @@ WORKER_BYTES = GIB // 4
 TORCH_PROCESS_BYTES = GIB // 2
 """Python, torch and transformers, before there is a model."""
 CUDA_CONTEXT_BYTES = GIB // 2
-"""What a process takes of a GPU by being there: kernels and workspaces."""
+"""A process's use of a GPU before any tensor: kernels and workspaces."""
 SERVER_BYTES = 5 * GIB // 2
-"""Of a GPU, beside weights and keys: a foreign server's CUDA graphs, workspaces and activations."""
+"""GPU memory of a foreign server beside weights and keys: CUDA graphs, workspaces and activations."""
 SERVER_PROCESS_BYTES = 3 * GIB
-"""Of the machine: the processes of a server."""
+"""Host memory of a server's processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One thing that takes memory."""
+    """One use of memory."""
 
     what: str
     num_bytes: int
 
 
 def part_of(what: str, num_bytes: int) -> tuple[Part, ...]:
-    """Nothing is not worth a line."""
+    """Return one part, or none for 0 bytes."""
     return (Part(what=what, num_bytes=num_bytes),) if num_bytes else ()
 
 
@@ -96,7 +84,7 @@ def sum_of(parts: Sequence[Part]) -> int:
 
 
 def uses_gpu(device: str, machine: Machine) -> bool:
-    """What `auto` takes."""
+    """Return whether a device is a GPU; `auto` takes one where there is one."""
     return device == "cuda" or (device == "auto" and machine.num_gpus > 0)
 
 
@@ -105,14 +93,14 @@ NEW_WEIGHTS = "engine: new weights before they serve"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """Of the engine, one process or several servers; nothing of one that runs already."""
+    """The engine's memory, as one process or several servers; nothing for an engine that runs already."""
 
     shape: ModelShape
     config: Config
     machine: Machine
 
     def on_gpu(self, number: int) -> tuple[Part, ...]:
-        """What it takes of one GPU."""
+        """Return its use of one GPU."""
         plan = self._plan
         num_servers = plan.num_servers_on(number) if self._is_gpu and self._is_started else 0
         if not num_servers:
@@ -128,7 +116,7 @@ class EngineMemory:
         )
 
     def on_machine(self) -> tuple[Part, ...]:
-        """What it takes of the machine's memory."""
+        """Return its use of the machine's memory."""
         if not self._is_started:
             return ()
         number = self.config.engine.num_servers
@@ -146,14 +134,14 @@ class EngineMemory:
         )
 
     def _staged(self, element: int) -> int:
-        """What one server has of new weights in the machine's memory, and of those before, to put them back."""
+        """Return the bytes that one server needs in host memory to receive new weights and to restore the old ones."""
         if self._is_gpu and self._stages_on_gpu:
             return 0
         holds_two = self._is_distributed and not self._is_embedded  # in each process of a server
         return (2 * self._plan.num_gpus if holds_two else 1) * element * self.shape.num_parameters
 
     def _kv_bytes(self, weights: int, *, num_shards: int) -> int:
-        """As many tokens as the config says, or as the engine takes by itself."""
+        """Return the bytes of keys and values: as many tokens as the config says, or as the engine takes by default."""
         element = BFLOAT16_BYTES if self._is_gpu else FLOAT32_BYTES
         token = max(1, self.shape.kv_bytes(element) // num_shards)
         place = self.machine.gpu_bytes if self._is_gpu else self.machine.memory_bytes
@@ -175,7 +163,7 @@ class EngineMemory:
         return share if kv_tokens is None else min(share, kv_tokens * token)
 
     def _logits(self) -> int:
-        """A server's are among its graphs and workspaces."""
+        """Return the bytes of logits; a foreign server's are in its workspaces."""
         if not self._is_embedded:
             return 0
         return 2 * FLOAT32_BYTES * self.shape.vocab_size * self.config.engine.max_running_requests
@@ -208,31 +196,31 @@ class EngineMemory:
         return uses_gpu(self.config.engine.device, self.machine)
 
 
-LOGITS_A_CHUNK = 2**24  # algorithms/logprobs.py
+LOGITS_A_CHUNK = 2**24  # algorithms/batching.py
 LOGIT_BYTES = 20
-NUM_SLOTS = 2  # weights/shared_memory.py
+NUM_SLOTS = 2  # weights/channels.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerMemory:
-    """Of one rank, on whichever device."""
+    """The memory of one rank, on a CPU or a GPU."""
 
     shape: ModelShape
     config: Config
     is_gpu: bool
 
     def at_peak(self, rank: int) -> tuple[Part, ...]:
-        """The phase that takes the most."""
+        """Return the parts of the phase that takes the most."""
         phases = [self.training(), self.updating(), self.loading(), self.publishing(rank)]
         return max(phases, key=sum_of)
 
     def training(self) -> tuple[Part, ...]:
-        """While gradients are computed."""
+        """Return the parts while gradients are computed."""
         shape = self.shape
         copies = BFLOAT16_BYTES * (shape.num_parameters - self._held_in_bfloat16()) if self.is_gpu else 0
         gathered = FLOAT32_BYTES * (shape.num_embedding_parameters + 2 * shape.num_layer_parameters)
         gradient_bytes = FLOAT32_BYTES + (BFLOAT16_BYTES if self.is_gpu else 0)
-        head = 0 if self._lora else gradient_bytes * shape.num_embedding_parameters  # adapters leave it as it is
+        head = 0 if self._lora else gradient_bytes * shape.num_embedding_parameters  # adapters do not change it
         return (
             *self._always(),
             *part_of("trainer: gradients", self._gradients()),
@@ -244,7 +232,7 @@ class TrainerMemory:
         )
 
     def updating(self) -> tuple[Part, ...]:
-        """While AdamW makes new weights: it works on all parameters at once."""
+        """Return the parts while AdamW makes new weights: it works on all parameters at once."""
         return (
             *self._always(),
             *part_of("trainer: gradients", self._gradients()),
@@ -252,14 +240,14 @@ class TrainerMemory:
         )
 
     def loading(self) -> tuple[Part, ...]:
-        """Each rank has its models whole before they are spread; there is no optimiser state yet."""
+        """Return the parts while ranks load their models whole, before these are spread. There are no moments yet."""
         return (
             Part(what="trainer: the models, whole", num_bytes=self._whole_bytes()),
             *part_of("trainer: CUDA", CUDA_CONTEXT_BYTES if self.is_gpu else 0),
         )
 
     def publishing(self, rank: int) -> tuple[Part, ...]:
-        """Rank 0 has all weights in one piece when they were spread, and those that adapters are merged with anyway."""
+        """Return the parts while weights are published; rank 0 has spread or merged weights in one piece."""
         if self._pushes_adapter:
             return self._always()
         merged = self.shape.num_matrix_parameters if self._lora else 0
@@ -268,14 +256,14 @@ class TrainerMemory:
         return (*self._always(), *part_of("trainer: weights in one piece", whole if rank == 0 else 0))
 
     def activations(self) -> int:
-        """Of all tokens that go through the model at once, for the backward pass."""
+        """Return the bytes kept for the backward pass, over all tokens that go through the model at once."""
         layers, token = self.shape.num_layers, self.activation_bytes() + self._adapter_activation_bytes()
         if not self.config.trainer.gradient_checkpointing:
             return self.tokens * (layers + 1) * token
         return self.tokens * (FLOAT32_BYTES * self.shape.hidden_size * layers + 2 * token)
 
     def activation_bytes(self) -> int:
-        """Of one token in one layer: `a` above."""
+        """Return the bytes of one token in one layer: `a` above."""
         shape = self.shape
         normalised = shape.query_size + shape.kv_size if shape.has_head_norms else 0
         if self.is_gpu:
@@ -286,12 +274,12 @@ class TrainerMemory:
 
     @property
     def tokens(self) -> int:
-        """T"""
+        """T: the tokens that go through the model at once."""
         trainer, longest = self.config.trainer, self.config.engine.max_context_tokens
         return max(trainer.tokens_per_micro_batch, longest if trainer.oversized == "alone" else 0)
 
     def on_machine(self) -> tuple[Part, ...]:
-        """Of the machine's memory: everything where the trainer is on the CPU, else what goes through it."""
+        """Return the use of the machine's memory: everything for a trainer on the CPU, else what goes through it."""
         processes = self._num_ranks * TORCH_PROCESS_BYTES
         if not self.is_gpu:
             peaks = [self.at_peak(rank) for rank in range(self._num_ranks)]
@@ -306,23 +294,23 @@ class TrainerMemory:
         )
 
     def on_its_way(self) -> tuple[Part, ...]:
-        """New weights, as engines take them: two slots in memory, where they go through that."""
+        """Return new weights on their way to engines: two slots in memory, where they go through memory."""
         if self.config.trainer.transfer != "shared_memory":
             return ()
         return part_of("new weights in shared memory", NUM_SLOTS * self.published_bytes)
 
     @property
     def published_bytes(self) -> int:
-        """Of one set of weights as it is handed to engines."""
+        """The bytes of one set of weights as it is handed to engines."""
         if self._pushes_adapter:
             return FLOAT32_BYTES * self._trained_parameters()
         return self._published_item_bytes * self.shape.num_parameters
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint: an export in float32, Adam's moments, and the models that are no export.
+        """The bytes of one checkpoint: an export in float32, Adam's moments, and the models that are no export.
 
-        Adapters are there twice: to go on with, and for others.
+        Adapters are in it twice: to go on with, and for other programs.
         """
         critic, reference = self._critic_parameters(), self._reference_parameters()
         trained = (4 if self._lora else 2) * self._trained_parameters()
@@ -363,7 +351,7 @@ class TrainerMemory:
         return self.shape.num_backbone_parameters + self.shape.hidden_size if self.config.algorithm.critic else 0
 
     def _reference_parameters(self) -> int:
-        """Where adapters are trained it is the model without them."""
+        """Return the reference's own parameters: none beside adapters, where it is the model without them."""
         has_own = self.config.algorithm.reference == "initial" and not self._lora
         return self.shape.num_parameters if has_own else 0
 
@@ -374,23 +362,23 @@ class TrainerMemory:
         return self.shape.num_adapter_parameters(lora.rank, lora.target_modules)
 
     def _weight_bytes(self) -> int:
-        """Of the policy's own."""
+        """Return the bytes of the policy's own weights."""
         held = self._held_in_bfloat16()
         return FLOAT32_BYTES * (self.shape.num_parameters - held) + BFLOAT16_BYTES * held
 
     def _held_in_bfloat16(self) -> int:
-        """Parameters of the frozen matrices, on a GPU, where their files have them in no more."""
+        """Return the parameters of frozen matrices that a GPU keeps in bfloat16, because their files do."""
         is_held = self._lora is not None and self.is_gpu and self.shape.dtype == "bfloat16"
         return self.shape.num_matrix_parameters if is_held else 0
 
     def _adapter_activation_bytes(self) -> int:
-        """Of one token in one layer, between the two matrices of each adapter."""
+        """Return the bytes of one token in one layer between the two matrices of each adapter."""
         lora = self._lora
         return 0 if lora is None else len(lora.target_modules) * lora.rank * self._published_item_bytes
 
     @property
     def _published_item_bytes(self) -> int:
-        """Of one number as this device multiplies it."""
+        """The bytes of one number as this device multiplies it."""
         return BFLOAT16_BYTES if self.is_gpu else FLOAT32_BYTES
 
     @property
@@ -407,9 +395,9 @@ class TrainerMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What a run takes in one place at the most."""
+    """The peak memory of a run in one place."""
 
-    gpu: int | None  # its number; None: the machine's memory
+    gpu: int | None  # number of the GPU; None: the machine's memory
     parts: tuple[Part, ...]
 
     @property
@@ -418,7 +406,7 @@ class Need:
 
 
 def estimate(shape: ModelShape, config: Config, machine: Machine) -> tuple[Need, ...]:
-    """What a run of `config` takes of `machine`, and of each of its GPUs that is used."""
+    """Return what a run of `config` needs of `machine` and of each of its GPUs that is used."""
     trainer = TrainerMemory(shape=shape, config=config, is_gpu=uses_gpu(config.trainer.device, machine))
     engine = EngineMemory(shape=shape, config=config, machine=machine)
     host = [Part(what="main process", num_bytes=MAIN_BYTES)]
@@ -434,7 +422,7 @@ def estimate(shape: ModelShape, config: Config, machine: Machine) -> tuple[Need,
 
 
 def _on_gpu(engine: EngineMemory, trainer: TrainerMemory, number: int, *, has_rank: bool) -> tuple[Part, ...]:
-    """Engine and trainer at their most; an engine that lends its keys' memory has them at another time."""
+    """Return the peak of engine and trainer on a GPU. An engine that lends its keys' memory has them at other times."""
     sampling = engine.on_gpu(number)
     if not has_rank:
         return sampling
@@ -446,13 +434,13 @@ def _on_gpu(engine: EngineMemory, trainer: TrainerMemory, number: int, *, has_ra
 
 
 TIGHT = 0.95
-"""Beyond this share of a place it may not fit: the estimate knows nothing of fragmentation."""
+"""Beyond this share of a place a run may not fit: the estimate leaves out fragmentation."""
 
 NUM_NAMED = 4
 
 
 async def memory_findings(shape: ModelShape, config: Config, machine: Machine) -> list[Finding]:
-    """One for the machine's memory, and one for each GPU that is used."""
+    """Return a finding for the machine's memory, and one for each GPU that is used."""
     return [_finding(need, config, machine) for need in estimate(shape, config, machine)]
 
 
@@ -470,12 +458,12 @@ def _finding(need: Need, config: Config, machine: Machine) -> Finding:
     if need.num_bytes > TIGHT * has:
         return _at(place, State.WARN, f"{found}; that is tight", advice(need, config))
     if free is not None and need.num_bytes > free:
-        return _at(place, State.WARN, f"{found}; {gib(free)} are free now", "end what else takes memory")
+        return _at(place, State.WARN, f"{found}; {gib(free)} are free now", "end other programs that use memory")
     return _at(place, State.OK, found)
 
 
 def advice(need: Need, config: Config) -> str:
-    """What would take the most off, by the largest part."""
+    """Return what would save the most, judged by the largest part."""
     largest = max(need.parts, key=lambda part: part.num_bytes).what
     match largest:
         case "trainer: activations" if not config.trainer.gradient_checkpointing:

@@ -1,8 +1,7 @@
-"""The model of a config: whether it is here, whether it can be served and trained, and how large it is.
+"""The model of a config: whether it is here, whether it can be served and trained, and its sizes.
 
-The sizes of a dense decoder, from its config.json: its parameters, and the bytes of a token's keys and values.
-
-Shapes: V vocabulary, H hidden, I intermediate, L layers, Q query and K key-value heads of dimension D. Parameters:
+The sizes are those of a dense decoder, from its config.json. V vocabulary, H hidden, I intermediate, L layers, Q query
+and K key-value heads of dimension D. Parameters:
 
     layer   2 H Q D + 2 H K D + 3 H I + 2 H      q and o; k and v; gate, up and down; two norms
             + 2 D                                norms of queries and keys (Qwen3)
@@ -26,6 +25,7 @@ from areal_agent.models.recipe import RECIPE, Recipe, demonstrations_of
 from areal_agent.observe.progress import Progress
 from areal_agent.run.preflight import MODEL_TYPES, check_model, check_model_folder
 
+FLOAT32_BYTES = 4
 HEAD_NORM_TYPES = ("qwen3",)
 BIASED_TYPES = ("qwen2",)
 
@@ -48,12 +48,12 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     is_tied: bool
-    max_context_tokens: int | None = None  # that it was made for
-    dtype: str | None = None  # that its files say
+    max_context_tokens: int | None = None  # the longest it was made for
+    dtype: str | None = None  # of its files
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Of a Hugging Face folder. Raises ConfigError where its config.json lacks a size."""
+        """Read a Hugging Face folder. Raises ConfigError where its config.json lacks a size."""
         try:
             fields = json.loads((folder / "config.json").read_bytes())
         except (OSError, ValueError) as error:
@@ -62,7 +62,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
-        """Of a decoded config.json. Raises ConfigError where it lacks a size."""
+        """Read a decoded config.json. Raises ConfigError where it lacks a size."""
         try:
             num_heads, hidden_size = fields["num_attention_heads"], fields["hidden_size"]
             return cls(
@@ -86,7 +86,7 @@ class ModelShape:
 
     @classmethod
     def of_recipe(cls, recipe: Recipe) -> Self:
-        """Of the tiny model before it is built; its vocabulary is at most what is asked for."""
+        """Return the shape of the tiny model before it is built; its vocabulary may turn out smaller."""
         return cls(
             model_type="qwen3",
             vocab_size=recipe.vocab_size,
@@ -117,7 +117,7 @@ class ModelShape:
 
     @property
     def num_embedding_parameters(self) -> int:
-        """Of the embedding alone, which is the output layer, too, where they are tied."""
+        """Parameters of the embedding, which is also the output layer where they are tied."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -136,16 +136,16 @@ class ModelShape:
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Of the matrices of all layers."""
+        """Parameters in the matrices of all layers."""
         return self.num_layers * sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
 
     def num_adapter_parameters(self, rank: int, modules: Collection[str]) -> int:
-        """Of adapters (LoRA) of these matrices in all layers: R (inputs + outputs) each."""
+        """Return the parameters of adapters (LoRA) of these matrices in all layers: R (inputs + outputs) each."""
         return self.num_layers * sum(rank * sum(self.linear_layers.get(name, ())) for name in modules)
 
     @property
     def num_layer_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer."""
         matrices = sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.has_head_norms else 0)
         biases = self.query_size + 2 * self.kv_size if self.model_type in BIASED_TYPES else 0
@@ -153,31 +153,28 @@ class ModelShape:
 
     @property
     def num_backbone_parameters(self) -> int:
-        """Of everything below the output layer."""
+        """Parameters of everything below the output layer."""
         return self.num_embedding_parameters + self.num_layers * self.num_layer_parameters + self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; tied ones count once."""
+        """Parameters of the whole model; tied ones count once."""
         return self.num_backbone_parameters + (0 if self.is_tied else self.num_embedding_parameters)
 
     def kv_bytes(self, element_bytes: int) -> int:
-        """Keys and values of one token in all layers: 2 L K D elements."""
+        """Return the bytes of a token's keys and values in all layers: 2 L K D elements."""
         return 2 * self.num_layers * self.kv_size * element_bytes
-
-
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Where a model is; None: a tiny one that is not built yet, and was not asked for."""
+    """The folder of a model; None for a tiny one that is not built yet and was not asked for."""
 
     folder: Path | None
 
 
 async def find_model(config: Config, logs: Path, *, with_weights: bool) -> Found:
-    """The folder that a run would use, built or downloaded as a run does it; without weights only what is small.
+    """Return the folder that a run would use, built or downloaded as a run does it; or only its small files.
 
     Raises ConfigError and ProcessDied.
     """
@@ -190,20 +187,20 @@ async def find_model(config: Config, logs: Path, *, with_weights: bool) -> Found
 
 
 async def shape_of(config: Config, folder: Path | None) -> ModelShape:
-    """The model's sizes. Raises ConfigError where they are not known."""
+    """Return the model's sizes. Raises ConfigError where they are not known."""
     if folder is not None:
         return ModelShape.read(folder)
     if demonstrations_of(config.model) is None:
-        raise ConfigError(f"the sizes of {config.model!r} are not known, for it is not here; give a folder")
+        raise ConfigError(f"the sizes of {config.model!r} are not known because it is not here; give a folder")
     return ModelShape.of_recipe(RECIPE)
 
 
 def model_finding(config: Config, folder: Path | None, shape: ModelShape) -> Finding:
-    """What it is, and whether engine and trainer know its kind."""
+    """Report what the model is, and whether engine and trainer support it."""
     million = shape.num_parameters / 1e6
     where = "built on first use" if folder is None else str(folder)
     found = (
-        f"{shape.model_type}, {million:,.1f} million parameters, stored in {shape.dtype or 'an untold type'} "
+        f"{shape.model_type}, {million:,.1f} million parameters, stored in {shape.dtype or 'an unknown type'} "
         f"({gib(FLOAT32_BYTES * shape.num_parameters)} in float32): {where}"
     )
     longest, asked = shape.max_context_tokens, config.engine.max_context_tokens
@@ -218,7 +215,7 @@ def model_finding(config: Config, folder: Path | None, shape: ModelShape) -> Fin
         return Finding(
             check="model",
             state=State.FAIL,
-            found=f"{found}; it was made for {longest} tokens, and engine.max_context_tokens is {asked}",
+            found=f"{found}; it was made for {longest} tokens, but engine.max_context_tokens is {asked}",
             change=f"set engine.max_context_tokens to at most {longest}",
         )
     return Finding(check="model", state=State.OK, found=found)

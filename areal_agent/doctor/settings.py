@@ -1,10 +1,6 @@
-"""What a config names, beside the model: workflow, tasks, ports, its folder. Each fault by itself, not the first alone.
+"""The checks of what a config names beside the model: workflow, tasks, ports, folders, sandboxes and disk space.
 
-The checks are those of preflight.py, before which a run stops at the first fault.
-
-Whether the sandboxes that a config asks for work here: `python -m sandboxes doctor` is asked, as a process.
-
-Room for what a run writes: checkpoints on the disk of its folder, and new weights on their way to the engine.
+They call the functions of run/preflight.py, where a run stops at its first fault; here every fault is reported.
 """
 
 import asyncio
@@ -41,13 +37,13 @@ from areal_agent.run.preflight import (
 
 IMPORTING_S = 60.0
 SERVER_MODULES: Mapping[str, str] = {"sglang": "sglang", "vllm": "vllm"}
-"""What the Python of an engine's environment must have, by backend."""
+"""The module that the Python of an engine's environment must have, by backend."""
 
 Check = Callable[[Config], Awaitable[list[Finding]]]
 
 
 async def check_settings(config: Config, name: str, report: Report) -> None:
-    """All of them. `name` names the run's default folder."""
+    """Run all checks of settings. `name` names the run's default folder."""
     own: Mapping[str, Check] = {"workflow": _workflow, "tasks": _tasks, "engine.python": _engine_python}
     elsewhere: Mapping[str, Check] = {"gateway": _gateway}
     for check, work in (elsewhere if config.is_online else own).items():
@@ -77,7 +73,7 @@ async def _workflow(config: Config) -> list[Finding]:
 
 
 async def _tasks(config: Config) -> list[Finding]:
-    assert config.tasks is not None  # the config has seen to it
+    assert config.tasks is not None  # checked by Config
     tasks, held_out = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
     make_curriculum(config, tasks)
     if config.rollout.workers:
@@ -86,14 +82,14 @@ async def _tasks(config: Config) -> list[Finding]:
 
 
 async def _gateway(config: Config) -> list[Finding]:
-    assert config.engine.url is not None  # the config has seen to it
+    assert config.engine.url is not None  # checked by Config
     check_this_host(config.engine.url, "engine.url")
     find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
     return [_ok("gateway", f"{config.rollout.gateway_url}, its engine at {config.engine.url}; the admin key is there")]
 
 
 async def _engine_python(config: Config) -> list[Finding]:
-    """Whether the environment has the engine. It is asked without importing it, which takes many seconds."""
+    """Check that the environment has the engine, without importing it, which would take many seconds."""
     if config.engine.python is None:
         return []
     check_engine(config)
@@ -116,7 +112,7 @@ async def _engine_python(config: Config) -> list[Finding]:
 
 
 async def _algorithm(config: Config) -> list[Finding]:
-    """Of a user's own advantage and loss, whether they can be imported; nothing is to be said of ours."""
+    """Check that a user's own advantage and loss can be imported."""
     import_own_functions(config.algorithm)
     own = [name for name in (config.algorithm.advantage, config.algorithm.loss) if is_import_path(name)]
     return [_ok("algorithm", ", ".join(own))] if own else []
@@ -154,22 +150,22 @@ NEEDS: Mapping[str, Sequence[str]] = {
     "auto": (*CONTAINERS, *JAILS),
     "subprocess": (),
 }
-"""What of a machine each backend can be built on; one of them is enough."""
+"""The kinds of isolation on which each backend can be built; one of them is enough."""
 STRENGTHS = ("none", "process", "namespaces", "container", "vm")
 GIVES = {**dict.fromkeys(CONTAINERS, "container"), **dict.fromkeys(JAILS, "namespaces")}
-"""How far each isolates, one of these strengths."""
+"""The strength of isolation that each gives."""
 FALLING_BACK = ("embedded", "auto")
 WITHOUT_WALLS = ("none", "process")
-"""Those that take plain processes where nothing better works."""
+"""The strengths at which FALLING_BACK backends accept plain processes."""
 
 
 async def sandbox_findings(config: SandboxConfig) -> list[Finding]:
-    """One. A workflow that opens no sandbox needs none: where only that is at stake, it is a warning."""
+    """Return one finding. It is a warning where it matters only to workflows that open a sandbox."""
     return [judge(config, await ask() if NEEDS[config.backend] else {})]
 
 
 async def ask() -> Mapping[str, str | None]:
-    """What works (None), and why what does not. Raises SandboxError when the command gives no answer."""
+    """Return None for each kind of isolation that works, else the reason. Raises SandboxError without an answer."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -188,7 +184,7 @@ async def ask() -> Mapping[str, str | None]:
 
 
 def judge(config: SandboxConfig, found: Mapping[str, str | None]) -> Finding:
-    """What the backend of a config finds.
+    """Return the finding for the backend of a config.
 
     >>> judge(SandboxConfig(backend="docker"), {"containers": "no daemon answers"}).state
     <State.FAIL: 'fail'>
@@ -198,8 +194,8 @@ def judge(config: SandboxConfig, found: Mapping[str, str | None]) -> Finding:
     if not needs and (NEEDS[backend] or not is_enough("process", config)):
         return _finding(
             State.FAIL,
-            f"sandbox.min_isolation {config.min_isolation}: sandbox.backend {backend} never isolates so far",
-            "a stronger sandbox.backend, or a lower sandbox.min_isolation",
+            f"sandbox.min_isolation is {config.min_isolation}, but sandbox.backend {backend} never isolates that much",
+            "set a stronger sandbox.backend, or a lower sandbox.min_isolation",
         )
     working = [name for name in needs if name in found and found[name] is None]
     if working:
@@ -207,8 +203,8 @@ def judge(config: SandboxConfig, found: Mapping[str, str | None]) -> Finding:
     if not needs:
         return _finding(
             State.WARN,
-            f"sandbox.backend {backend}: programs are limited, and not isolated from this machine",
-            "for programs that a model wrote, sandbox.backend=embedded",
+            f"sandbox.backend {backend}: programs are limited, but not isolated from this machine",
+            "for programs that a model wrote, set sandbox.backend=embedded",
         )
     causes = "; ".join(f"{name}: {found.get(name) or 'not known'}" for name in needs)
     if backend in FALLING_BACK and config.min_isolation in WITHOUT_WALLS:
@@ -238,60 +234,60 @@ def _finding(state: State, found: str, change: str = "") -> Finding:
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDERS_OF_SERVERS = 2
-"""Of SGLang and vLLM, which load folders: the one that serves and the next."""
+"""Further folders that SGLang and vLLM load: the one that serves and the next."""
 FOLDERS_OF_DISK = 3
-"""weights/disk.py keeps two, and writes a third."""
+"""weights/channels.py keeps two, and writes a third."""
 
 
 async def storage_findings(shape: ModelShape, config: Config, machine: Machine) -> list[Finding]:
-    """One for checkpoints, one for weights."""
+    """Return a finding for checkpoints, and one for weights on their way."""
     memory = TrainerMemory(shape=shape, config=config, is_gpu=uses_gpu(config.trainer.device, machine))
     return [_checkpoints(memory, config), _weights(memory, config)]
 
 
 def _checkpoints(memory: TrainerMemory, config: Config) -> Finding:
-    """The newest is whole before the oldest goes."""
+    """Check the disk for checkpoints. The newest is complete before the oldest is deleted."""
     number = config.trainer.keep_last + 1
     needed = number * memory.checkpoint_bytes
     place = nearest_folder(Path(config.run_dir or "runs"))
     free = shutil.disk_usage(place).free
     found = (
         f"{number} checkpoints of {gib(memory.checkpoint_bytes)} (trainer.keep_last {config.trainer.keep_last}, and "
-        f"the next one): {gib(needed)} of {gib(free)} that are free at {place}"
+        f"the next one) need {gib(needed)} of {gib(free)} free at {place}"
     )
     if needed > free:
         return Finding(
             check="disk",
             state=State.FAIL,
             found=found,
-            change="free some, or set run_dir to another disk, or trainer.keep_last=1",
+            change="free disk space, set run_dir to another disk, or set trainer.keep_last=1",
         )
     return Finding(check="disk", state=State.OK, found=found)
 
 
 def _weights(memory: TrainerMemory, config: Config) -> Finding:
     if config.trainer.transfer == "distributed":
-        found = f"new weights go to the engine from {config.trainer.transfer_host}, over no file"
+        found = f"new weights go to the engine from {config.trainer.transfer_host}, without files"
         return Finding(check="transfer", state=State.OK, found=found)
     in_memory = config.trainer.transfer == "shared_memory" and os.access(SHARED_MEMORY, os.W_OK)
     place = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
     copies = NUM_SLOTS if config.trainer.transfer == "shared_memory" else FOLDERS_OF_DISK
-    may_load_folders = config.engine.backend != "embedded" or config.engine.url is not None  # it says which
+    may_load_folders = config.engine.backend != "embedded" or config.engine.url is not None  # of any backend
     if may_load_folders and config.trainer.transfer == "shared_memory":
         copies += FOLDERS_OF_SERVERS
     needed, free = copies * memory.published_bytes, shutil.disk_usage(place).free
     found = (
-        f"new weights travel by {place}: {copies} copies of {gib(memory.published_bytes)}, {gib(needed)} of "
-        f"{gib(free)} that are free"
+        f"new weights pass through {place}: {copies} copies of {gib(memory.published_bytes)} need {gib(needed)} of "
+        f"{gib(free)} free there"
     )
     if needed <= free:
         return Finding(check="transfer", state=State.OK, found=found)
-    remedy = "give it more (docker run --shm-size), or set trainer.transfer=disk" if in_memory else "free some"
+    remedy = "enlarge it (docker run --shm-size), or set trainer.transfer=disk" if in_memory else "free disk space"
     return Finding(check="transfer", state=State.FAIL, found=found, change=remedy)
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the first above it that exists.
+    """Return the folder itself, or the nearest parent that exists.
 
     >>> nearest_folder(Path("/none/such/folder"))
     PosixPath('/')

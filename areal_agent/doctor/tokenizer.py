@@ -1,9 +1,8 @@
-"""The tokenizer: whether it is the model's, gives texts back as they were, and lets no text forge a turn.
+"""The tokenizer and the chat template.
 
-The chat template: what becomes of a conversation as it goes on, and so what the gateway does at each turn.
-
-Three conversations are held as the gateway holds them, in a `Forest`: plain, with thinking, with a tool. In each an
-answer is recorded and gone on from. Whether that goes on under the tokens that were sampled is all there is to see.
+The tokenizer must be the model's, restore texts exactly, and let no text forge a turn. The template is tried with three
+conversations in a `Forest`, as the gateway holds them: plain, with thinking, with a tool. In each, an answer is
+recorded and continued; the check is whether the continuation keeps the tokens that were sampled.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ SAMPLE = 'Naïve café: 3 × 7 = 21,\n\tdef f(x): return {"a": [x, 1.5]}  # 你�
 
 
 async def load_renderer(config: Config, folder: Path) -> Renderer:
-    """As the gateway of a run loads it. Raises ConfigError."""
+    """Load the renderer as the gateway of a run does. Raises ConfigError."""
     rollout = config.rollout
     return await asyncio.to_thread(
         Renderer.load,
@@ -38,7 +37,7 @@ async def load_renderer(config: Config, folder: Path) -> Renderer:
 
 
 async def tokenizer_findings(renderer: Renderer, shape: ModelShape | None) -> list[Finding]:
-    """One; the first fault counts."""
+    """Return one finding: the first fault, or none."""
     ends = ", ".join(repr(text) for text in renderer.end_texts)
     known = f" of the model's {shape.vocab_size:,}" if shape else ""
     found = f"{renderer.vocab_size:,} ids{known}; an answer ends with {ends}"
@@ -51,7 +50,7 @@ async def tokenizer_findings(renderer: Renderer, shape: ModelShape | None) -> li
     if not is_reversible(renderer):
         return [
             _tokenizer_finding(
-                State.WARN, f"{found}; a text comes back changed", "tool output may be read otherwise than sent"
+                State.WARN, f"{found}; a text comes back changed", "tool output may reach the model changed"
             )
         ]
     if can_forge(renderer):
@@ -64,12 +63,12 @@ async def tokenizer_findings(renderer: Renderer, shape: ModelShape | None) -> li
 
 
 def is_reversible(renderer: Renderer) -> bool:
-    """Whether a text that is tokenised and decoded is what it was."""
+    """Return whether a text that is tokenised and decoded is unchanged."""
     return renderer.text_of(renderer.ids_of(SAMPLE), has_ended=False) == SAMPLE
 
 
 def can_forge(renderer: Renderer) -> bool:
-    """Whether the text of an end token, in a message, becomes that token."""
+    """Return whether the text of an end token in a message becomes that token."""
     plain, forged = (
         renderer.ids_of(renderer.render([{"role": "user", "content": content}]))
         for content in ("x", renderer.end_texts[0])
@@ -100,7 +99,7 @@ THOUGHT = "Six sevens are forty-two."
 
 
 async def template_findings(renderer: Renderer, config: Config) -> list[Finding]:
-    """What it does with plain conversations, with thinking, and with tools."""
+    """Return how the template treats plain conversations, thinking, and tools."""
     findings = [_plain(renderer)]
     if renderer.answer_format.reasoning_format is ReasoningFormat.THINK:
         findings.append(_thinking(renderer, config.rollout.history_thinking))
@@ -127,7 +126,7 @@ class Said:
         return message if self.thought is None else {**message, "reasoning_content": self.thought}
 
     def text(self, renderer: Renderer, *, is_thinking: bool) -> str:
-        """As the model writes it; where the prompt has opened the thinking, without its beginning."""
+        """Return the text as the model writes it; where the prompt has opened the thinking, without its opening tag."""
         text = renderer.answer_format.format(self.content, self.calls, reasoning=self.thought)
         return text.partition("<think>\n")[2] if is_thinking else text
 
@@ -135,7 +134,7 @@ class Said:
 def continued(
     renderer: Renderer, said: Said, after: Sequence[JsonObject], tools: Sequence[JsonObject] = ()
 ) -> ForkReason | None:
-    """Ask, record an answer, go on from it: None when its tokens stand, else why they do not.
+    """Ask, record an answer, and continue: None when the answer's tokens stay, else the reason why not.
 
     Raises RequestError where the template refuses the conversation.
     """
@@ -173,13 +172,13 @@ def _thinking(renderer: Renderer, history_thinking: HistoryThinking) -> Finding:
         kept = "by rollout.history_thinking" if history_thinking is HistoryThinking.KEEP else "by the template itself"
         return _template_finding(State.OK, f"thinking of earlier answers stays in the prompt, {kept}")
     if reason is not ForkReason.TEMPLATE_STRIPS_THINKING:
-        return _template_finding(State.WARN, f"a conversation with thinking does not go on under its tokens ({reason})")
+        return _template_finding(State.WARN, f"a conversation with thinking does not keep its tokens ({reason})")
     return _template_finding(
         State.WARN,
         "strips the thinking of earlier answers: the turn after one that thought is a branch, from where the first "
         "stripped answer begins",
-        "that is recorded and trained rightly, at more tokens a turn; rollout.history_thinking=keep leaves it "
-        "in, and exports a template that does",
+        "this is recorded and trained correctly, at more tokens per turn; rollout.history_thinking=keep leaves "
+        "it in, and exports a template that does",
     )
 
 
@@ -189,7 +188,7 @@ def _tools(renderer: Renderer) -> Finding:
         return _template_finding(
             State.WARN,
             "writes no tool calls: no text of an answer is taken for one",
-            "fine for workflows without tools; else a template with tools, or rollout.tool_format",
+            "fine for workflows without tools; otherwise use a template with tools, or set rollout.tool_format",
         )
     try:
         reason = continued(renderer, Said(calls=(CALL,)), [RESULT], TOOLS)

@@ -1,19 +1,10 @@
-"""An engine and a trainer, started as a run starts them, and tried out. What it starts is gone when it returns.
+"""An engine and a trainer, started as a run starts them and tried out. All that it starts has ended when it returns.
 
     trainer process ─▶ engine ─▶ ids in and out ─▶ interruption ─▶ trainer's model ─▶ a train step ─▶ a push
 
-An engine that belongs to a gateway elsewhere is asked, and nothing else: agents are at work there.
-
-One request that runs until it is told to end, watched as its tokens come. It knows no check.
-
-What an engine must do with one request: ids in and out as they are recorded, and holding still when told to.
-
-A train step on what an engine has sampled, and its weights pushed under a running answer: what a run does all day.
-
-Its numbers are the run's own: how far the log-probabilities of engine and trainer are apart, what a push costs, and the
-versions of an answer that new weights fell into.
-
-Two answers as a group that the trainer takes: one rewarded, one not, so that there is something to learn.
+Its figures are the run's own: the difference between the log-probabilities of engine and trainer, the cost of a push,
+and the versions of an answer under which a push came. An engine that belongs to a gateway elsewhere is only asked for
+answers: agents are at work there.
 """
 
 import asyncio
@@ -61,7 +52,7 @@ from areal_agent.weights.push import PushReport, push
 
 
 class Stream:
-    """A request in flight. Made by `open_stream`."""
+    """A request in flight, whose tokens are counted as they come. Made by `open_stream`."""
 
     def __init__(self, engine: Sampler, request: GenerateRequest) -> None:
         self.num_tokens = 0
@@ -76,7 +67,7 @@ class Stream:
         return self._answer.done()
 
     async def grows(self, *, beyond: int = 0) -> bool:
-        """Wait for more than so many tokens; False when the answer has ended with fewer. Raises what `generate` did."""
+        """Wait for more than `beyond` tokens; False when the answer ended with fewer. Raises what `generate` raises."""
         while self.num_tokens <= beyond and not self._answer.done():
             self._has_changed.clear()
             await self._has_changed.wait()
@@ -85,7 +76,7 @@ class Stream:
         return self.num_tokens > beyond
 
     async def end(self) -> GenerateResult:
-        """Abort it; what it has."""
+        """Abort the request and return what it has."""
         if not self._answer.done():
             await self._engine.abort(self._request_id)
         return await self._answer
@@ -95,14 +86,14 @@ class Stream:
         self._has_changed.set()
 
     async def aclose(self) -> None:
-        """Cancel it, if it still runs."""
+        """Cancel the request if it still runs."""
         self._answer.cancel()
         await asyncio.wait({self._answer})
 
 
 @asynccontextmanager
 async def open_stream(engine: Sampler, request: GenerateRequest) -> AsyncGenerator[Stream]:
-    """Send a request; it is gone on leaving."""
+    """Send a request; it is cancelled on leaving."""
     stream = Stream(engine, request)
     try:
         yield stream
@@ -113,10 +104,10 @@ async def open_stream(engine: Sampler, request: GenerateRequest) -> AsyncGenerat
 NUM_SHORT_TOKENS = 32
 MAX_LONG_TOKENS = 4096
 TRANSIT_S = 0.2
-"""How long a token that was sampled before a pause may be on its way."""
+"""The longest transit of a token that was sampled before a pause."""
 HOLDING_S = 0.3
 NEVER = -100.0
-"""What is added to the logit of an end token, so that an answer goes on; servers take no more."""
+"""The bias of an end token, so that an answer goes on. Servers accept no lower one."""
 ROUNDING = 1e-4
 
 
@@ -131,11 +122,11 @@ class Asker:
 
     @property
     def room(self) -> int:
-        """Tokens that an answer may have."""
+        """The number of tokens that an answer may have."""
         return self.info.max_context_tokens - len(self.prompt_ids)
 
     def short(self, number: int) -> GenerateRequest:
-        """A request that ends by itself."""
+        """Return a request that ends by itself."""
         sampling = SamplingParams(
             temperature=self.temperature,
             max_tokens=min(NUM_SHORT_TOKENS, self.room),
@@ -145,7 +136,7 @@ class Asker:
         return GenerateRequest(request_id=f"doctor-short-{number:04}", input_ids=self.prompt_ids, sampling=sampling)
 
     def long(self, number: int) -> GenerateRequest:
-        """A request that samples no end token: it runs until its context is full."""
+        """Return a request that samples no end token: it runs until its context is full."""
         short = self.short(number)
         bias = tuple((token_id, NEVER) for token_id in self.stop_token_ids)
         sampling = replace(
@@ -164,7 +155,7 @@ class Sampled:
 
 
 async def sample(engine: Sampler, asker: Asker, number: int = 2) -> list[Sampled]:
-    """Short answers, all at once. Raises EngineError."""
+    """Sample short answers, all at once. Raises EngineError."""
     return await asyncio.gather(*(_sample(engine, asker.short(index)) for index in range(number)))
 
 
@@ -176,7 +167,7 @@ async def _sample(engine: Sampler, request: GenerateRequest) -> Sampled:
 
 
 def sampling_finding(answers: Sequence[Sampled], info: EngineInfo) -> Finding:
-    """Whether the answers are what a ledger can be made of."""
+    """Report whether the answers can be recorded in a ledger."""
     faults = [fault for answer in answers for fault in faults_of(answer, info)]
     if faults:
         return Finding(
@@ -192,7 +183,7 @@ def sampling_finding(answers: Sequence[Sampled], info: EngineInfo) -> Finding:
 
 
 def faults_of(answer: Sampled, info: EngineInfo) -> Iterator[str]:
-    """What is wrong with an answer."""
+    """Yield what is wrong with an answer."""
     result, number = answer.result, len(answer.result.token_ids)
     if not 1 <= number <= answer.request.sampling.max_tokens:
         yield f"{number} tokens, where 1 to {answer.request.sampling.max_tokens} were asked for"
@@ -201,13 +192,13 @@ def faults_of(answer: Sampled, info: EngineInfo) -> Iterator[str]:
     if any(not 0 <= token_id < info.vocab_size for token_id in result.token_ids):
         yield f"an id outside the vocabulary of {info.vocab_size}"
     if len(result.logprobs) != number or any(not math.isfinite(one) or one > ROUNDING for one in result.logprobs):
-        yield f"{len(result.logprobs)} log-probabilities for {number} tokens, or one that is none"
+        yield f"{len(result.logprobs)} log-probabilities for {number} tokens, or one that is not a log-probability"
     if [(span.start, span.end, span.version) for span in result.versions] != [(0, number, info.weight_version)]:
-        yield f"its tokens are labelled {told_spans(result)}, and version {info.weight_version} serves"
+        yield f"its tokens are labelled {told_spans(result)}, but version {info.weight_version} serves"
 
 
 async def interruption_findings(engine: Engine, asker: Asker) -> list[Finding]:
-    """Whether a pause holds an answer in mid-sentence, and it goes on after. Raises EngineError."""
+    """Report whether a pause stops an answer in mid-sentence, and it goes on after. Raises EngineError."""
     async with open_stream(engine, asker.long(0)) as stream:
         await stream.grows()
         await engine.pause(PauseMode.RETRACT)
@@ -224,7 +215,7 @@ async def interruption_findings(engine: Engine, asker: Asker) -> list[Finding]:
         goes_on = await stream.grows(beyond=num_before + num_sampled)
     if num_sampled:
         return _interruption(
-            State.FAIL, f"{num_sampled} tokens were sampled within a pause", "new weights would be loaded under them"
+            State.FAIL, f"{num_sampled} tokens were sampled during a pause", "new weights would be loaded under them"
         )
     if not goes_on:
         return _interruption(State.FAIL, "an answer that was paused did not go on", "see the engine's log")
@@ -232,7 +223,7 @@ async def interruption_findings(engine: Engine, asker: Asker) -> list[Finding]:
 
 
 def told_spans(result: GenerateResult) -> str:
-    """`12 of 0:0, then 30 of 0:1`"""
+    """Return the versions of an answer: `12 of 0:0, then 30 of 0:1`."""
     return ", then ".join(f"{span.end - span.start} of {span.version}" for span in result.versions) or "not at all"
 
 
@@ -241,26 +232,26 @@ def _interruption(state: State, found: str, change: str = "") -> list[Finding]:
 
 
 CLOSE = 1e-3
-"""Nats between the log-probabilities of an engine and a trainer that both compute in float32."""
+"""Largest difference in nats between the log-probabilities of an engine and a trainer in float32."""
 NEAR = 0.1
-"""The same on average where one of them computes in bfloat16."""
+"""Largest mean difference where one of them computes in bfloat16."""
 FAR = 0.5
-"""On average: they have not the same weights, or not the same temperature."""
+"""A mean difference from which they have other weights or another temperature."""
 
 NUM_TOKENS_AFTER = 4
 
 
 class Publisher(Protocol):
-    """A trainer, as far as a push needs it."""
+    """The part of a trainer that a push needs."""
 
     async def publish(self) -> Weights:
-        """Its weights, where engines read them."""
+        """Return its weights, where engines can read them."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pushed:
-    """What a push did, and the answer that it fell into."""
+    """A push, its cost, and the answer under which it came."""
 
     report: PushReport
     published_s: float
@@ -269,7 +260,7 @@ class Pushed:
 
 
 def parity_finding(report: StepReport, *, is_float32: bool) -> Finding:
-    """How far engine and trainer are apart on the same tokens under the same weights."""
+    """Report the difference between engine and trainer on the same tokens under the same weights."""
     mean, most = report.metrics["logp_diff_mean"], report.metrics["logp_diff_max"]
     number = int(report.metrics["num_loss_tokens"])
     found = (
@@ -278,7 +269,7 @@ def parity_finding(report: StepReport, *, is_float32: bool) -> Finding:
     )
     if not mean <= FAR:  # NaN, too
         return _finding(
-            "parity", State.FAIL, found, "they do not compute the same model: compare its folders, and the temperature"
+            "parity", State.FAIL, found, "they do not compute the same model: compare folders and temperatures"
         )
     if most > CLOSE if is_float32 else mean > NEAR:
         return _finding("parity", State.WARN, found, "see that neither rounds more than it must (dtype, quantisation)")
@@ -286,7 +277,7 @@ def parity_finding(report: StepReport, *, is_float32: bool) -> Finding:
 
 
 async def push_once(engine: Engine, trainer: Publisher, asker: Asker, version: WeightVersion) -> Pushed:
-    """Publish the trainer's weights and push them into a running answer, as the paper does it.
+    """Publish the trainer's weights and push them under a running answer, as the paper does it.
 
     Raises EngineError and TrainerError.
     """
@@ -302,7 +293,7 @@ async def push_once(engine: Engine, trainer: Publisher, asker: Asker, version: W
 
 
 def push_findings(pushed: Pushed, transfer: str, old: WeightVersion) -> list[Finding]:
-    """What it cost, and what the answer's tokens say."""
+    """Report what the push cost, and the versions of the answer's tokens."""
     report = pushed.report
     cost = (
         f"{gib(pushed.num_bytes)} by {transfer.replace('_', ' ')}: published in {pushed.published_s:.2f} s, taken in "
@@ -312,7 +303,7 @@ def push_findings(pushed: Pushed, transfer: str, old: WeightVersion) -> list[Fin
 
 
 def spans_finding(answer: GenerateResult, old: WeightVersion, new: WeightVersion) -> Finding:
-    """Whether each token says which weights sampled it."""
+    """Report whether each token names the weights that sampled it."""
     number = len(answer.token_ids)
     bounds = [(span.start, span.end) for span in answer.versions]
     versions = [span.version for span in answer.versions]
@@ -325,11 +316,11 @@ def spans_finding(answer: GenerateResult, old: WeightVersion, new: WeightVersion
         return _finding("spans", State.OK, found)
     if is_gapless and versions == [old]:
         return _finding("spans", State.WARN, f"{found}: it ended before the new weights served, so nothing was seen")
-    return _finding("spans", State.FAIL, f"{found}, where {old}, then {new} was to be seen", "see the engine's log")
+    return _finding("spans", State.FAIL, f"{found}, where {old}, then {new} was expected", "see the engine's log")
 
 
 def size_of(weights: Weights) -> int:
-    """Of one set of weights on its way."""
+    """Return the bytes of one set of weights on its way."""
     if isinstance(weights, DiskWeights):
         return sum(path.stat().st_size for path in Path(weights.path).iterdir())
     return sum(entry.num_bytes for entry in weights.entries)
@@ -343,7 +334,7 @@ GROUP = "doctor"
 
 
 def batch_of(requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]) -> RolloutBatch:
-    """The batch of train step 1; the first answer earned 1, the others 0."""
+    """Return the batch of train step 1. The first answer earned 1 and the others 0: there is something to learn."""
     trajectories = tuple(
         _trajectory(number, request, result)
         for number, (request, result) in enumerate(zip(requests, results, strict=True))
@@ -394,7 +385,7 @@ NEXT = WeightVersion(step=1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What is tried: the engine and the trainer of a config, with the model in the folder `model`."""
+    """A trial of the engine and the trainer of a config, with the model in the folder `model`."""
 
     config: Config
     model: Path
@@ -403,7 +394,7 @@ class Trial:
     report: Report
 
     async def run(self) -> None:
-        """As far as it goes."""
+        """Try as much as possible."""
         async with AsyncExitStack() as stack:
             if self.config.is_online:
                 await self._ask_elsewhere(stack)
@@ -418,7 +409,7 @@ class Trial:
         self.report.skip("interruption", "trainer", "push", why="agents are at work with that engine")
 
     async def _try_here(self, stack: AsyncExitStack) -> None:
-        """In the order of a run: where engine and trainer share a GPU, the engine takes its part of it first."""
+        """Try an engine and a trainer in a run's order: where they share a GPU, the engine takes its part first."""
         in_memory = self.config.trainer.transfer == "shared_memory"
         shared_memory = stack.enter_context(weights_folder(in_memory=in_memory))
         _, trainer = await stack.enter_async_context(start_trainer(self.config.trainer.threads, self.logs))
@@ -429,14 +420,14 @@ class Trial:
         if engine is not None:
             asked = await attempt(self.report, "engine", self._ask(engine.client))
         if engine is None or asked is None:
-            self.report.skip("interruption", why="the engine does not answer as it must")
+            self.report.skip("interruption", why="the engine does not answer as it should")
         else:
             await examined(self.report, "interruption", interruption_findings(engine.client, asked.asker))
         loaded = await attempt(
             self.report, "trainer", self._load(trainer, shared_memory), limit_s=self.config.trainer.startup_timeout_s
         )
         if engine is None or asked is None or loaded is None:
-            self.report.skip("parity", "push", "spans", why="that takes an engine and a trainer")
+            self.report.skip("parity", "push", "spans", why="it needs an engine and a trainer")
             return
         await examined(self.report, "parity", self._train(trainer, asked, loaded, engine.memory))
         await examined(self.report, "push", self._push(engine.client, trainer, asked.asker))
@@ -498,7 +489,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """An engine that has answered: how it is asked, and what it said."""
+    """An engine that has answered: the requests it got and its answers."""
 
     asker: Asker
     answers: tuple[Sampled, ...]

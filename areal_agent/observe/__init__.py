@@ -1,17 +1,11 @@
-"""What a run says of itself while it runs and afterwards. It knows nothing of ledger, engine, trainer or run.
+"""Reports of a run, while it goes on and afterwards.
 
-::
-
-    clock.py          TimeAccount: every second of one side belongs to exactly one activity
-    busy.py           BusyClock: how long at least one of something was under way
-    spans.py          SpanLog, SpanUnion: the same over several processes
-    metrics.py        metrics.jsonl: one row a step, appended
-    rows.py           what a row says of a batch, and what the rows of a run add up to
-    step_view.py      StepView: the numbers of one step that a person sees, and how they are written
-    progress.py       Progress: shows a run, live in a terminal, as plain lines elsewhere
-    ├── progress_live.py
-    └── progress_plain.py
-    curve.py          curve.png
-    logging.py        one log file a process
-    config.py         the config section
+clock.py          where time goes: activities, busy clocks, spans over several processes
+metrics.py        metrics.jsonl: its file, its rows, and what they add up to
+batch_metrics.py  the metrics of one batch
+progress.py       shows a run to a person: live in a terminal, as plain lines elsewhere
+curve.py          curve.png
+trackers.py       TensorBoard and its like; *_run.py has one each
+logging.py        one log file per process, and its peak memory
+config.py         the section `observe`
 """

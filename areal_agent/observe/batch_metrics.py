@@ -1,7 +1,4 @@
-"""What a batch says of itself: rewards, rollouts, staleness and tokens, by name. Pure; docs/metrics.md explains them.
-
-It knows records, and neither who trains them nor what a row has besides.
-"""
+"""The metrics of one batch: rewards, rollouts, staleness and tokens, by name. Pure functions; see docs/metrics.md."""
 
 import math
 import statistics
@@ -18,7 +15,7 @@ Values = Sequence[float]
 
 
 def describe_batch(batch: RolloutBatch, success_reward: float, sources: Mapping[str, str] | None = None) -> Metrics:
-    """All there is to say of what is trained in one step. `sources` names the source of a task by the task's id."""
+    """Return all metrics of what is trained in one step. `sources` maps task ids to the names of their sources."""
     trained = batch.trained
     ids = {one.session_id for one in trained}
     groups = [[one for one in group.trajectories if one.session_id in ids] for group in batch.groups]
@@ -35,7 +32,7 @@ def describe_batch(batch: RolloutBatch, success_reward: float, sources: Mapping[
 
 
 def pass_at(k: int, num_samples: int, num_successes: int) -> float:
-    """The chance that one of k samples succeeds, estimated without bias from n >= k (Chen et al. 2021, eq. 1).
+    """Return the chance that one of k samples succeeds, estimated without bias from n >= k (Chen et al. 2021, eq. 1).
 
     pass@k = 1 - C(n - c, k) / C(n, k), with c successes among the n.
 
@@ -59,7 +56,7 @@ def _rewards(trained: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory
 
 
 def _passes(counts: Sequence[tuple[int, int]]) -> dict[int, float]:
-    """pass@k for k = 2, 4, 8 ...: the mean over the groups with k rollouts or more, given as (rollouts, successes)."""
+    """Return pass@k for k = 2, 4, 8 ...: means over the groups of (rollouts, successes) with at least k rollouts."""
     largest = max((size for size, _ in counts), default=0)
     return {
         k: _mean([pass_at(k, size, successes) for size, successes in counts if size >= k])
@@ -108,7 +105,7 @@ def _latencies(trained: Iterable[Trajectory]) -> Metrics:
 
 
 def _staleness(batch: RolloutBatch) -> Metrics:
-    """Of each token in the loss: `batch.step - 1` minus the version that sampled it."""
+    """Return the staleness of the tokens in the loss: `batch.step - 1` minus the version that sampled the token."""
     versions = [record.versions[record.loss_mask] for record in batch.records]
     staleness = batch.step - 1 - np.concatenate([*versions, np.zeros(0, np.int32)])
     if not len(staleness):
@@ -134,7 +131,7 @@ def _tokens(batch: RolloutBatch) -> Metrics:
 
 
 def _means(prefix: str, named: Iterable[Mapping[str, Any]]) -> Metrics:
-    """The mean of every number by its name, over the rollouts that have it."""
+    """Return the mean of every number by its name, over the rollouts that have it."""
     by_name: dict[str, list[float]] = {}
     for values in named:
         for name, value in values.items():
@@ -148,7 +145,7 @@ def _completions(trajectory: Trajectory) -> Iterable[Completion]:
 
 
 def _is_truncated(trajectory: Trajectory) -> bool:
-    """Whether an answer of it was cut at `max_tokens` or at the end of the context."""
+    """Return whether any of its answers was cut at `max_tokens` or at the end of the context."""
     return any(one.finish_reason is FinishReason.LENGTH for one in _completions(trajectory))
 
 

@@ -1,15 +1,12 @@
-"""Where the time of one side goes: every second belongs to exactly one named activity. It knows no activity by name.
+"""Clocks that say where time goes, within one process, over several, and on the engine's side of a run.
 
-How long at least one of something was under way. It knows not what.
-
-When something was busy, over several processes: spans that are kept, sent and united. It knows not what was busy.
+    TimeAccount       every second belongs to exactly one named activity
+    BusyClock         the seconds in which at least one of something was under way
+    SpanLog           the same as spans, which a process keeps and sends
+    SpanUnion         the seconds in which at least one of several processes was busy
+    engine_seconds    fits such clocks into wall time: every second of an engine belongs to one activity
 
 Times are of the monotonic clock, which all processes of a machine share.
-
-Where the engine's time goes: every second between two readings belongs to exactly one activity. Pure.
-
-It knows clocks that ran on their own, in other processes, and fits them into the wall time; it knows nobody who reads
-them.
 """
 
 import time
@@ -18,18 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 OTHER = "other"
-"""What is under way when nothing was named."""
+"""The activity of time for which none was named."""
 
 
 class _Activity:
-    """One activity from its start to its end; told from others of its name by identity."""
+    """One activity from its start to its end; its identity tells it from others of its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class TimeAccount:
-    """Attributes time, from when it is made on. Of activities within each other, the one that began last counts.
+    """Attributes all time since it was made to activities. Of nested activities, the innermost one counts.
 
     >>> now = iter([0.0, 1.0, 5.0, 7.0, 7.0, 10.0])
     >>> account = TimeAccount(now=lambda: next(now))
@@ -48,7 +45,7 @@ class TimeAccount:
 
     @contextmanager
     def during(self, activity: str) -> Generator[None]:
-        """All time within goes to `activity`, but for what activities inside it take."""
+        """Attribute the time inside to `activity`, except for nested activities."""
         mine = _Activity(activity)
         self._settle()
         self._under_way.append(mine)
@@ -59,18 +56,18 @@ class TimeAccount:
             self._under_way.remove(mine)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by activity until now. Their sum is the wall time since the account was made."""
+        """Return seconds by activity until now. Their sum is the wall time since the account was made."""
         self._settle()
         return dict(self._seconds)
 
     def shares(self) -> dict[str, float]:
-        """The same as shares of the wall time, which sum to 1; empty when no time has passed."""
+        """Return shares of the wall time by activity, which sum to 1; empty when no time has passed."""
         seconds = self.seconds()
         wall_s = sum(seconds.values())
         return {activity: one / wall_s for activity, one in seconds.items()} if wall_s > 0 else {}
 
     def _settle(self) -> None:
-        """Book what has passed since the last time on what was under way."""
+        """Attribute the time since the last call to the current activity."""
         now = self._now()
         activity = self._under_way[-1].name if self._under_way else OTHER
         self._seconds[activity] = self._seconds.get(activity, 0.0) + now - self._settled_at
@@ -78,7 +75,7 @@ class TimeAccount:
 
 
 class BusyClock:
-    """Counts what is under way, and the seconds in which it was at least one.
+    """Counts how many of something are under way, and the seconds in which at least one was.
 
     >>> now = iter([0.0, 2.0, 5.0])
     >>> clock = BusyClock(now=lambda: next(now))
@@ -103,7 +100,7 @@ class BusyClock:
             self.end()
 
     def begin(self) -> None:
-        """One more is under way, until the `end` that belongs to it."""
+        """Count one more as under way, until its `end`."""
         if self.num_running == 0:
             self._since = self._now()
         self.num_running += 1
@@ -119,7 +116,7 @@ class BusyClock:
 
 
 Span = tuple[float, float]
-"""From, to."""
+"""The start and the end, in seconds."""
 
 
 class SpanLog:
@@ -154,7 +151,7 @@ class SpanLog:
                 self._ended.append((self._since, now))
 
     def take(self) -> tuple[list[Span], float]:
-        """What was not taken yet, and until when it is complete. A span under way is cut there."""
+        """Return the spans not taken yet, and the time up to which they are complete, where a running span is cut."""
         now = self._now()
         taken, self._ended = self._ended, []
         if self._num_running:
@@ -166,7 +163,8 @@ class SpanLog:
 class SpanUnion:
     """The seconds in which at least one of several sources was busy.
 
-    Sources report when they like. What all of them have reported is folded into a number, so that memory does not grow.
+    Sources report at any time. Time that all of them have reported is folded into a number, so that memory does not
+    grow.
 
     >>> union = SpanUnion()
     >>> union.join("a", since=0.0); union.join("b", since=0.0)
@@ -182,16 +180,16 @@ class SpanUnion:
         self._until: dict[object, float] = {}
 
     def join(self, source: object, since: float) -> None:
-        """A source that will report what it does from `since` on."""
+        """Add a source, which will report its spans from `since` on."""
         self._until[source] = since
 
     def leave(self, source: object) -> None:
-        """A source that reports no more."""
+        """Remove a source, which reports no more."""
         self._until.pop(source, None)
         self._settle()
 
     def add(self, source: object, spans: Iterable[Span], until: float) -> None:
-        """What `source` did since its last report; it is complete up to `until`."""
+        """Add the spans of `source` since its last report, complete up to `until`."""
         self._open = _united([*self._open, *spans])
         self._until[source] = until
         self._settle()
@@ -201,14 +199,14 @@ class SpanUnion:
         return self._settled_s + sum(end - start for start, end in self._open)
 
     def _settle(self) -> None:
-        """Fold what lies before the report that is oldest."""
+        """Fold the time before the oldest of the sources' reports."""
         horizon = min(self._until.values(), default=float("inf"))
         self._settled_s += sum(min(end, horizon) - start for start, end in self._open if start < horizon)
         self._open = [(max(start, horizon), end) for start, end in self._open if end > horizon]
 
 
 def _united(spans: Iterable[Span]) -> list[Span]:
-    """The same time, in order, as spans that do not touch."""
+    """Return the same time as ordered spans that do not touch."""
     united: list[Span] = []
     for start, end in sorted(spans):
         if united and start <= united[-1][1]:
@@ -220,9 +218,9 @@ def _united(spans: Iterable[Span]) -> list[Span]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineReading:
-    """Seconds and tokens, counted from some beginning on, at one moment.
+    """Seconds and tokens counted since some beginning, at one moment.
 
-    `wall_s` counts all time, and the others parts of it that overlap.
+    `wall_s` counts all time; the other times are parts of it and overlap.
     """
 
     wall_s: float = 0.0
@@ -231,18 +229,18 @@ class EngineReading:
     busy_s: float = 0.0  # its model ran
     in_flight_s: float = 0.0  # at least one request was on its way to it, in it or on its way back
     rolling_s: float = 0.0  # at least one rollout was under way
-    producing_s: float = 0.0  # rollouts were wanted: what then holds them back is the staleness bound
+    producing_s: float = 0.0  # rollouts were wanted: only the staleness bound holds them back
     generated_tokens: int = 0
-    evaluated_tokens: int = 0  # of them, in answers of an evaluation
+    evaluated_tokens: int = 0  # those of generated_tokens that were in answers of an evaluation
 
 
 def engine_seconds(since: EngineReading, until: EngineReading) -> dict[str, float]:
-    """The time from `since` to `until` by activity: none negative, in sum the wall time.
+    """Return the time from `since` to `until` by activity: none is negative, and their sum is the wall time.
 
-    Each activity gets what the ones before it have left: a push holds the engine, whatever it was doing; else its model
-    runs, and that time goes to generating and evaluating by their tokens; else requests are on their way (gateway);
-    else rollouts are busy with their own work (agents); else the staleness bound lets none run (admission). Clocks of
-    several processes are read one after the other, and one of them may start anew: what does not fit is cut off.
+    Each activity gets time that the ones before it have left: a push holds the engine, whatever it was doing; else its
+    model runs, and that time is split into generating and evaluating by their tokens; else requests are on their way
+    (gateway); else rollouts are busy with their own work (agents); else the staleness bound lets none run (admission).
+    Clocks of several processes are read one after the other, and one may restart: what does not fit is cut off.
 
     >>> now = EngineReading(wall_s=10.0, busy_s=4.0, in_flight_s=5.0, rolling_s=8.0)
     >>> seconds = engine_seconds(EngineReading(), now)

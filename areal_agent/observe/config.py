@@ -9,16 +9,17 @@ from areal_agent.section import Section
 
 
 class ObserveConfig(Section):
-    """What a run shows while it runs; metrics.jsonl, curve.png and summary.json are always written."""
+    """The display and the trackers of a run; metrics.jsonl, curve.png and summary.json are always written."""
 
     progress: Literal["auto", "plain", "none"] = "auto"
-    """`auto`: a live bar in a terminal, one line a step elsewhere."""
+    """`auto`: a live bar in a terminal, one line per step elsewhere."""
     trackers: tuple[TrackerName, ...] = ()
-    """Where metrics go besides: `tensorboard`, `wandb` (offline unless `WANDB_MODE` says otherwise) and `mlflow` (in a
+    """Further receivers of metrics: `tensorboard`, `wandb` (offline unless `WANDB_MODE` says otherwise) and `mlflow` (a
     file unless `MLFLOW_TRACKING_URI` names a server) write into the run folder, `trackio` into its own database. Each
-    is an extra: `areal_agent[tensorboard]`. One that fails stops nothing."""
+    is an extra: `areal_agent[tensorboard]`. A tracker that fails does not stop the run.
+    """
     project: Annotated[str, Field(min_length=1)] = "areal_agent"
-    """What `wandb`, `mlflow` and `trackio` put the run under; its name there is that of its folder."""
+    """The project under which `wandb`, `mlflow` and `trackio` list the run; its name there is that of its folder."""
 
     @field_validator("trackers")
     @classmethod

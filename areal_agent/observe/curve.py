@@ -1,4 +1,4 @@
-"""curve.png: a run in one picture. It knows the metric names of rows.py and nothing of where rows come from."""
+"""curve.png: a run in one picture, drawn from the rows of metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ def draw_curve(
 
 
 def running_mean(values: Column, window: int) -> Column:
-    """The mean of each value and of those before it, `window` in all; what is missing (NaN) is left out."""
+    """Return the mean of each value and the `window - 1` before it, without missing ones (NaN)."""
     return np.array([_mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
 
 
@@ -58,7 +58,7 @@ def _mean(values: Column) -> float:
 
 
 def _highest(*columns: Column) -> float:
-    """The largest value that is there, at least 1."""
+    """Return the largest value, at least 1."""
     return max([1.0, *(float(value) for column in columns for value in column if np.isfinite(value))])
 
 
@@ -79,7 +79,7 @@ def _draw_reward(axes: Axes, steps: Column, rewards: Column) -> None:
 
 
 def _success_axes(axes: Axes) -> Axes:
-    """Success is a share: on the reward's axis when that goes from 0 to 1, else on one of its own at the right."""
+    """Return the axes of success, a share: the reward's when it goes from 0 to 1, otherwise its own at the right."""
     if axes.get_ylim() == SHARE_LIMITS:
         return axes
     own = axes.twinx()
@@ -90,9 +90,9 @@ def _success_axes(axes: Axes) -> Axes:
 
 
 def _draw_success(before: float | None, after: float | None, between: Sequence[tuple[int, float]], axes: Axes) -> None:
-    """Dashed levels, labelled where a rising curve is not: the lower at the right, the upper at the left.
+    """Draw dashed levels, labelled away from a rising curve (the lower at the right, the upper at the left).
 
-    And a diamond for each evaluation beside training.
+    Each evaluation beside training is a diamond.
     """
     axes.plot(
         [step for step, _ in between],
@@ -120,7 +120,7 @@ def _draw_level(axes: Axes, level: float, label: str, colour: str, side: Literal
         horizontalalignment=side,
         color=colour,
         fontsize=9,
-        bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 0.5},  # what passes behind it is hidden
+        bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 0.5},  # hides the curve behind it
         zorder=4,
     )
 
@@ -148,5 +148,5 @@ def _draw_staleness(axes: Axes, steps: Column, mean: Column, highest: Column) ->
 
 
 def _legend(axes: Axes) -> None:
-    """Above the axes, where it hides nothing."""
+    """Put the legend above the axes, where it hides nothing."""
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, ncols=2, fontsize=9, borderaxespad=0.2)

@@ -1,7 +1,4 @@
-"""The log file of one process. It knows nothing of what is logged.
-
-How much memory a process has held at the most. It knows the files of the kernel and nobody's process.
-"""
+"""The log of a process, its warnings for a person, and the peak memory of a process."""
 
 import logging
 from collections.abc import Callable
@@ -10,17 +7,17 @@ from pathlib import Path
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 CHATTY = ("aiohttp.access", "httpcore", "httpx", "openai")
-"""Libraries that log a line a request: thousands a minute here. Their warnings are kept."""
+"""Libraries that log a line per request: thousands a minute here. Their warnings are kept."""
 
 
 def log_to_file(path: Path, level: int = logging.INFO) -> None:
-    """Send everything that this process logs to `path`, appended. Called once, by a process's entry point."""
+    """Append everything that this process logs to `path`. A process's entry point calls it once."""
     logging.basicConfig(filename=path, level=level, format=FORMAT, encoding="utf-8", force=True)
     _calm(level)
 
 
 def log_to_output(level: int = logging.INFO) -> None:
-    """The same for a process whose output is a log file already (process.py)."""
+    """Log to the output of a process whose output is a log file already (process.py)."""
     logging.basicConfig(level=level, format=FORMAT, force=True)
     _calm(level)
 
@@ -32,7 +29,7 @@ def _calm(level: int) -> None:
 
 
 class _Shown(logging.Handler):
-    """Hands warnings to a person, without the traceback: that is in the file."""
+    """Shows warnings to a person, without their tracebacks, which are in the file."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -43,15 +40,12 @@ class _Shown(logging.Handler):
 
 
 def show_warnings(show: Callable[[str], None]) -> None:
-    """Also hand every warning and error that is logged to `show`, as one text. Called after `log_to_file`."""
+    """Also pass every logged warning and error to `show`, as one text. Call it after `log_to_file`."""
     logging.getLogger().addHandler(_Shown(show))
 
 
 def peak_memory_bytes(pid: int) -> int | None:
-    """The high-water mark of a process's resident memory; None where the system does not tell (it is no Linux).
-
-    None too for a process that is gone.
-    """
+    """Return the peak of a process's resident memory; None when the process is gone or the system is not Linux."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,12 +1,8 @@
-"""The rows of metrics.jsonl: which kinds there are, and what those of a run add up to. It knows not who writes them.
+"""metrics.jsonl: its file, its kinds of rows, what a person sees of a row, and what the rows of a run add up to.
 
-Names are `group/metric`; times in seconds, counts without a unit. docs/metrics.md explains every name.
-
-metrics.jsonl: one JSON object a line, appended and flushed. It knows nothing of what the rows mean.
-
-A process that dies while it writes leaves a torn last line: whoever reads skips it, whoever reopens removes it.
-
-The numbers of one step that a person sees, and how times, rates and shares are written. Pure.
+The file has one JSON object per line, appended and flushed. A process that dies while it writes leaves a torn last
+line: readers skip it, and the next writer removes it. Names are `group/metric`; times in seconds, counts without a
+unit. docs/metrics.md explains every name.
 """
 
 import math
@@ -40,7 +36,7 @@ class MetricsLog:
         line = memoryview(orjson.dumps(dict(row), option=options))
         before = self._file.seek(0, os.SEEK_END)
         try:
-            while line:  # a disk that is nearly full takes a part of it
+            while line:  # a nearly full disk may write only a part
                 line = line[self._file.write(line) :]
         except OSError as error:
             self._file.truncate(before)
@@ -49,31 +45,31 @@ class MetricsLog:
             ) from error
 
     def close(self) -> None:
-        """Harmless when closed before."""
+        """Close the file. Harmless when closed before."""
         self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows in the order of writing, without a torn last line. Raises ArealAgentError for a broken line before."""
+    """Return all rows in order, without a torn last line. Raises ArealAgentError for an earlier broken line."""
     *lines, _torn = path.read_bytes().split(b"\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(orjson.loads(line))
         except orjson.JSONDecodeError:
-            raise ArealAgentError(f"{path}, line {number} is no JSON: {line[:80]!r}; remove that line") from None
+            raise ArealAgentError(f"{path}, line {number} is not JSON: {line[:80]!r}; remove that line") from None
     return rows
 
 
 def _remove_torn_line(path: Path) -> None:
-    """Cut off what stands behind the last line break."""
+    """Cut off everything after the last line break."""
     content = path.read_bytes()
     os.truncate(path, content.rfind(b"\n") + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepView:
-    """One train step. `engine` and `trainer` say what each side did, as shares of the step's time by activity.
+    """The figures of one train step for a person. `engine` and `trainer` are shares of the step's time by activity.
 
     Activities that begin with `waiting_for_` or `paused_for_` are waiting.
 
@@ -94,11 +90,11 @@ class StepView:
 
 WAITING = ("waiting_for_", "paused_for_")
 LEAST_SHARE = 0.005
-"""Less is not worth a word: it would be written as 0%."""
+"""The smallest share that is shown: less would be written as 0%."""
 
 
 def biggest_wait(shares: Mapping[str, float]) -> tuple[str, float] | None:
-    """What a side waited for most, and its share; None when it did not wait."""
+    """Return the activity that a side waited for most, and its share; None when it did not wait."""
     waits = {words(name, WAITING): share for name, share in shares.items() if name.startswith(WAITING)}
     if max(waits.values(), default=0.0) < LEAST_SHARE:
         return None
@@ -106,14 +102,15 @@ def biggest_wait(shares: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def words(activity: str, without: tuple[str, ...] = ()) -> str:
-    """`waiting_for_agents` as a person writes it, without one of the prefixes `without`."""
+    """Return `waiting_for_agents` as a person writes it, without a prefix that is in `without`."""
     for prefix in without:
         activity = activity.removeprefix(prefix)
     return activity.replace("_", " ")
 
 
 def clock_time(seconds: float) -> str:
-    """
+    """Return seconds as a clock shows them.
+
     >>> clock_time(75.4), clock_time(3725)
     ('1:15', '1:02:05')
     """
@@ -123,7 +120,7 @@ def clock_time(seconds: float) -> str:
 
 
 class TimeLeft:
-    """Estimates the time left from the median of the last steps: one slow step does not alarm anybody."""
+    """Estimates the time left from the median of the last steps, so that one slow step has little effect."""
 
     WINDOW = 10
 
@@ -133,11 +130,11 @@ class TimeLeft:
         self._since_s: float | None = None
 
     def start(self, now_s: float) -> None:
-        """The next step begins now."""
+        """Note that the next step begins now."""
         self._since_s = now_s
 
     def step(self, step: int, now_s: float) -> float | None:
-        """`step` is done; the seconds that are left after it, None while no step's duration is known."""
+        """Note that `step` is done; return the seconds left after it, or None while no step's duration is known."""
         if self._since_s is not None:
             self._durations_s = [*self._durations_s, now_s - self._since_s][-self.WINDOW :]
         self._since_s = now_s
@@ -150,11 +147,11 @@ Row = dict[str, Any]
 
 
 class RowKind(StrEnum):
-    """What a row tells of: its `kind`. All rows have `step`, `incarnation` and `time`."""
+    """The `kind` of a row. All rows have `step`, `incarnation` and `time`."""
 
-    STEP = "step"  # a train step, and where the time since the row before it went
+    STEP = "step"  # a train step, and where the time since the previous row went
     EVALUATION = "evaluation"  # the result of an evaluation; `step` is the version that served when it began
-    TIME = "time"  # where the time went that is of no step: before the first, and after the last
+    TIME = "time"  # where time outside of steps went: before the first and after the last
 
 
 def step_rows(rows: Iterable[Row]) -> list[Row]:
@@ -166,7 +163,7 @@ def evaluation_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def numbers_of(row: Row) -> dict[str, float]:
-    """The metrics of a row that are finite numbers, as trackers take them.
+    """Return the metrics of a row that are finite numbers, for trackers.
 
     >>> numbers_of({"kind": "step", "step": 3, "reward/mean": 0.5, "trainer/grad_norm": float("nan")})
     {'reward/mean': 0.5}
@@ -177,19 +174,19 @@ def numbers_of(row: Row) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uncounted:
-    """The time that no row tells of: between the rows of the last process and the first of this one. Unix seconds."""
+    """The time that no row covers: between the last row of the last process and the first of this one. Unix seconds."""
 
     since_s: float = 0.0
     until_s: float = 0.0
 
     @classmethod
     def between(cls, rows: Iterable[Row], step: int, until_s: float) -> Self:
-        """From the end of the row of `step`, where this process goes on; without one, from the beginning of time."""
+        """Return the time since the end of the row of `step`, where this process goes on; or since 0 without it."""
         ends = (row["time"] for row in step_rows(rows) if row["step"] == step)
         return cls(since_s=max(ends, default=0.0), until_s=until_s)
 
     def num_tokens(self, batch: RolloutBatch) -> int:
-        """Tokens sampled in that time, in what a batch trains. Whole turns, by the clock of their gateway."""
+        """Return the tokens sampled in that time among those a batch trains. Whole turns, by their gateway's clock."""
         turns = (turn for one in batch.trained for turn in one.turns)
         return sum(
             len(completion.token_ids)
@@ -200,7 +197,7 @@ class Uncounted:
 
 
 def view_of(row: Row) -> StepView:
-    """What a person sees of a step's row."""
+    """Return the figures of a step's row that a person sees."""
     return StepView(
         step=row["step"],
         reward=row["reward/mean"],
@@ -221,7 +218,7 @@ def _shares(row: Row, prefix: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """Where the time of both sides went: seconds by activity, which add up to `wall_s` on each side."""
+    """The time of both sides: seconds by activity, which add up to `wall_s` on each side."""
 
     wall_s: float
     engine: Mapping[str, float]
@@ -229,7 +226,7 @@ class Spent:
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Self:
-        """Of rows of any kind: what is no time is left out."""
+        """Add up the times of rows of any kind."""
         rows = list(rows)
         return cls(
             wall_s=_add(rows, "seconds/wall"),
@@ -238,7 +235,7 @@ class Spent:
         )
 
     def share(self, seconds: float) -> float:
-        """`seconds` of the wall time, 0 to 1."""
+        """Return the share of `seconds` in the wall time, 0 to 1."""
         return min(1.0, seconds / self.wall_s) if self.wall_s > 0 else 0.0
 
 
@@ -249,21 +246,21 @@ def _by_activity(rows: Sequence[Row], prefix: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What the rows of the living lineage add up to: summary.json's figures."""
+    """The figures of summary.json: the rows of the current lineage, added up."""
 
     steps: int
     trained_tokens: int
-    generated_tokens: int  # in the time of the rows, and before it in what they trained
+    generated_tokens: int  # in the time of the rows, and those sampled before it that they trained
     spanning_fraction: float
     interrupted_completions: int
     max_staleness_seen: int
     idle_fraction: Mapping[str, float]
-    loop_blocked_s: float  # in which workflows blocked the event loop that they share
-    num_skipped_updates: int  # of the optimiser, whose gradient was not finite
+    loop_blocked_s: float  # in which workflows blocked their shared event loop
+    num_skipped_updates: int  # updates whose gradient was not finite
 
 
 def living_rows(rows: Iterable[Row]) -> list[Row]:
-    """One row a step: after a crash a step is trained again, and its last row is the one that counts."""
+    """Return one row per step: after a crash a step is trained again, and its last row counts."""
     by_step: dict[int, Row] = {}
     for row in step_rows(rows):
         step = int(row["step"])
@@ -273,7 +270,7 @@ def living_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def total(rows: Iterable[Row]) -> Totals:
-    """Fold rows into totals. Idle is what a side spent waiting, over the wall time of the same rows."""
+    """Add rows up. The idle fraction is the time that a side spent waiting, over the wall time of the same rows."""
     living = living_rows(rows)
     spent = Spent.of(living)
     busy_s = spent.engine.get("generating", 0.0) + spent.engine.get("evaluating", 0.0)

@@ -15,11 +15,11 @@ from areal_agent.observe.trackers import TrackedRun
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 ID_TAG = "areal_agent.run"
 FORBIDDEN = re.compile(r"[^\w\-. :/]")
-"""MLflow takes no other characters in a name."""
+"""Characters that MLflow does not accept in a name."""
 
 
 class MlflowTracker:
-    """In an SQLite file, unless `MLFLOW_TRACKING_URI` names a server or another store."""
+    """Writes into an SQLite file, unless `MLFLOW_TRACKING_URI` names a server or another store."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = run.folder.resolve()
@@ -35,7 +35,7 @@ class MlflowTracker:
         self._client.log_batch(self._id, params=[Param(key, value) for key, value in _flat(run.config).items()])
 
     def _experiment(self, name: str, folder: Path) -> str:
-        """The id of an experiment, which is made when it is new; ours has no artifacts, and MLflow wants a place."""
+        """Return the id of an experiment, made when it is new. MLflow wants a place for artifacts; a run has none."""
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return found.experiment_id
@@ -53,7 +53,7 @@ class MlflowTracker:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Values by dotted key, as text: MLflow's parameters have no sections."""
+    """Return values by dotted key, as text: MLflow's parameters have no sections."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         name = FORBIDDEN.sub("_", f"{prefix}{key}")

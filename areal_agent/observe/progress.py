@@ -1,12 +1,8 @@
-"""Progress shows a run to a person while it goes: phases, then steps. It knows how, not what happens in them.
+"""Shows a run to a person while it goes on, and where its time went at the end.
 
-Progress as a live picture at the foot of a terminal; notes and finished phases scroll by above it.
-
-Progress as plain lines, one a step: for files, pipes and dumb terminals. No colours, no cursor movements.
-
-Where the time of a run went, as a person reads it: a small table, and one line of advice. Pure.
-
-It knows the activities of both sides by name, and the config keys that change how long they take.
+`Progress` takes phases, steps and notes. In a terminal it draws a live picture at the foot, with notes and finished
+phases scrolling by above; into files and pipes it writes plain lines without colours. `time_table` and `advice` sum up
+where the time of a run went and which config key to change.
 """
 
 import os
@@ -30,7 +26,7 @@ REFRESH_PER_S = 2.0  # the bar shares its cores with the run
 
 
 class LiveDisplay:
-    """Owns the foot of the terminal, and rich's refreshing thread, from its first phase or step until `close`."""
+    """Owns the foot of the terminal and rich's refreshing thread, from its first phase or step until `close`."""
 
     def __init__(self, total_steps: int, stream: TextIO) -> None:
         self._total_steps = total_steps
@@ -62,7 +58,7 @@ class LiveDisplay:
         self._console.print(text, markup=False)
 
     def close(self) -> None:
-        """The last picture of the steps stays on the screen."""
+        """End the live picture; the last picture of the steps stays on the screen."""
         self._end_phase()
         self._live.stop()
         if self._steps is not None:
@@ -138,7 +134,7 @@ class _Steps:
 
     def _numbers(self, view: StepView) -> Table:
         table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True, min_width=11)  # in a narrow terminal only the last column gives way
+        table.add_column(style="dim", no_wrap=True, min_width=11)  # in a narrow terminal only the last column shrinks
         table.add_column(justify="right", no_wrap=True, min_width=14)
         table.add_column(no_wrap=True, overflow="ellipsis")
         table.add_row("  reward", f"{view.reward:.3f}", Text(sparkline(self._rewards), style="green"))
@@ -150,7 +146,7 @@ class _Steps:
 
 
 def sparkline(values: list[float]) -> str:
-    """Values as bars between the lowest and the highest of them, 0 and 1 included.
+    """Return values as bars between the lowest and the highest of them, 0 and 1 included.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
@@ -160,7 +156,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def _shares(shares: Mapping[str, float]) -> Text:
-    """`generating 72% · waiting for agents 18%`, waiting in yellow, the biggest first."""
+    """Return `generating 72% · waiting for agents 18%`, biggest first, waiting in yellow."""
     text = Text()
     for activity, share in sorted(shares.items(), key=lambda one: -one[1]):
         if share >= LEAST_SHARE:
@@ -173,7 +169,7 @@ HEADER = "   step    reward  success    staleness  sampled/s  trained/s  engine 
 
 
 class PlainDisplay:
-    """Writes to `stream` and flushes every line."""
+    """Writes lines to `stream` and flushes each."""
 
     def __init__(self, total_steps: int, stream: TextIO) -> None:
         self._total_steps = total_steps
@@ -187,7 +183,7 @@ class PlainDisplay:
         self._write(f"{name} ...")
 
     def phase_progress(self, fraction: float, text: str) -> None:
-        """One line for each quarter that is done."""
+        """Write one line for each quarter that is done."""
         quarters = int(fraction * 4)
         if quarters > self._quarters_told:
             self._quarters_told = quarters
@@ -208,7 +204,7 @@ class PlainDisplay:
         self._write(text)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
@@ -224,7 +220,7 @@ Mode = Literal["auto", "plain", "none"]
 
 
 class Display(Protocol):
-    """A way of showing it."""
+    """A way of showing progress."""
 
     def phase(self, name: str) -> None: ...
 
@@ -238,7 +234,7 @@ class Display(Protocol):
 
 
 class Progress:
-    """What a run tells of itself. `auto` is live in a terminal and plain lines elsewhere; `none` shows nothing.
+    """The progress of a run. `auto` is live in a terminal and plain lines elsewhere; `none` shows nothing.
 
     ::
 
@@ -263,25 +259,25 @@ class Progress:
         self._now = now
 
     def phase(self, name: str) -> None:
-        """Something other than steps begins; it ends with the next phase or step."""
+        """Begin work other than steps; it ends with the next phase or step."""
         self._time_left.start(self._now())
         if self._display is not None:
             self._display.phase(name)
 
     def phase_progress(self, fraction: float, text: str = "") -> None:
-        """How much of the phase is done, 0 to 1, and in words."""
+        """Report the share of the phase that is done, 0 to 1, and in words."""
         self._time_left.start(self._now())
         if self._display is not None:
             self._display.phase_progress(fraction, text)
 
     def step(self, view: StepView) -> None:
-        """A train step is done."""
+        """Report a train step that is done."""
         left_s = self._time_left.step(view.step, self._now())
         if self._display is not None:
             self._display.step(view, left_s)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
         if self._display is not None:
             self._display.note(text)
 
@@ -303,7 +299,7 @@ WORTH_ADVICE = 0.2
 
 
 def time_table(spent: Spent) -> str:
-    """Both sides in columns of their own, the longest activities first; what is less than half a percent is left out.
+    """Return both sides in columns, the longest activities first, without those of less than half a percent.
 
     >>> engine = {"generating": 6.0, "waiting_for_agents": 4.0}
     >>> print(time_table(Spent(wall_s=10.0, engine=engine, trainer={"training": 10.0})))
@@ -326,9 +322,10 @@ def _column(title: str, seconds: Mapping[str, float], spent: Spent) -> list[str]
 
 
 def advice(steps: Spent, *, engine_threads: int = 1) -> str:
-    """The first thing to change, from where the time of the train steps went.
+    """Return the first thing to change, judged by where the time of the train steps went.
 
-    The trainer's wait for rollouts has its cause on the engine's side; when the trainer hardly waits it is the limit.
+    When the trainer waits for rollouts, the cause is on the engine's side; when it hardly waits, the trainer is the
+    limit.
     """
     if steps.wall_s <= 0:
         return ""
@@ -336,27 +333,27 @@ def advice(steps: Spent, *, engine_threads: int = 1) -> str:
     trainer = {name: steps.share(seconds) for name, seconds in steps.trainer.items()}
     waited = trainer.get("waiting_for_rollouts", 0.0)
     if trainer.get("saving", 0.0) >= WORTH_ADVICE:
-        return f"saving took {trainer['saving']:.0%} of the time of the steps: a larger trainer.checkpoint_every"
+        return f"saving took {trainer['saving']:.0%} of the time of the steps: try a larger trainer.checkpoint_every"
     if waited >= WORTH_ADVICE:
         return f"in the steps the trainer waited {waited:.0%} of the time for rollouts, {_cause_of_waiting(engine)}"
     if engine.get("waiting_for_admission", 0.0) >= WORTH_ADVICE:
         return (
             f"in the steps the engine waited {engine['waiting_for_admission']:.0%} of the time for the trainer: "
-            f"more trainer.threads{', or fewer engine.threads' if engine_threads > 1 else ''}"
+            f"try more trainer.threads{', or fewer engine.threads' if engine_threads > 1 else ''}"
         )
     return "in the steps neither side waited much for the other"
 
 
 def _cause_of_waiting(engine: Mapping[str, float]) -> str:
-    """What most of the engine's time went to, and what would help."""
+    """Return what most of the engine's time went to, and what would help."""
     causes = {
-        "generating": "while the engine generated: a faster engine, or a larger max_staleness",
-        "evaluating": "while the engine evaluated: a larger eval.every",
-        "waiting_for_agents": "while the engine waited for agents and their tools: more rollouts at once "
+        "generating": "while the engine generated: try a faster engine, or a larger max_staleness",
+        "evaluating": "while the engine evaluated: try a larger eval.every",
+        "waiting_for_agents": "while the engine waited for agents and their tools: try more rollouts at once "
         "(rollout.max_concurrent), or a larger max_staleness",
-        "waiting_for_admission": "while the staleness bound let none run: a larger max_staleness",
-        "waiting_for_gateway": "while requests were on their way: more rollout.workers",
-        "paused_for_push": "while a push held the engine: larger steps (batch_size)",
+        "waiting_for_admission": "while the staleness bound let none run: try a larger max_staleness",
+        "waiting_for_gateway": "while requests were on their way: try more rollout.workers",
+        "paused_for_push": "while a push held the engine: try larger steps (batch_size)",
     }
     main = max(causes, key=lambda name: engine.get(name, 0.0))
     return causes[main]

@@ -8,7 +8,7 @@ from areal_agent.observe.trackers import TrackedRun
 
 
 class TensorBoardTracker:
-    """Shown by `tensorboard --logdir runs`. Steps of a dead lineage are purged when the run goes on."""
+    """Shown by `tensorboard --logdir runs`. A resumed run purges the steps of a dead lineage."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder, file = run.folder / "tensorboard", f".from_step_{run.first_step}"  # else named by the second alone

@@ -1,11 +1,8 @@
-"""Which trackers there are and what each needs, and from its name to a tracker. It loads those that are asked for.
+"""Trackers (TensorBoard and its like) beside a run, each in a thread of its own, so that none can hold up the run.
 
-Tracker: what a run needs of TensorBoard and its like, and TrackedRun: what they are told of a run.
-
-Trackers beside a run: a thread each, so that none can hold up the run or another. It knows no tracker by name.
-
-Rows wait in a queue for the tracker's thread, which opens the tracker, too. A tracker that fails is told of in one
-warning; one that hangs loses rows once its queue is full, and at the end is left behind after a while.
+Rows wait in a queue for the tracker's thread, which also opens the tracker. A tracker that fails is reported in one
+warning; one that hangs loses rows once its queue is full, and is left behind at the end. Only the trackers that a
+config names are imported.
 """
 
 import asyncio
@@ -32,30 +29,30 @@ logger = logging.getLogger(__name__)
 class TrackedRun:
     """One run, as a tracker shows it."""
 
-    id: str  # the same whenever the run is resumed, and no other run's
+    id: str  # unique to the run, and the same whenever it is resumed
     name: str
     project: str
     folder: Path
     config: Mapping[str, Any]
-    first_step: int  # the next step: what a tracker has of it and of later ones is of a lineage that died
+    first_step: int  # the next step: a tracker's rows of it and of later steps belong to a lineage that died
 
 
 class Tracker(Protocol):
-    """Takes numbers of a step. All calls come from one thread, `close` last; what they raise stops nothing."""
+    """Receives the numbers of steps. All calls come from one thread, `close` last; its errors do not stop the run."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Steps may repeat and go back: an evaluation ends after the step that it is of."""
+        """Log numbers. Steps may repeat and go back: an evaluation ends after the step that it belongs to."""
         ...
 
     def close(self) -> None:
-        """Nothing more comes: what is held back has to be out when this returns."""
+        """Write everything that is held back; nothing follows."""
         ...
 
 
 MAX_WAITING = 1000
-"""Rows that wait for a tracker that does not get on."""
+"""The limit of rows that wait for a slow tracker."""
 CLOSE_S = 60.0
-"""How long the end of a run waits for its trackers, all together."""
+"""The time that the end of a run waits for all its trackers together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class _Entry:
 
 
 class BackgroundTracker:
-    """One tracker and its thread, a daemon: a process may end without it."""
+    """One tracker and its thread, a daemon: the process may end without it."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self._name = name
@@ -76,23 +73,23 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Returns at once."""
+        """Queue a row and return at once."""
         if not self._thread.is_alive():
             return
         try:
             self._entries.put_nowait(_Entry(step, numbers))
         except queue.Full:
-            self._warn(f"does not get on; rows are left out from step {step} on")
+            self._warn(f"is too slow; rows are left out from step {step} on")
 
     def close(self, deadline: float) -> None:
-        """Wait until everything is with the tracker, at most until `deadline` (monotonic)."""
+        """Wait until the tracker has everything, at most until `deadline` (monotonic)."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(queue.Full):
             self._entries.put(None, timeout=max(0.0, deadline - time.monotonic()))
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._warn("does not end; it is left behind")
+            self._warn("did not finish in time; it is left behind")
 
     def _run(self) -> None:
         try:
@@ -111,7 +108,7 @@ class BackgroundTracker:
             self._warn("failed; what it shows is incomplete", error)
 
     def _warn(self, what: str, error: Exception | None = None) -> None:
-        """Once: a tracker that failed may fail at every step."""
+        """Warn once: a tracker that failed may fail at every step."""
         if not self._has_warned:
             self._has_warned = True
             why = "" if error is None else f": {type(error).__name__}: {' '.join(str(error).split())}"
@@ -129,7 +126,7 @@ class Trackers:
             tracker.log(step, numbers)
 
     async def aclose(self) -> None:
-        """Wait for all of them, for `CLOSE_S` at the most."""
+        """Wait for all of them, for at most `CLOSE_S`."""
         deadline = time.monotonic() + CLOSE_S
         await asyncio.gather(*(asyncio.to_thread(tracker.close, deadline) for tracker in self._trackers))
 
@@ -144,7 +141,7 @@ class TrackerName(StrEnum):
 
     @property
     def package(self) -> str:
-        """What has to be importable."""
+        """The package that has to be importable."""
         return "tensorboardX" if self is TrackerName.TENSORBOARD else self.value
 
 
@@ -160,13 +157,13 @@ def require_installed(names: Iterable[TrackerName]) -> None:
 
 
 def start_trackers(names: Iterable[TrackerName], run: TrackedRun) -> Trackers:
-    """All of them, opened beside what goes on."""
+    """Start a thread for each tracker, which opens it while the run goes on."""
     return Trackers([BackgroundTracker(name.value, partial(open_tracker, name, run)) for name in names])
 
 
 def open_tracker(name: TrackerName, run: TrackedRun) -> Tracker:
-    """Open it; raises whatever that tracker raises."""
-    module = importlib.import_module(f"areal_agent.observe.trackers.{name.value}_run")
+    """Open a tracker. Raises whatever it raises."""
+    module = importlib.import_module(f"areal_agent.observe.{name.value}_run")
     match name:
         case TrackerName.TENSORBOARD:
             tracker = module.TensorBoardTracker(run)

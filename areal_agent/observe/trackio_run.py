@@ -8,10 +8,10 @@ from areal_agent.observe.trackers import TrackedRun
 
 
 class TrackioTracker:
-    """Where that database lies is trackio's own affair: `TRACKIO_DIR`, or its place in the home folder."""
+    """Writes into trackio's own database, in `TRACKIO_DIR` or the home folder."""
 
     def __init__(self, run: TrackedRun) -> None:
-        name = f"{run.name}-{run.id}"  # it has no ids: a run is its name
+        name = f"{run.name}-{run.id}"  # trackio has no ids: a run is its name
         self._run = trackio.init(
             run.project,
             name=name,

@@ -11,7 +11,7 @@ MODE_VARIABLE = "WANDB_MODE"
 
 
 class WandbTracker:
-    """Offline unless `WANDB_MODE` says otherwise; `wandb sync` sends it later."""
+    """Works offline unless `WANDB_MODE` says otherwise; `wandb sync` sends it later."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = wandb.init(
@@ -24,7 +24,7 @@ class WandbTracker:
             mode=os.environ.get(MODE_VARIABLE, "offline"),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
-        # W&B's own step may not go back: ours is a number like the others, and the axis of them all.
+        # W&B's own step may not go back, so ours is logged as a number and made the axis of all others.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -1,6 +1,6 @@
-"""`rollout`: what a workflow receives beside its task. It knows nothing of who runs the workflow.
+"""`rollout`: what a workflow receives beside its task.
 
-openai and httpx are named here for their types only: `import areal_agent` stays light.
+openai and httpx are imported for their types only, so that `import areal_agent` stays light.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ Resource = TypeVar("Resource")
 
 
 def as_reward(value: object) -> float:
-    """A reward as a float: int, bool, float and numpy scalars are rewards.
+    """Return a reward as a float: int, bool, float and numpy scalars are rewards.
 
-    Raises TypeError for what is no number, ValueError for NaN and for what a trainer could not add up.
+    Raises TypeError for anything else, ValueError for NaN and for numbers too large for the trainer to add up.
     """
     item = getattr(value, "item", None)
     number = item() if callable(item) else value
@@ -38,14 +38,14 @@ def as_reward(value: object) -> float:
 
 
 class SharedResources:
-    """What all rollouts of a process share, opened at first use and closed with the run: a sandbox pool, say."""
+    """The resources that all rollouts of a process share (a sandbox pool, say), opened at first use."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
         self._opened: dict[object, asyncio.Future[Any]] = {}
 
     async def get(self, opener: object, open_it: Callable[[], AbstractAsyncContextManager[Resource]]) -> Resource:
-        """The resource of `opener`; the first caller opens it, callers meanwhile wait for him."""
+        """Return the resource of `opener`. The first caller opens it; callers meanwhile wait for that."""
         if opener not in self._opened:
             future = self._opened[opener] = asyncio.get_running_loop().create_future()
             try:
@@ -53,7 +53,7 @@ class SharedResources:
             except BaseException as error:
                 del self._opened[opener]  # the next caller tries again
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError("opening was cancelled"))
-                future.exception()  # there may be no other waiter: this error is raised here anyway
+                future.exception()  # mark the error as seen: there may be no other waiter, and it is raised here anyway
                 raise
         return await self._opened[opener]
 
@@ -106,15 +106,15 @@ class Rollout:
 
     @property
     def sync_client(self) -> "OpenAI":
-        """A stock `openai.OpenAI` without retries, for plain functions. On the event loop it would block everybody."""
+        """A stock `openai.OpenAI` without retries, for plain functions. It would block the event loop."""
         return self._sync_client.copy(api_key=self.api_key)
 
     def reward(self, value: object, completion: str | None = None, name: str | None = None) -> None:
         """Give a reward: the final one, that of one completion (by its id), or a named part.
 
-        A part is a metric, and adds to the final reward what `algorithm.reward_parts` says. Said twice, the later one
-        counts. Raises TypeError or ValueError for what is no such number, and for a named
-        part of one completion: parts are of the whole rollout.
+        A part is a metric, and adds to the final reward with its weight in `algorithm.reward_parts`. A later reward
+        replaces an earlier one. Raises TypeError or ValueError when `value` is not such a number, and ValueError for a
+        named part of one completion: parts belong to the whole rollout.
         """
         if completion is not None and name is not None:
             raise ValueError(
@@ -123,11 +123,11 @@ class Rollout:
         self.rewards[completion, name] = as_reward(value)
 
     def log(self, **values: object) -> None:
-        """Keep values with the trajectory; JSON types, everything else as its repr."""
+        """Keep values with the trajectory: JSON types as they are, everything else as its repr."""
         self.logged.update(values)
 
     def reject(self, reason: str) -> None:
-        """Say that this rollout must not be trained. `raise Reject(reason)` says the same and ends the workflow."""
+        """Mark this rollout as not to be trained. `raise Reject(reason)` does the same and ends the workflow."""
         self.rejected = reason
 
     async def enter(self, manager: AbstractAsyncContextManager[Resource]) -> Resource:
@@ -135,9 +135,9 @@ class Rollout:
         return await self._stack.enter_async_context(manager)
 
     async def shared(self, opener: Callable[[Self], AbstractAsyncContextManager[Resource]]) -> Resource:
-        """What `opener(rollout)` opens, shared by all rollouts: opened at the first call, closed with the run."""
+        """Return what `opener(rollout)` opens, shared by all rollouts: opened at first use, closed with the run."""
         return await self._shared.get(opener, lambda: opener(self))
 
     async def aclose(self) -> None:
-        """Leave what was entered, last first. The runner calls it."""
+        """Leave the context managers that were entered, last first. The runner calls it."""
         await self._stack.aclose()

@@ -1,14 +1,13 @@
-"""Dynamic sampling: groups that no advantage tells apart teach nothing and are replaced. It knows no buffer.
+"""Dynamic sampling: groups whose rollouts all earn alike teach nothing and are replaced.
 
-DAPO (Yu et al. 2025, arXiv 2503.14476), section 3.2: with every reward of a group alike all its advantages are zero,
-and the batch is smaller than it says. Such a group is dropped (`filtered`), its capacity given back, and the next task
-drawn in its place. When group after group is flat, the model always succeeds or never does: that ends the run.
+DAPO (Yu et al. 2025, arXiv 2503.14476), section 3.2: when all rewards of a group are equal, all its advantages are
+zero, and the batch is smaller than it seems. Such a group is dropped (`filtered`), its capacity given back, and the
+next task drawn in its place. When too many groups in a row are flat, the run ends: the model always succeeds or never.
 
-Alike means what it means to the advantages within a group (algorithms/turn_returns.py): from every turn on, all
-rollouts that have a token to train earn the same. So rollouts with the same total are told apart when they earned it in
-other turns, or, with a discount, sooner; rewards that differ only where a rollout has nothing to train do not count. A
-divergence that is paid in the reward is known to the trainer alone and not seen here, and a user's own advantage is
-taken to compare as ours do.
+"Alike" is judged as the advantages within a group judge it (algorithms/credit.py): from every turn on, all
+rollouts with a token to train earn the same. So rollouts with equal totals differ when they earned them in other turns
+or, with a discount, sooner; rewards of rollouts without a token to train do not count. A divergence paid in the reward
+is computed in the trainer and not seen here, and a user's own advantage is assumed to compare as ours do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +18,15 @@ from areal_agent.tokens.records import token_records
 from areal_agent.types import TokenRecord, Trajectory
 
 TOLERANCE = 1e-6
-"""Rewards that differ by less, of their size, are alike: they are added up as 32-bit floats."""
+"""Rewards with a smaller relative difference are alike: they are added up as 32-bit floats."""
 
 
 @dataclass(slots=True)
 class DynamicSampling:
-    """Judges finished groups, and counts.
+    """Decides which finished groups are flat, and counts them.
 
-    `part_weights` are what named parts of the reward add to it; `compares_turns`: advantages compare turns that met the
-    same state, too.
+    `part_weights` are the weights of named parts in the reward. With `compares_turns`, advantages also compare turns
+    that met the same state.
     """
 
     max_flat_groups: int
@@ -40,7 +39,7 @@ class DynamicSampling:
     last_flat: str = ""
 
     def replaces(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether these completed siblings have no spread. Call it once a group."""
+        """Return whether these completed siblings have no spread in reward. Call it once per group."""
         records = self._trainable(trajectories)
         rollouts = rollouts_of(records)
         is_flat = len(rollouts) < self._least_rollouts or earn_alike(
@@ -53,7 +52,7 @@ class DynamicSampling:
         return is_flat
 
     def describe(self) -> str:
-        """Why the run ends once it is exhausted."""
+        """Return why the run ends once `is_exhausted`."""
         return (
             f"{self.in_a_row} groups in a row had no spread in reward, the last was {self.last_flat}. The model always "
             "succeeds on these tasks or never does: give it harder or easier ones, see whether the reward can differ, "
@@ -62,7 +61,7 @@ class DynamicSampling:
 
     @property
     def _least_rollouts(self) -> int:
-        """How many a group needs to be told apart: its turns alone will do where those are compared."""
+        """The number of rollouts that can be told apart: one will do where its turns are compared."""
         return 1 if self.compares_turns else 2
 
     @property
@@ -70,7 +69,7 @@ class DynamicSampling:
         return self.in_a_row >= self.max_flat_groups
 
     def _trainable(self, trajectories: Sequence[Trajectory]) -> list[TokenRecord]:
-        """The records of rollouts with a token to train, paid as the trainer will pay them."""
+        """Return the records of rollouts with a token to train, rewarded as the trainer will reward them."""
         records = [record for one in trajectories for record in token_records(one, trains_altered=self.trains_altered)]
         trainable = {record.session_id for record in records if record.loss_mask.any()}
         paid, _ = with_parts(

@@ -1,9 +1,9 @@
-"""Rollouts in this process: a gateway before the engine, a runner before that, and a watchdog beside their event loop.
+"""The executors of rollouts: the protocol, and rollouts in this process. (Those in workers: cluster/workers.py.)
 
-runner ── HTTP ──▶ gateway ── Sampler ──▶ engine
-                      └── Journal ──▶ ledger
+    runner ── HTTP ──▶ gateway ── Sampler ──▶ engine
+                          └── Journal ──▶ ledger
 
-The seam between a run and where its rollouts run: in this process (local.py) or in others (cluster/workers.py).
+A watchdog beside the event loop finds workflows that block it.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from areal_agent.types import EngineInfo, Status
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedRollout:
-    """How a rollout ended, and which session has its trajectory.
+    """The status of a finished rollout, and the session with its trajectory.
 
-    `lost` are sessions of earlier attempts at it, whose processes died: they are orphans in the ledger.
+    `lost` are the sessions of earlier attempts, whose processes died: they are orphans in the ledger.
     """
 
     session_id: str
@@ -41,7 +41,7 @@ class EndedRollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutStats:
-    """What was counted since the start, over all gateways."""
+    """Counters since the start, over all gateways."""
 
     gateway: GatewayStats
     rolling_s: float  # seconds with at least one rollout under way
@@ -52,19 +52,19 @@ class RolloutExecutor(Protocol):
     """Runs rollouts."""
 
     async def run(self, spec: RolloutSpec) -> EndedRollout:
-        """Run one to its end; when this returns, the ledger has its trajectory. Cancelling it ends its session."""
+        """Run one rollout to its end, with its trajectory in the ledger. Cancelling it ends its session."""
         ...
 
     async def stats(self) -> RolloutStats: ...
 
     async def failure(self) -> ArealAgentError:
-        """Wait until no rollout can run any more; why."""
+        """Wait until no rollout can run any more, and return the reason."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSettings:
-    """What the rollouts of one process have in common. `tokenizer` is a Hugging Face folder."""
+    """The settings that all rollouts of one process share. `tokenizer` is a Hugging Face folder."""
 
     model_name: str
     tokenizer: Path
@@ -93,7 +93,7 @@ class LocalRollouts:
         )
 
     async def failure(self) -> ArealAgentError:
-        """Never: what fails here is raised where it fails."""
+        """Never return: an error in this process is raised where it happens."""
         return await asyncio.get_running_loop().create_future()
 
 
@@ -101,10 +101,10 @@ class LocalRollouts:
 async def open_local(
     settings: LocalSettings, workflow: Workflow, *, engine: Sampler, info: EngineInfo, journal: Journal
 ) -> AsyncGenerator[LocalRollouts]:
-    """Serve a gateway in front of `engine`, for the rollouts of this process."""
+    """Serve a gateway in front of `engine`, and run rollouts of this process against it."""
     config = settings.rollout
     async with AsyncExitStack() as stack:
-        admin_key = secrets.token_urlsafe(32)  # nobody else has it: sessions of this gateway are ours
+        admin_key = secrets.token_urlsafe(32)  # nobody else has it: every session of this gateway is ours
         gateway = Gateway(
             sampler=engine,
             renderer=await asyncio.to_thread(

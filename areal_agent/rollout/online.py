@@ -1,6 +1,6 @@
-"""The trainer's client of a gateway that stands alone (`python -m areal_agent.gateway`). It knows no train step.
+"""The trainer's client of a gateway that stands alone (`python -m areal_agent.gateway`).
 
-Every call may be made again: a gateway that is restarted meanwhile costs time and nothing else.
+Every call may be repeated: when the gateway is restarted meanwhile, only time is lost.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.5
 PATIENCE_S = 300.0
 ANSWER_S = 60.0
-"""How long an answer may take beyond the waiting that was asked for."""
+"""The time that an answer may take beyond the wait that was asked for."""
 
 
 class OnlineGateway:
@@ -41,9 +41,9 @@ class OnlineGateway:
 
     def __init__(self, url: str, admin_key: str, *, trainer: str | None = None, patience_s: float = PATIENCE_S) -> None:
         self.url = url.rstrip("/")
-        self._trainer = trainer  # what it is called at the gateway, over its restarts
+        self._trainer = trainer  # the trainer's name at the gateway, the same over its restarts
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
-        self._patience_s = patience_s  # how long it may be gone
+        self._patience_s = patience_s  # the longest time that the gateway may be gone
         self._session: aiohttp.ClientSession | None = None
 
     async def lease(
@@ -55,9 +55,9 @@ class OnlineGateway:
         wait_s: float = 0.0,
         straggler_wait_s: float = 0.0,
     ) -> tuple[RolloutBatch | None, State]:
-        """Whole groups for a train step, by number of groups or of trajectories; None when there were too few in time.
+        """Lease whole groups for a train step, by number of groups or of trajectories; None when too few came in time.
 
-        Asked for again it is the same batch, until it is acknowledged or given back.
+        Leasing the same step again returns the same batch, until it is acknowledged or given back.
         """
         body = await self._post(
             "/rl/lease",
@@ -82,7 +82,7 @@ class OnlineGateway:
         batch_answers: int | None = None,
         max_staleness: int | None = None,
     ) -> State:
-        """Version `step` serves, as weights of this incarnation; with the other two, under this staleness bound."""
+        """Publish version `step`: its incarnation, and optionally a new staleness bound from the other two."""
         return await self._state(
             "/rl/publish",
             {
@@ -95,20 +95,20 @@ class OnlineGateway:
         )
 
     async def acknowledge(self, step: int, checkpoint: str) -> State:
-        """A checkpoint that contains every step up to `step` is safe: what was leased for those is trained."""
+        """Report that a checkpoint with every step up to `step` is safe: what was leased for those is trained."""
         return await self._state("/rl/acknowledge", {"step": step, "trainer": self._trainer, "checkpoint": checkpoint})
 
     async def give_back(self, after_step: int, *, adopt: bool = False) -> int:
-        """This trainer goes on from the checkpoint of `after_step`: later leases wait again; how many trajectories.
+        """Go on from the checkpoint of `after_step`: later leases wait again. Return how many trajectories those are.
 
-        With `adopt` also where another trainer has been: what that one trained stays trained. Where this one has been,
-        and lost its later checkpoints, what those had trained waits again.
+        With `adopt`, also take over from another trainer: what that one trained stays trained. Where this trainer lost
+        its own later checkpoints, their trajectories wait again.
         """
         body = {"after_step": after_step, "trainer": self._trainer, "adopt": adopt}
         return int((await self._post("/rl/return", body))["num_returned"])
 
     async def drop(self, session_ids: Sequence[str], reason: Drop) -> State:
-        """These rollouts, which wait, are not to be trained."""
+        """Drop waiting rollouts: they will not be trained."""
         body = {"session_ids": list(session_ids), "reason": reason.value, "trainer": self._trainer}
         return await self._state("/rl/drop", body)
 
@@ -116,13 +116,13 @@ class OnlineGateway:
         return decode_status(await self._post("/rl/status", {}))
 
     async def check(self) -> None:
-        """Ask once. Raises GatewayError when it is not there, or takes neither the key nor a trainer's calls."""
+        """Call once. Raises GatewayError when no gateway answers, or it refuses the key or a trainer's calls."""
         try:
             await self._post_once("/rl/status", {}, 0.0)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             cause = str(error) or type(error).__name__
             raise GatewayError(
-                f"no gateway answers at {self.url}: {cause}; start one by python -m areal_agent.gateway"
+                f"no gateway answers at {self.url}: {cause}; start one with python -m areal_agent.gateway"
             ) from error
 
     async def aclose(self) -> None:
@@ -136,7 +136,7 @@ class OnlineGateway:
         return decode_state((await self._post(path, body))["state"])
 
     async def _post(self, path: str, body: JsonObject, *, wait_s: float = 0.0) -> JsonObject:
-        """Ask until there is an answer. Raises GatewayError for a refusal, and when it is gone for too long."""
+        """Repeat a call until it is answered. Raises GatewayError when refused, or the gateway is gone for too long."""
         give_up_s = time.monotonic() + self._patience_s
         is_gone = False
         while True:

@@ -4,17 +4,9 @@
                   ▲                 │ all failed, or flat: capacity back  │
                   └── publish(step): the bound moves                      └── too stale: dropped, capacity back
 
-The admit loop waits for room under the bound or for free rollout slots; a finished group, a taken batch and a published
-version unblock it. `take` waits for enough groups, and for stragglers at the bound. It knows no trainer and no engine.
-
-The siblings of one task: run together, gathered by id. It knows nothing of staleness.
-
-Groups from admission until they are trained, and the staleness bound at consumption. It knows no loop and no I/O.
-
-A trajectory whose staleness (`staleness.py`) is more than `max_staleness` is not used.
-
-    start ─▶ running ─finish─▶ ready ──take──▶ (leased)
-                                 └──take_stale──▶ (dropped)
+The admit loop waits for room under the bound and for free rollout slots; a finished group, a taken batch and a
+published version unblock it. `take` waits for enough groups, and for stragglers at the bound. A trajectory whose
+staleness (staleness.py) is more than `max_staleness` is not trained.
 """
 
 import asyncio
@@ -39,7 +31,6 @@ from areal_agent.staleness import Admission, is_stale, oldest_step
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
     Drop,
-    JsonObject,
     RolloutBatch,
     SessionPurpose,
     Status,
@@ -54,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 
 def rollout_seed(run_seed: int, *names: str) -> int:
-    """A seed in [0, 2**63) that depends on the run's seed and the names alone, not on the order of events."""
+    """Return a seed in [0, 2**63) that depends only on the run's seed and the names, not on the order of events."""
     text = "/".join((str(run_seed), *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 def sibling_specs(group_id: str, task: Task, group_size: int, run_seed: int) -> tuple[RolloutSpec, ...]:
-    """The G rollouts of one training group, each with a seed of its own."""
+    """Return the specs of the G rollouts of one training group, each with a seed of its own."""
     return tuple(
         RolloutSpec(
             session_id=f"{group_id}-{index}",
@@ -76,7 +67,7 @@ def sibling_specs(group_id: str, task: Task, group_size: int, run_seed: int) -> 
 async def run_all(
     run: Callable[[RolloutSpec], Coroutine[Any, Any, Result]], specs: tuple[RolloutSpec, ...]
 ) -> tuple[Result, ...]:
-    """Run rollouts at once; when one of them raises (the gateway is gone), so does this; the others are cancelled."""
+    """Run rollouts at once. When one of them raises (the gateway is gone), cancel the others and raise that."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(run(spec)) for spec in specs]
@@ -103,12 +94,16 @@ class ReadyGroup:
 
     @property
     def least_stale(self) -> int:
-        """The oldest token of its freshest trajectory: when that is beyond the bound, the whole group is."""
+        """The step of its freshest trajectory's oldest token: when that is beyond the bound, so is the group."""
         return max(oldest_step(one) for one in self.trainable)
 
 
 class Buffer:
-    """Running groups with the version at which they started, and finished ones, oldest first."""
+    """Running groups with the version at which they started, and finished ones, oldest first::
+
+    start ─▶ running ─finish─▶ ready ──take──▶ (leased)
+                                 └──take_stale──▶ (dropped)
+    """
 
     def __init__(self, max_staleness: int) -> None:
         self._max_staleness = max_staleness
@@ -127,7 +122,7 @@ class Buffer:
         self._running[group_id] = step
 
     def abandon(self, group_id: str) -> None:
-        """A running group ended with nothing to train."""
+        """Forget a running group that ended with nothing to train."""
         self._running.pop(group_id, None)
 
     def finish(self, ready: ReadyGroup) -> None:
@@ -136,11 +131,11 @@ class Buffer:
         self._ready.sort(key=lambda one: (one.oldest, one.group.group_id))
 
     def stragglers(self, step: int) -> tuple[str, ...]:
-        """Running groups that would be too stale after train step `step`: it is the last one that may use them."""
+        """Return the running groups that would be too stale after train step `step`, the last one that may use them."""
         return tuple(group_id for group_id, start in self._running.items() if step - start > self._max_staleness)
 
     def is_stale(self, oldest: int, step: int) -> bool:
-        """Whether a token of version `oldest` is beyond the bound in train step `step`."""
+        """Return whether a token of version `oldest` is beyond the bound in train step `step`."""
         return is_stale(oldest, step, self._max_staleness)
 
     def take_stale(self, step: int) -> tuple[ReadyGroup, ...]:
@@ -150,7 +145,7 @@ class Buffer:
         return stale
 
     def take(self, num_groups: int) -> tuple[ReadyGroup, ...]:
-        """Remove and return the oldest `num_groups` groups; there must be as many."""
+        """Remove and return the oldest `num_groups` groups. Raises ValueError when there are fewer."""
         if num_groups > len(self._ready):
             raise ValueError(f"{num_groups} groups asked for, {len(self._ready)} are ready")
         taken, self._ready = tuple(self._ready[:num_groups]), self._ready[num_groups:]
@@ -163,7 +158,7 @@ RunGroup = Callable[[str, Task], Coroutine[Any, Any, TrajectoryGroup]]
 
 @dataclass(slots=True)
 class ProducerCounts:
-    """What happened to rollouts since the run started."""
+    """Counts of what happened to rollouts since the run started."""
 
     statuses: Counter[str] = field(default_factory=Counter[str])
     drops: Counter[str] = field(default_factory=Counter[str])
@@ -192,7 +187,7 @@ class Producer:
         self.buffer = Buffer(admission.max_staleness)
         self.counts = ProducerCounts()
         self._run_group = run_group
-        self._draws = draws
+        self.draws = draws
         self._ledger = ledger
         self._group_size = group_size
         self._straggler = straggler
@@ -206,7 +201,7 @@ class Producer:
         self._changed = asyncio.Event()
 
     async def restore(self, waiting: Iterable[Trajectory]) -> int:
-        """Take back what was finished but not trained when an earlier process of this run ended; how many groups."""
+        """Restore the groups that an earlier process of this run finished but did not train. Return their number."""
         groups = _by_group(waiting)
         restored = {group_id: siblings for group_id, siblings in groups.items() if not _is_cut_off(siblings)}
         for group_id, siblings in groups.items():
@@ -219,18 +214,18 @@ class Producer:
         return len(restored)
 
     async def admit_forever(self) -> None:
-        """The admit loop. Raises RolloutsFailing when group after group fails as a whole."""
+        """Run the admit loop. Raises RolloutsFailing when group after group fails as a whole."""
         async with asyncio.TaskGroup() as groups:
             while True:
                 await self._until(self._may_start)
-                draw = self._draws.draw()
+                draw = self.draws.draw()
                 self.admission.start(self._group_size)
                 self.buffer.start(draw.group_id, self.admission.step)
                 groups.create_task(self._produce(draw), name=draw.group_id)
 
     @asynccontextmanager
     async def drained(self) -> AsyncGenerator[None]:
-        """Entering waits for the groups under way to end; inside, none starts."""
+        """Wait on entering for the groups under way to end; inside, none starts."""
         self._is_draining = True
         try:
             await self._until(lambda: self.admission.running == 0)
@@ -239,17 +234,13 @@ class Producer:
             self._is_draining = False
             self._changed.set()
 
-    def tasks_state(self) -> JsonObject:
-        """What a checkpoint has to hold of the draws; the rest of the cursor is in the ledger."""
-        return self._draws.state()
-
     def publish(self, step: int) -> None:
-        """A new weight version serves: the bound moves."""
+        """Move the staleness bound: a new weight version serves."""
         self.admission.step = step
         self._changed.set()
 
     async def take(self, step: int, num_groups: int) -> RolloutBatch:
-        """The batch for train step `step`: whole groups, oldest first, within the staleness bound, leased."""
+        """Return the batch for train step `step`, leased: whole groups, oldest first, within the staleness bound."""
         deadline: float | None = None
         while True:
             await self._drop_stale_groups(step)
@@ -269,7 +260,7 @@ class Producer:
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Run exactly these tasks now, outside the bound and the stream, and lease what can be trained of them."""
-        draws = [self._draws.give(task) for task in tasks]
+        draws = [self.draws.give(task) for task in tasks]
         async with asyncio.TaskGroup() as running:
             groups = [running.create_task(self._run_group(draw.group_id, draw.task)) for draw in draws]
         self.admission.consumed += len(tasks) * self._group_size
@@ -277,7 +268,7 @@ class Producer:
         return await self._lease(step, [one for one in ready if one is not None])
 
     async def settle(self, *, is_completed: bool) -> None:
-        """At the end of a run: what was cut off gets its fate, and with `is_completed` what is left over too."""
+        """Drop what was cut off, at the end of a run; with `is_completed` also what finished and nobody will train."""
         drops = {
             one.session_id: Drop.ORPHAN if _is_cut_off(siblings) else FATE_OF_STATUS.get(one.status, Drop.ORPHAN)
             for siblings in _by_group(await self._ledger.ask(questions.waiting)).values()
@@ -287,7 +278,7 @@ class Producer:
         await self._drop(drops)
 
     async def _lease(self, step: int, taken: Iterable[ReadyGroup]) -> RolloutBatch:
-        """Turn taken groups into records; trajectories without a token to train are dropped here."""
+        """Turn taken groups into records. Trajectories without a token to train are dropped here."""
         taken = tuple(taken)
         for ready in taken:
             self._learn(ready)
@@ -312,7 +303,7 @@ class Producer:
         return RolloutBatch(step=step, groups=tuple(ready.group for ready in taken), records=tuple(records))
 
     async def _finished(self, group: TrajectoryGroup) -> ReadyGroup | None:
-        """Give every trajectory that cannot be trained its fate; None when nothing of the group is left."""
+        """Give every trajectory that cannot be trained its fate; return None when nothing of the group is left."""
         drops: dict[str, Drop] = {}
         for trajectory in group.trajectories:
             self.counts.statuses[trajectory.status] += 1
@@ -336,7 +327,7 @@ class Producer:
             raise RolloutsFailing(self._dynamic_sampling.describe())
 
     async def _finish(self, group: TrajectoryGroup) -> bool:
-        """Put a group that has ended into the buffer, or give its capacity back; whether any rollout has completed."""
+        """Put an ended group into the buffer, or give its capacity back. Return whether any rollout completed."""
         ready = await self._finished(group)
         if ready is None or await self._is_replaced(ready):
             self.admission.give_back_running(self._group_size)
@@ -348,7 +339,7 @@ class Producer:
         return ready is not None
 
     async def _is_replaced(self, ready: ReadyGroup) -> bool:
-        """With dynamic sampling, a group without spread is dropped here."""
+        """Drop a group without spread, with dynamic sampling, and return whether that happened."""
         if self._dynamic_sampling is None or not self._dynamic_sampling.replaces(ready.trainable):
             return False
         self._learn(ready)
@@ -356,7 +347,7 @@ class Producer:
         return True
 
     def _learn(self, ready: ReadyGroup) -> None:
-        self._draws.learn(ready.group.task_id, [one.rewards.total for one in ready.trainable])
+        self.draws.learn(ready.group.task_id, [one.rewards.total for one in ready.trainable])
 
     def _may_start(self) -> bool:
         running = self.admission.running
@@ -375,7 +366,7 @@ class Producer:
             await self._drop({one.session_id: Drop.STALE for one in ready.trainable})
 
     def _without_stale_tokens(self, record: TokenRecord, step: int) -> TokenRecord:
-        """With `straggler: mask`, tokens beyond the bound leave the loss."""
+        """Take tokens beyond the bound out of the loss, with `straggler: mask`."""
         if self._straggler != "mask":
             return record
         fresh = step - 1 - record.versions <= self.admission.max_staleness
@@ -391,7 +382,7 @@ class Producer:
             await self._change(None)
 
     async def _change(self, deadline: float | None) -> None:
-        """Wait for the next change, at most until `deadline` (monotonic). The caller looks again what changed."""
+        """Wait for the next change, at most until `deadline` (monotonic). The caller checks again what changed."""
         self._changed.clear()
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -408,5 +399,5 @@ def _by_group(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]
 
 
 def _is_cut_off(siblings: Iterable[Trajectory]) -> bool:
-    """Whether what waits is of a group that never ended: one that failed as a whole has given them their fates."""
+    """Return whether their group never ended: one that failed as a whole has its fates already."""
     return not any(one.status is Status.COMPLETED for one in siblings)

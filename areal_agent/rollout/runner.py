@@ -1,12 +1,10 @@
-"""One rollout from its session's start to its end. It knows the gateway by its HTTP alone, so it can run anywhere.
+"""One rollout from its session's start to its end, over the gateway's HTTP.
 
     start_session ─▶ workflow(task, rollout) ─▶ set_reward* ─▶ end_session
 
-Whatever a workflow does ends as a status: a failed rollout is data, its siblings go on.
-
-The HTTP clients that all rollouts of a process share. A connection pool a rollout would cost more than its turns.
-
-They ignore the proxies of the environment: a gateway stands on this machine. They know no rollout and no gateway.
+Whatever a workflow does ends as a status: a failed rollout is data, and its siblings go on. All rollouts of a process
+share their HTTP clients, for a connection pool per rollout would cost more than its turns. The clients ignore the
+environment's proxies: a gateway is on this machine.
 """
 
 import asyncio
@@ -38,21 +36,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clients:
-    """Made by `open_clients`. None of them times out by itself: a rollout's time is the runner's business."""
+    """The HTTP clients of a process, from `open_clients`. They have no timeout: the runner limits a rollout's time."""
 
     control: aiohttp.ClientSession  # the runner's own, for `/rl/*`
     agents: httpx.AsyncClient  # under the `openai` client of a workflow
-    threads: httpx.Client  # under that of a workflow that runs in a thread
+    threads: httpx.Client  # under the client of a workflow that runs in a thread
 
 
 @asynccontextmanager
 async def open_clients() -> AsyncGenerator[Clients]:
-    """The clients, closed on leaving."""
+    """Open the clients; they are closed on leaving."""
     async with AsyncExitStack() as stack:
         unlimited = httpx.Limits(max_connections=None)
         yield Clients(
             control=await stack.enter_async_context(aiohttp.ClientSession()),
-            # httpx's own pool costs 10 ms of CPU a turn at 64 agents, aiohttp's 1.3 (benchmarks/agent_client)
+            # httpx's own pool costs 10 ms of CPU per turn at 64 agents, aiohttp's 1.3 (benchmarks/agent_client)
             agents=await stack.enter_async_context(HttpxAiohttpClient(trust_env=False, timeout=None, limits=unlimited)),
             threads=stack.enter_context(httpx.Client(trust_env=False, timeout=None, limits=unlimited)),
         )
@@ -60,20 +58,20 @@ async def open_clients() -> AsyncGenerator[Clients]:
 
 MAX_ERROR_CHARS = 2000
 MAX_LOGGED_BYTES = 1_000_000  # of one logged value
-MAX_ALL_LOGGED_BYTES = 8_000_000  # a gateway takes no body of any size
+MAX_ALL_LOGGED_BYTES = 8_000_000  # a gateway limits the size of a body
 
 NO_KEY = "replaced-by-session"
 
 SESSION_IS_OVER = (401, 409)
-"""How the gateway answers a call for a session that has ended: it may have forgotten its key."""
+"""The gateway's status codes for a call on a session that has ended; it may have forgotten the key."""
 
 CANCEL_GRACE_S = 5.0
-"""How long a cancelled workflow may take to clean up before it is left behind."""
+"""The time that a cancelled workflow has to clean up before it is left behind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSpec:
-    """Which rollout to run: identity, task, seed and purpose."""
+    """One rollout to run: its identity, task, seed and purpose."""
 
     session_id: str
     group_id: str
@@ -144,7 +142,7 @@ class RolloutRunner:
             return await uninterrupted(self._end(rollout, outcome))
 
     async def _open(self, spec: RolloutSpec) -> dict[str, Any]:
-        """Start the session; when that is cancelled, end it again: nobody else has its key."""
+        """Start the session. When that is cancelled, end it again: nobody else has its key."""
         starting = asyncio.ensure_future(self._post("/rl/start_session", self._admin_key, self._start_body(spec)))
         try:
             return await asyncio.shield(starting)
@@ -198,7 +196,7 @@ class RolloutRunner:
             return _Outcome(status=Status.ERROR, error=_describe(error))
 
     async def _give_rewards(self, rollout: Rollout, outcome: _Outcome) -> _Outcome:
-        """Hand the rewards to the gateway; one for a completion that this session never had is the workflow's error."""
+        """Send the rewards to the gateway. A reward for an unknown completion is the workflow's error."""
         for (completion, name), reward in rollout.rewards.items():
             body = {"reward": reward, "interaction_id": completion, "name": name}
             try:
@@ -208,7 +206,7 @@ class RolloutRunner:
         return outcome
 
     async def _end(self, rollout: Rollout, outcome: _Outcome) -> Status:
-        """End the session; the gateway has the last word on its status (completed without a model call is none)."""
+        """End the session. The gateway decides its final status: `completed` without a model call becomes an error."""
         outcome = await self._give_rewards(rollout, outcome)
         body = {"status": outcome.status.value, "error": outcome.error, "logged": sendable(rollout.logged)}
         try:
@@ -216,7 +214,7 @@ class RolloutRunner:
         except _Refused as refused:
             if refused.status not in SESSION_IS_OVER:
                 raise
-            logger.warning("a workflow ended its own session: %s", refused)  # its status is then the gateway's
+            logger.warning("a workflow ended its own session: %s", refused)  # the gateway has its status
             return Status.COMPLETED
 
     async def _post(self, path: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +231,7 @@ class RolloutRunner:
 
 
 def task_name(session_id: str) -> str:
-    """What the asyncio task of a rollout's workflow is called: the watchdog reads it there."""
+    """Return the name of the asyncio task of a rollout's workflow, which the watchdog reads."""
     return f"{ROLLOUT_TASK}{session_id}"
 
 
@@ -250,7 +248,7 @@ class _TooLong(Exception):
 
 
 async def _run_bounded(workflow: Awaitable[object], timeout_s: float, name: str) -> object:
-    """Await it in a task of its own, for `timeout_s` at the most. When it ends early or late, its task has ended."""
+    """Await it in a task of its own for at most `timeout_s`. On return that task has ended."""
     task = asyncio.create_task(_contained(workflow), name=name)
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
@@ -266,11 +264,11 @@ async def _run_bounded(workflow: Awaitable[object], timeout_s: float, name: str)
 
 
 class _Exited(Exception):
-    """A workflow raised what would end this process: SystemExit, KeyboardInterrupt, a BaseException of its own."""
+    """A workflow raised what would end this process: SystemExit, KeyboardInterrupt, or another BaseException."""
 
 
 async def _contained(workflow: Awaitable[object]) -> object:
-    """asyncio lets SystemExit and KeyboardInterrupt of any task stop the whole loop: they must not leave the task."""
+    """Keep SystemExit and KeyboardInterrupt inside the task: asyncio would stop the whole loop for them."""
     try:
         return await workflow
     except (Exception, asyncio.CancelledError):
@@ -285,11 +283,11 @@ async def _cancel(task: asyncio.Future[object]) -> None:
     if not done:
         logger.warning("a workflow ignores its cancellation; it is left behind: %r", task)
     elif not task.cancelled():
-        task.exception()  # it is being cancelled: whatever it raised meanwhile is of no interest
+        task.exception()  # it was cancelled: an error that it raised meanwhile is of no interest
 
 
 def _outcome_of(returned: object, rollout: Rollout) -> _Outcome:
-    """Take the returned reward; raises TypeError or ValueError when it is none."""
+    """Record the returned reward. Raises TypeError or ValueError when it is not one."""
     if isinstance(returned, Mapping):
         for completion, value in cast(Mapping[object, object], returned).items():
             rollout.reward(value, completion=str(completion))
@@ -305,7 +303,7 @@ def _outcome_of(returned: object, rollout: Rollout) -> _Outcome:
 
 
 def _describe(error: BaseException) -> str:
-    """`KeyError: 'answer' (my_agent.py:12)`: what was raised, and the last place that is not in a library."""
+    """Return `KeyError: 'answer' (my_agent.py:12)`: the error, and the last place that is not in a library."""
     if isinstance(error, _Exited):
         return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
@@ -319,7 +317,7 @@ def _short(text: str) -> str:
 
 
 def sendable(logged: Mapping[str, Any]) -> dict[str, Any]:
-    """What a workflow logged as JSON types; each value that is none, or is too long, as a shortened repr.
+    """Return what a workflow logged as JSON types; a value that is no JSON or is too long becomes a shortened repr.
 
     >>> sendable({"n": 2**70, "ok": [1, None]})
     {'n': '1180591620717411303424', 'ok': [1, None]}

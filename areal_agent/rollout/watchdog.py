@@ -1,14 +1,9 @@
-"""Names the workflow that blocks an event loop. It knows the loop by a ping, not what runs there.
+"""Finds the workflow that blocks an event loop, and warns with its line.
 
-A thread beside the loop asks it to answer. While the answer is late, the thread looks where the loop is stuck, and
-warns once a place: also of a loop that never answers again.
-
-Where an event loop is stuck: which line of a stack is the workflow's. Pure; it knows no thread and no clock.
-
-A clock for one thread that stands still while the thread waits for a core: on a busy machine nobody is to blame.
-
-Linux tells how long a thread has waited (`/proc/.../schedstat`, its second number, in nanoseconds); elsewhere the clock
-simply goes on.
+A thread beside the loop asks it to answer. While the answer is late, the thread looks where the loop is stuck and warns
+once per place, also when the loop never answers again. Its clock stands still while the loop's thread waits for a core:
+a busy machine is nobody's fault. Linux tells how long a thread has waited (`/proc/.../schedstat`, second number,
+nanoseconds); on other systems the clock simply goes on.
 """
 
 import asyncio
@@ -31,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 ROLLOUT_TASK = "rollout "
-"""How the name of a task begins that runs a workflow; its session's id follows."""
+"""The prefix of the names of tasks that run a workflow; the session's id follows."""
 
 REMEDY = "use await asyncio.sleep, an async client, or await asyncio.to_thread(...)"
 
@@ -46,7 +41,7 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Not a workflow's: Python's own, installed, or of areal_agent."""
+        """True when its file is Python's own, installed, or areal_agent's, and so not a workflow's."""
         return self.file.startswith(_LIBRARIES) or "site-packages" in self.file or "dist-packages" in self.file
 
 
@@ -62,14 +57,14 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blockage:
-    """What held up an event loop. `task` is the name of the asyncio task that ran, None outside of tasks."""
+    """The place and task that held up an event loop. `task` is the name of the asyncio task, None outside of tasks."""
 
     place: Frame
     task: str | None
-    is_importing: bool = False  # the place made Python import modules: that happens once
+    is_importing: bool = False  # Python is importing modules for this line, which happens once
 
     def describe(self, seconds: float) -> str:
-        """One line: who, for how long, where, and what to do instead."""
+        """Return one line: who blocks, for how long, where, and what to do instead."""
         where = f"{_shown(self.place.file)}:{self.place.line} in {self.place.function}"
         source = linecache.getline(self.place.file, self.place.line).strip()
         where = f"{where}: {source}" if source else where
@@ -77,11 +72,11 @@ class Blockage:
             return f"the event loop has not answered for {seconds:.1f} s; it is at {where}"
         is_named = self.task is not None and self.task.startswith(ROLLOUT_TASK)
         who = self.task if is_named else f"a workflow (task {self.task})"
-        return f"{who} blocks the event loop for {seconds:.1f} s at {where}; {REMEDY}"
+        return f"{who} has blocked the event loop for {seconds:.1f} s at {where}; {REMEDY}"
 
 
 def frames_of(innermost: FrameType) -> tuple[Frame, ...]:
-    """A stack as plain data, innermost first."""
+    """Return a stack as plain data, innermost first."""
     return tuple(
         Frame(file=frame.f_code.co_filename, line=line, function=frame.f_code.co_name)
         for frame, line in traceback.walk_stack(innermost)
@@ -89,9 +84,9 @@ def frames_of(innermost: FrameType) -> tuple[Frame, ...]:
 
 
 def find_blockage(frames: Sequence[Frame], task: str | None) -> Blockage | None:
-    """What blocks the loop that runs on this stack (innermost first); None when it only waits for events.
+    """Return what blocks the loop on this stack (innermost first); None when it only waits for events.
 
-    The innermost line of a workflow, else the innermost of all.
+    The place is the innermost line of a workflow, or the innermost line of all when there is none.
     """
     inside = tuple(_inside_the_loop(frames))
     is_waiting = not inside or (len(inside) == 1 and inside[0].file == selectors.__file__)
@@ -103,7 +98,7 @@ def find_blockage(frames: Sequence[Frame], task: str | None) -> Blockage | None:
 
 
 def _inside_the_loop(frames: Iterable[Frame]) -> Iterable[Frame]:
-    """The frames that one step of the loop has called. What called the loop is a program that waits for it."""
+    """Yield the frames that one step of the loop has called; those outside belong to the program that waits for it."""
     for frame in frames:
         if frame.file == base_events.__file__ and frame.function == "_run_once":
             return
@@ -119,7 +114,7 @@ THREADS = Path("/proc/self/task")
 
 
 def clock_of_thread(native_thread_id: int, threads: Path = THREADS) -> Callable[[], float]:
-    """Seconds; only differences mean anything. `threads` holds a folder for each thread."""
+    """Return a clock in seconds, of which only differences mean anything. `threads` holds a folder per thread."""
     schedstat = threads / str(native_thread_id) / "schedstat"
 
     def now() -> float:
@@ -133,7 +128,7 @@ def clock_of_thread(native_thread_id: int, threads: Path = THREADS) -> Callable[
 
 
 LOOKS_A_WARNING = 4
-"""How often the thread looks within the time after which it warns."""
+"""The number of times the thread looks within the time after which it warns."""
 
 
 @dataclass(slots=True)
@@ -173,7 +168,7 @@ class Watchdog:
 
     @classmethod
     def of_this_loop(cls, *, warn_s: float) -> Self:
-        """For the running loop, on whose thread this is called."""
+        """Make a watchdog for the running loop. Call it on the loop's thread."""
         loop, thread_id = asyncio.get_running_loop(), threading.get_ident()
 
         def look() -> Blockage | None:
@@ -194,7 +189,7 @@ class Watchdog:
         self._thread.join()
 
     def check(self) -> None:
-        """One look, on the thread: send a ping, or see what keeps the last one from its answer."""
+        """Send a ping, or look what keeps the last one from its answer. The thread calls it."""
         ping = self._ping
         if ping is None:
             self._ping = ping = _Ping(sent_s=self._now())
@@ -209,7 +204,7 @@ class Watchdog:
                 self._warn(blockage, seconds)
 
     def _answer(self, ping: _Ping) -> None:
-        """On the loop. Only a delay whose place was seen counts: a busy machine delays an idle loop too."""
+        """Answer a ping, on the loop. Only delays whose place was seen count: a busy machine delays idle loops too."""
         if ping.is_blocked:
             self.blocked_s += self._now() - ping.sent_s
         self._ping = None

@@ -1,9 +1,8 @@
-"""What a user may hand in as a workflow, and how it becomes one callable. It knows nothing of sessions or engines.
+"""The forms of workflow that a user may give, and how each becomes one callable.
 
-Runs a plain function in a thread of its own while the event loop goes on. It knows not what function.
-
-No pool: the interpreter waits for the threads of a pool when it ends, and one that is stuck in a user's code would keep
-the process alive for ever. How many run at once is the caller's business.
+A plain function runs in a thread of its own while the event loop goes on. It is not a pool: at its end the interpreter
+waits for a pool's threads, and one stuck in a user's code would keep the process alive for ever. The caller limits how
+many run at once.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ Result = TypeVar("Result")
 
 
 async def run_in_thread(name: str, call: Callable[[], Result]) -> Result:
-    """What `call` returns or raises. Cancelling leaves the thread behind: nothing can end it from outside."""
+    """Run `call` in a thread; return or raise what it does. Cancelling leaves the thread behind: nothing can end it."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Result] = loop.create_future()
     context = contextvars.copy_context()
@@ -34,13 +33,13 @@ async def run_in_thread(name: str, call: Callable[[], Result]) -> Result:
         except StopIteration:  # a future cannot hold it
             tell(lambda: outcome.set_exception(RuntimeError("StopIteration was raised")))
         except BaseException as error:
-            reason = error  # the name `error` is gone when the loop gets to it
+            reason = error  # `error` is deleted before the loop reads it
             tell(lambda: outcome.set_exception(reason))
         else:
             tell(lambda: outcome.set_result(result))
 
     def tell(settle: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile: nobody asks any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for the outcome
             loop.call_soon_threadsafe(lambda: None if outcome.done() else settle())
 
     threading.Thread(target=work, name=name, daemon=True).start()
@@ -52,9 +51,9 @@ Workflow = Callable[[dict[str, Any], Rollout], Awaitable[object]]
 
 
 def load_workflow(source: object) -> Workflow:
-    """Accepts `"package.module:name"`, a function, a callable instance, an object with a method `run`, or its class.
+    """Make a workflow of `"package.module:name"`, a function, a callable, an object with `run`, or its class.
 
-    What is no coroutine runs in a thread. Raises ConfigError for anything else, naming it.
+    A plain function runs in a thread. Raises ConfigError for anything else.
     """
     name = repr(source)
     found = import_object(source, "workflow") if isinstance(source, str) else source
@@ -83,9 +82,9 @@ def _instance(kind: type[object], name: str) -> object:
 
 
 def import_path(source: object) -> str:
-    """The `package.module:name` under which another process finds the same workflow.
+    """Return the `package.module:name` under which another process finds the same workflow.
 
-    Raises ConfigError for what only this process has: a closure, an instance, a function of the program itself.
+    Raises ConfigError for objects that only this process has: a closure, an instance, a function of the main program.
     """
     if isinstance(source, str):
         return source
@@ -110,7 +109,7 @@ def _is_found(path: str, source: object) -> bool:
 def _fits(call: Callable[..., object], *args: object, **kwargs: object) -> bool:
     try:
         inspect.signature(call).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # ValueError: a builtin that does not tell its signature
+    except (TypeError, ValueError):  # ValueError: a builtin without a signature
         return False
     return True
 
@@ -127,7 +126,7 @@ def _in_thread(call: Callable[..., object]) -> Workflow:
 
 
 def _agent_workflow(run: Callable[..., object], name: str) -> Workflow:
-    """AReaL's form: an object whose `run(data, base_url=, api_key=, http_client=)` calls the model by itself."""
+    """Adapt AReaL's form: an object whose `run(data, base_url=, api_key=, http_client=)` calls the model itself."""
     if not _fits(run, {}, base_url="", api_key="", http_client=None):
         raise ConfigError(
             f"workflow: the method run of {name} takes {inspect.signature(run)}; it is called as "
@@ -144,6 +143,6 @@ def _agent_workflow(run: Callable[..., object], name: str) -> Workflow:
 
 
 async def _threaded(call: Callable[[], object]) -> object:
-    """Run it in a thread; a plain function that hands back a coroutine (a lambda, a decorator) has that awaited."""
+    """Run it in a thread. When a plain function returns a coroutine (a lambda, a decorator), that is awaited."""
     returned = await run_in_thread("workflow", call)
     return await returned if inspect.isawaitable(returned) else returned

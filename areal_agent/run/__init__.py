@@ -1,6 +1,13 @@
-"""A run: everything that `python -m areal_agent.train` builds and drives.
+"""A run: everything that `python -m areal_agent.train` and `python -m areal_agent.eval` build and drive.
 
-`Run` is the asynchronous trainer as a Python API; `loop` is the main job over it.
+loop.py        the main job: the training loop, its signals and its end
+run.py         `Run`: builds every part; the asynchronous trainer as a Python API
+preflight.py   everything that is checked before a run starts
+serving.py     an engine and what rolls out against it
+sources.py     where batches come from: rollouts of the run's own, or a gateway elsewhere
+commits.py     how a train step becomes final, and where a run goes on
+evaluation.py  evaluations during training, and `python -m areal_agent.eval`
+results.py     metrics.jsonl, summary.json and curve.png
 """
 
 from areal_agent.run.run import Run

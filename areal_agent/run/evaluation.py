@@ -1,16 +1,14 @@
-"""The evaluations of a run: before and after training while it waits, and every so often beside it.
+"""The evaluations of a run, and `python -m areal_agent.eval`, which grades a model and trains nothing.
+
+Before and after training a run waits for its evaluation; in between, one goes on beside training::
 
     run.push ──▶ begin ──▶ a task of its own: held-out rollouts on the engine that training uses ──▶ row, note
                                │ at most a quarter of the rollout slots, so that training goes on
 
 The engine has one set of weights, which pushes replace: an evaluation beside training begins under one version, and its
 later answers come from later ones. Its row counts the answers of each version; the ledger has the version of every
-token. It knows the run's parts and no loop.
-
-Grades a model with a config's workflow on its held-out tasks. Nothing is trained.
-
-The tasks, seeds and sampling are those of the evaluations of `train`, so a checkpoint graded here gives the figure that
-`summary.json` has.
+token. Tasks, seeds and sampling are always the same, so a checkpoint graded by `areal_agent.eval` gives the figure of
+`summary.json`.
 """
 
 import asyncio
@@ -37,7 +35,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 class Evaluation:
-    """The held-out tasks of a run, rolled out again and again: the same tasks, seeds and sampling each time."""
+    """Rolls out the held-out tasks of a run again and again, with the same tasks, seeds and sampling each time."""
 
     def __init__(
         self,
@@ -54,10 +52,10 @@ class Evaluation:
         self._progress = progress
         self._max_concurrent = max_concurrent
         self._beside: asyncio.Task[None] | None = None
-        self._newest: WeightVersion | None = None  # that was evaluated beside training
+        self._newest: WeightVersion | None = None  # the version evaluated last beside training
 
     async def run(self, label: str, version: WeightVersion) -> EvalReport:
-        """Evaluate and wait for it; nothing else is under way, so that all answers are of `version`."""
+        """Evaluate and wait for the result. Nothing else may be under way, so that all answers are of `version`."""
         num_done = 0
         self._progress.phase(f"evaluating {label}")
 
@@ -70,9 +68,9 @@ class Evaluation:
             return await self._evaluate(label, version, on_answer, len(self._tasks))
 
     def begin(self, version: WeightVersion, spawn: Spawn) -> bool:
-        """Evaluate in a task of `spawn`'s; False, and nothing happens, while the last one is still under way.
+        """Evaluate in a task made by `spawn`. Return False, and start nothing, while the last one is still under way.
 
-        Nor for a version that was evaluated so before: it would answer the same.
+        It starts nothing either for a version that was already evaluated beside training: the result would be the same.
         """
         if self._beside is not None and not self._beside.done():
             self._progress.note(f"no evaluation of version {version}: the one before it is still under way")
@@ -84,14 +82,14 @@ class Evaluation:
         return True
 
     async def finish(self) -> None:
-        """Wait for one that is under way."""
+        """Wait for an evaluation that is under way."""
         if self._beside is not None and not self._beside.done():
             self._progress.phase("waiting for the evaluation that is under way")
             with self._metrics.during("evaluating"):
                 await asyncio.wait({self._beside})
 
     async def cancel(self) -> None:
-        """Give up one that is under way: its rollouts end as `cancelled`, and it has no result."""
+        """Give up an evaluation that is under way: its rollouts end as `cancelled`, and it has no result."""
         if self._beside is not None and not self._beside.done():
             self._beside.cancel()
             await asyncio.wait({self._beside})
@@ -119,7 +117,7 @@ class Evaluation:
 
 
 def evaluate(file: str, overrides: Sequence[str]) -> int:
-    """Evaluate as a config says; the exit code. Raises ArealAgentError."""
+    """Evaluate as a config says and return the exit code. Raises ArealAgentError."""
     config = Config.load(file, overrides)
     preflight = Preflight.check(config, name=f"{Path(file).stem}-eval")
     if not preflight.eval_tasks:
@@ -146,7 +144,7 @@ def evaluate(file: str, overrides: Sequence[str]) -> int:
 
 async def _evaluate(preflight: Preflight) -> EvalReport:
     config, folder = preflight.config, preflight.folder
-    assert preflight.workflow is not None  # held-out tasks are for a workflow
+    assert preflight.workflow is not None  # preflight makes sure of it: held-out tasks need a workflow
     progress = Progress(total_steps=config.steps, mode=config.observe.progress)
     folder.make()
     log_to_file(folder.logs / "main.log")

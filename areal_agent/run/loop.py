@@ -1,7 +1,12 @@
-"""The main job: the paper's loop over a `Run`, its signals, and what it leaves. The parts are in run.py.
+"""The main job: the training loop over a `Run`, its signals, and what it leaves behind.
 
-Ctrl-C and SIGTERM end it cleanly: rollouts are cancelled, a checkpoint is published, the line that resumes is printed.
-A second Ctrl-C ends it at once; the ledger and the last checkpoint still hold what they hold.
+    evaluate "before" ─▶ prepare_batch ─▶ train_step ─▶ push ─▶ evaluate_beside? ─▶ save? ─▶ ... ─▶ evaluate "after"
+                              ▲                                                       │
+                              └───────────────── until `steps` are done ──────────────┘
+
+Rollouts go on in the background from the first `prepare_batch` on, which alone waits for them (see run.py).
+Ctrl-C or SIGTERM ends the loop cleanly: rollouts are cancelled, a checkpoint is published, and the command that resumes
+is printed. A second one ends the process at once; the ledger and the last checkpoint stay as they are.
 """
 
 import asyncio
@@ -16,6 +21,7 @@ from pathlib import Path
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError
 from areal_agent.files import RunFolder
+from areal_agent.ledger import questions
 from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
@@ -26,11 +32,11 @@ from areal_agent.run.run import Run
 INTERRUPTED_CODE = 130
 
 SAME_SIGNAL_S = 1.0
-"""Signals within it are one: `timeout` and job managers signal a process, and then its group."""
+"""Signals within this time count as one: `timeout` and job managers signal a process, and then its group."""
 
 
 def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is_dry: bool) -> int:
-    """Train as a config says, or only check it; the exit code. Raises ArealAgentError."""
+    """Train as a config says, or only check it, and return the exit code. Raises ArealAgentError."""
     config = Config.load(config_file, overrides)
     progress = Progress(total_steps=config.steps, mode="none" if is_dry else config.observe.progress)
     run = Run(config, name=config_file.stem, resume=resume, progress=progress)
@@ -43,9 +49,9 @@ def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is
 
 
 class Interruption:
-    """SIGINT and SIGTERM, turned into one cancellation of the task that asked for it; the second ends the process.
+    """Turns SIGINT and SIGTERM into one cancellation of a task; the second signal ends the process.
 
-    Once `close` was called the first is only noted: what goes on ends by itself.
+    After `close`, the first signal is only noted: the run is ending anyway.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -89,12 +95,12 @@ async def _train(run: Run) -> int:
         run.progress.close()
     print(last_words, flush=True)
     if len(asyncio.all_tasks()) > 1:
-        os._exit(code)  # a workflow that ignores its cancellation would be waited for without end
+        os._exit(code)  # asyncio.run would wait for ever for a workflow that ignores its cancellation
     return code
 
 
 async def _train_and_report(run: Run) -> tuple[int, str]:
-    """Run the loop under the signals; whatever happens, the run folder says how it ended."""
+    """Run the loop under the signals. However it ends, the run folder says how."""
     task = asyncio.current_task()
     assert task is not None  # asyncio.run made one
     interruption = Interruption(run.progress.note)
@@ -135,7 +141,7 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
 
 
 def report_failure(folder: RunFolder, facts: RunFacts, error: ArealAgentError) -> None:
-    """Write what there is to tell, and how to go on; a full disk that hinders it does not hide the error."""
+    """Write the report of a failed run and note how to go on; a full disk must not hide the error."""
     try:
         write_report(folder, facts)
     except OSError as fault:
@@ -145,20 +151,20 @@ def report_failure(folder: RunFolder, facts: RunFacts, error: ArealAgentError) -
 
 @dataclass(slots=True)
 class Outcome:
-    """What is known of the run's end so far."""
+    """The end of the run, as far as it is known."""
 
     status: RunStatus = RunStatus.FAILED
     success_before: float | None = None
     success_after: float | None = None
     checkpoint: Path | None = None
     error: str | None = None
-    tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger
+    tokens: tuple[int, int] | None = None  # tokens sampled and trained, by the ledger
     earlier_wall_s: float = 0.0  # of the incarnations before this one
 
 
 async def _learn(run: Run, outcome: Outcome) -> None:
     """The paper's loop. Rollouts go on in the background from the first `prepare_batch` on."""
-    outcome.earlier_wall_s = await run.recall("wall_s") or 0.0
+    outcome.earlier_wall_s = await run.ledger.ask(questions.note, "wall_s") or 0.0
     outcome.success_before = await _success_before(run)
     if run.preflight.eval_tasks:
         run.progress.note(f"success before training: {_share(outcome.success_before)}")
@@ -173,30 +179,30 @@ async def _learn(run: Run, outcome: Outcome) -> None:
         if run.step % run.config.trainer.checkpoint_every == 0:
             outcome.checkpoint = await run.save()
     await run.stop_producing()
-    await run.finish_evaluating()
+    await run.evaluation.finish()
     if run.preflight.eval_tasks:
         outcome.success_after = (await run.evaluate("after")).success
         run.progress.note(f"success after training: {_share(outcome.success_after)}")
 
 
 async def _success_before(run: Run) -> float | None:
-    """Over restarts. None where as many tasks were not graded before the first step: no figure compares with theirs."""
+    """Return the success before the first step, kept over restarts; None when these tasks were not graded then."""
     note = f"success_before, {len(run.preflight.eval_tasks)} tasks"
-    success: float | None = await run.recall(note)
+    success: float | None = await run.ledger.ask(questions.note, note)
     if success is None and run.step == 0 and run.preflight.eval_tasks:
         success = (await run.evaluate("before")).success
-        await run.remember(note, success)
+        await run.ledger.set_note(note, success)
     return success
 
 
 def is_evaluation_due(run: Run) -> bool:
-    """Whether the step just pushed is a multiple of `eval.every`. The last step has the evaluation after training."""
+    """Return whether the step just pushed is a multiple of `eval.every`. The last step has the one after training."""
     every = run.config.eval.every
     return every > 0 and run.step % every == 0 and run.step < run.config.steps
 
 
 async def is_evaluation_owed(run: Run) -> bool:
-    """Whether the last evaluation that was due before a restart has no result: its process died, or was told to end."""
+    """Return whether the last evaluation due before a restart has no result: it was cancelled, or its process died."""
     every = run.config.eval.every
     due = run.step - run.step % every if every > 0 else 0
     if not 0 < due <= run.step < run.config.steps:
@@ -206,15 +212,15 @@ async def is_evaluation_owed(run: Run) -> bool:
 
 
 async def _wind_up(run: Run, outcome: Outcome, started_s: float) -> None:
-    """Stop rolling out, publish the last checkpoint, and leave every trajectory with a fate or waiting for a resume."""
+    """Stop rolling out, publish the last checkpoint, and give trajectories a fate or leave them for a resume."""
     await run.stop_producing()
-    await run.stop_evaluating()
+    await run.evaluation.cancel()
     if run.version.step < run.step:
-        await run.push()  # interrupted between the two: the step counts, and its row is written
+        await run.push()  # interrupted between step and push: the step counts, and its row is written
     outcome.checkpoint = await run.save()
     await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
-    outcome.tokens = await run.count_tokens()
-    await run.remember("wall_s", outcome.earlier_wall_s + time.monotonic() - started_s)
+    outcome.tokens = await run.source.count_tokens()
+    await run.ledger.set_note("wall_s", outcome.earlier_wall_s + time.monotonic() - started_s)
 
 
 def _facts(run: Run, outcome: Outcome, started_s: float) -> RunFacts:
@@ -232,7 +238,7 @@ def _facts(run: Run, outcome: Outcome, started_s: float) -> RunFacts:
 
 
 def has_ledger(run: Run) -> bool:
-    """Whether the run got far enough to be resumed."""
+    """Return whether the run got far enough to be resumed."""
     return run.folder.ledger.is_file()
 
 

@@ -1,12 +1,11 @@
-"""Everything about a run that can be wrong before it starts: found here, as one line, with nothing half started.
+"""The checks before a run starts: every fault of a config is found here, as one line, with nothing half started.
 
-It imports the workflow, loads the tasks, looks for the model and the ports. It starts no process and makes no file.
+`Preflight.check` imports the workflow, loads the tasks, and looks for the model, the ports and the engine's Python.
 """
 
 import importlib.util
 import json
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,25 +19,24 @@ from areal_agent.files import RunFolder
 from areal_agent.gateway.standalone import find_admin_key
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.rollout.tasks.draws import Curriculum
-from areal_agent.rollout.tasks.loading import TaskSet, load_tasks, require_json
+from areal_agent.rollout.tasks.loading import HUB_NAME, TaskSet, load_tasks, require_json
 from areal_agent.rollout.tasks.stream import in_order
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preflight:
-    """A config that holds together, with what it names loaded."""
+    """A config that has been checked, with the workflow and the tasks it names loaded."""
 
     config: Config
     folder: RunFolder
     is_resumed: bool
     workflow: Workflow | None  # None: the agents are elsewhere
-    workflow_path: str | None  # where the workers of the run find it; None without workers
+    workflow_path: str | None  # the path under which workers import it; None without workers
     tasks: TaskSet
     eval_tasks: tuple[Task, ...]
 
@@ -56,7 +54,7 @@ class Preflight:
             raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
         check_ports(config)
         check_engine(config)
-        assert config.tasks is not None  # the config has seen to it
+        assert config.tasks is not None  # checked by Config
         tasks, eval_tasks = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
         make_curriculum(config, tasks)
         if config.rollout.workers:
@@ -73,10 +71,12 @@ class Preflight:
 
     @classmethod
     def _check_online(cls, config: Config, workflow: object, name: str, resume: str | None) -> Self:
-        """Of a run whose agents are elsewhere: its engine has to see the memory of this machine, and it needs a key."""
+        """Check a run whose agents are elsewhere: its engine must be on this machine, and it needs a key."""
         if workflow is not None:
-            raise ConfigError("a workflow has no effect with rollout.gateway_url: the agents are elsewhere")
-        assert config.engine.url is not None  # the config has seen to it
+            raise ConfigError(
+                "a workflow has no effect with rollout.gateway_url, whose agents are elsewhere; leave it out"
+            )
+        assert config.engine.url is not None  # checked by Config
         check_this_host(config.engine.url, "engine.url")
         find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
         return cls(
@@ -90,7 +90,7 @@ class Preflight:
         )
 
     def summary(self) -> str:
-        """What would run, in a few lines."""
+        """Return a few lines on what would run."""
         config = self.config
         action = "resumes" if self.is_resumed else "trains"
         answers = f"{config.batch_size} tasks x {config.group_size} rollouts"
@@ -98,7 +98,7 @@ class Preflight:
         if config.is_online:
             batches = f"batches from {config.rollout.gateway_url}, weights to {config.engine.url}"
         is_here = demonstrations_of(config.model) is not None or Path(config.model).exists()
-        hub = f"\nno folder {config.model} is here: it is taken for a name on the hub, where nothing was looked for"
+        hub = f"\nthere is no folder {config.model}: it is taken for a name on the hub, which was not asked"
         return (
             f"{action} {config.model} for {config.steps} steps of {answers} in {self.folder.path}\n{batches}; "
             f"max_staleness {config.max_staleness}, straggler {config.straggler}, preset {config.algorithm.preset}"
@@ -115,20 +115,20 @@ def choose_folder(config: Config, name: str, resume: str | None) -> RunFolder:
 
 
 def require_steps_left(folder: RunFolder, num_steps: int) -> None:
-    """Raise ConfigError when there is nothing to go on with. At the last step an evaluation may be left to do."""
+    """Raise ConfigError when no step is left. After the last step, an evaluation may still be left to do."""
     if newest_step(folder.checkpoints) < num_steps:
         return
     checkpoint = latest_checkpoint(folder.checkpoints)
     num_done = checkpoint.step if checkpoint else 0
     if num_done > num_steps or (num_done == num_steps and folder.is_completed):
         raise ConfigError(
-            f"--resume {str(folder.path)!r}: its {num_done} steps are done and steps is {num_steps}, so there is "
-            f"nothing to go on with; set steps to more than {num_done}"
+            f"--resume {str(folder.path)!r}: {num_done} steps are done and steps is {num_steps}, so there is "
+            f"nothing left to train; set steps to more than {num_done}"
         )
 
 
 def check_ports(config: Config) -> None:
-    """Raise ConfigError when a fixed port is in use, or wanted twice."""
+    """Raise ConfigError when a fixed port is in use or given twice."""
     check_port(config.engine.port, "engine.port")
     for port in config.rollout.gateway_ports:
         check_port(port, "rollout.gateway_port")
@@ -137,20 +137,19 @@ def check_ports(config: Config) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Raise ConfigError when the Python that is to start the servers is not there."""
+    """Raise ConfigError when there is no program at `engine.python`, which starts the servers."""
     python = config.engine.python
     if python is not None and shutil.which(python) is None:
         raise ConfigError(
-            f"engine.python = {python!r}: there is no such program; give the Python of an environment that has "
-            f"{config.engine.backend}: on a CPU, make one "
-            f"by areal_agent/engine/{config.engine.backend}/make_environment.sh"
+            f"engine.python = {python!r}: there is no such program; give the Python of an environment with "
+            f"{config.engine.backend} (for CPUs: areal_agent/engine/{config.engine.backend}/make_environment.sh)"
         )
 
 
 def import_own_functions(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError when the advantage or the loss is a function that cannot be imported, or not be called so.
+    """Raise ConfigError when the user's advantage or loss cannot be imported or has the wrong signature.
 
-    For a dry run: such modules import torch, which a run leaves to its trainer; there the same error comes from that.
+    Only a dry run calls it: such modules import torch, which a run leaves to its trainer; that raises the same error.
     """
     if is_import_path(algorithm.advantage):
         load_advantage(algorithm.advantage)
@@ -168,13 +167,13 @@ def check_model(model: str) -> None:
         check_model_folder(path)
         return
     if path.exists():
-        raise ConfigError(f"model {model!r} is no Hugging Face folder: it has no config.json")
+        raise ConfigError(f"model {model!r} is not a Hugging Face folder: it has no config.json")
     if not HUB_NAME.fullmatch(model):
         raise ConfigError(f"model {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
 
 
 def check_demonstrations(model: str, path: str) -> None:
-    """Raise ConfigError unless the module of the tiny model's demonstrations can be found; its building imports it."""
+    """Raise ConfigError unless the module with the tiny model's demonstrations exists. Building it imports that."""
     module, _, function = path.partition(":")
     try:
         found = importlib.util.find_spec(module) if module and function else None
@@ -182,7 +181,7 @@ def check_demonstrations(model: str, path: str) -> None:
         found = None
     if found is None:
         raise ConfigError(
-            f"model {model!r}: {path!r} is no module that can be imported here; give 'tiny:module:function'"
+            f"model {model!r}: the module of {path!r} cannot be imported here; give 'tiny:module:function'"
         )
 
 
@@ -204,17 +203,17 @@ def check_model_folder(path: Path) -> None:
 
 
 def make_curriculum(config: Config, tasks: TaskSet) -> Curriculum | None:
-    """None where every task comes once an epoch. Raises ConfigError for tasks that do not fit it."""
+    """Return the curriculum; None where every task comes once per epoch. Raises ConfigError when tasks do not fit."""
     if config.tasks is None or config.tasks.curriculum is None:
         return None
     return Curriculum(config.tasks.curriculum, tasks, seed=config.seed, success_reward=config.eval.success_reward)
 
 
 def load_eval_tasks(config: Config) -> tuple[Task, ...]:
-    """The held-out tasks, `eval.num_tasks` of them. Raises ConfigError when the source has fewer."""
+    """Return the first `eval.num_tasks` held-out tasks. Raises ConfigError when the source has fewer."""
     wanted = config.eval.num_tasks
     if wanted == 0:
         return ()
     source = config.eval.tasks or config.tasks
-    assert source is not None  # the config has seen to it
+    assert source is not None  # checked by Config
     return in_order(load_tasks(source, "test", config.seed, "eval.tasks"), wanted, "eval.num_tasks")

@@ -1,12 +1,12 @@
-"""What a run leaves for a person: summary.json and curve.png, made from metrics.jsonl. It starts nothing.
+"""The results of a run: metrics.jsonl while it goes on; summary.json and curve.png, made from it, at its end.
 
-What a run writes into metrics.jsonl: a row a step, a row an evaluation, and where every second went.
+metrics.jsonl has a row per step, a row per evaluation, and rows for time outside of steps::
 
     trainer side: the activities that the run names ─┐
     engine side:  clocks of engine, gateway, runner ─┴─▶ rows ─▶ metrics.jsonl, trackers, progress
 
-Both sides partition the same wall time, from the making of this object to the row that was written last: in every row
-the seconds of a side's activities add up to `seconds/wall`. It makes nothing happen.
+Both sides partition the same wall time, from the making of `RunMetrics` to the last row: in every row the seconds of a
+side's activities add up to `seconds/wall`.
 """
 
 import asyncio
@@ -48,11 +48,11 @@ from areal_agent.types import RolloutBatch, WeightVersion
 from areal_agent.weights.push import PushReport
 
 WORTH_TELLING = 0.01
-"""The share of a run's time from which blocked event loops have a line of their own at its end."""
+"""The share of a run's time from which blocked event loops get a line of their own at its end."""
 
 
 class RunStatus(StrEnum):
-    """How a run ended."""
+    """The way a run ended."""
 
     COMPLETED = "completed"
     INTERRUPTED = "interrupted"
@@ -61,7 +61,7 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What summary.json holds beside the figures that follow from metrics.jsonl. `success_*` are shares, 0 to 1."""
+    """The facts in summary.json that do not follow from metrics.jsonl. `success_*` are shares, 0 to 1."""
 
     status: RunStatus
     wall_s: float  # model building, evaluation and earlier incarnations included
@@ -69,18 +69,18 @@ class RunFacts:
     success_after: float | None
     num_eval_tasks: int
     checkpoint: Path | None
-    tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger; None: it could not be asked
-    engine_threads: int = 1  # of an engine that the run starts here
+    tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger; None: not known
+    engine_threads: int = 1  # threads of an engine that the run starts itself
     error: str | None = None
 
 
 def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
-    """Write summary.json and, once there is a step, curve.png; returns the summary."""
+    """Write summary.json and, once there is a step, curve.png. Return the summary."""
     all_rows = read_metrics(folder.metrics)
     rows = living_rows(all_rows)
     totals, spent = total(rows), Spent.of(all_rows)
     evaluations = evaluation_rows(all_rows)
-    rewards = {row["label"]: row.get("eval/reward_mean") for row in evaluations}  # of a label the last
+    rewards = {row["label"]: row.get("eval/reward_mean") for row in evaluations}  # the last row of each label
     sampled_tokens, trained_tokens = facts.tokens or (totals.generated_tokens, totals.trained_tokens)
     summary: dict[str, Any] = {
         "status": facts.status.value,
@@ -124,14 +124,14 @@ def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
 
 
 def _time_lines(summary: dict[str, Any]) -> list[str]:
-    """Where the time went, and what to do about it."""
+    """Return the lines on where the time went and what to do about it."""
     seconds = summary["seconds"]
     table = time_table(Spent(wall_s=seconds["wall"], engine=seconds["engine"], trainer=seconds["trainer"]))
     return [table, *([f"advice: {summary['advice']}"] if summary["advice"] else [])]
 
 
 def _rewards(summary: dict[str, Any]) -> str:
-    """The mean rewards before and after, where they say more than success does: rewards other than 0 and 1."""
+    """Return the mean rewards before and after, or nothing where they equal the success: rewards of only 0 and 1."""
     before, after = summary["reward_before"], summary["reward_after"]
     if before is None or after is None or (before, after) == (summary["success_before"], summary["success_after"]):
         return ""
@@ -139,7 +139,7 @@ def _rewards(summary: dict[str, Any]) -> str:
 
 
 def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
-    """What the terminal shows last: the result, where it lies, and how to go on."""
+    """Return the last lines for the terminal: the result, where it lies, and how to go on."""
     lines = [f"{summary['status']} after {summary['steps']} steps in {summary['wall_s']:.0f} s"]
     before, after = summary["success_before"], summary["success_after"]
     if after is not None:
@@ -154,13 +154,13 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
     lines += _time_lines(summary)
     if summary["loop_blocked_s"] > WORTH_TELLING * summary["wall_s"]:
         lines.append(
-            f"workflows blocked the event loop that they share for {summary['loop_blocked_s']:.0f} s; "
+            f"workflows blocked their shared event loop for {summary['loop_blocked_s']:.0f} s; "
             f"the warnings in {folder.logs} name the lines"
         )
     if summary["num_skipped_updates"]:
         lines.append(
-            f"{summary['num_skipped_updates']} optimiser updates were left out, for their gradient was not finite: "
-            "their rollouts taught nothing; trainer/num_skipped_updates in metrics.jsonl says in which steps"
+            f"{summary['num_skipped_updates']} optimiser updates were skipped because their gradient was not finite: "
+            "their rollouts taught nothing; trainer/num_skipped_updates in metrics.jsonl names the steps"
         )
     lines.append(f"in {folder.path}: summary.json, curve.png, metrics.jsonl, checkpoint {summary['checkpoint']}")
     if summary["status"] != RunStatus.COMPLETED:
@@ -172,7 +172,7 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """Everything that is counted from the start on, at one moment; and what is so at that moment."""
+    """Counters since the start of the run, read at one moment, and gauges of that moment."""
 
     engine: EngineReading
     trainer: Mapping[str, float]  # seconds by activity
@@ -181,7 +181,11 @@ class Reading:
 
 
 class RunMetrics:
-    """Made with the run, so that no second is missed; opened with its folder, connected once its engine is there."""
+    """Writes the rows of metrics.jsonl.
+
+    It is made with the run, so that no second is missed, opened once there is a folder, and connected once there is an
+    engine.
+    """
 
     def __init__(
         self,
@@ -193,8 +197,8 @@ class RunMetrics:
     ) -> None:
         self._progress = progress
         self._success_reward = success_reward
-        self._source_names = source_names or {}  # of tasks, by their ids
-        self._expected_parts = frozenset(part_names)  # of the reward: until the first step, which tells of those missed
+        self._source_names = source_names or {}  # task source by task id
+        self._expected_parts = frozenset(part_names)  # of the reward; checked and emptied at the first step
         self._account = TimeAccount()
         self._producing = BusyClock()
         self._starting_s = 0.0
@@ -204,7 +208,7 @@ class RunMetrics:
         self._uncounted = Uncounted()
 
     def open(self, path: Path, trackers: Trackers | None = None) -> None:
-        """Rows go to `path`, after those that are there, and those of steps and evaluations to `trackers`, too."""
+        """Append rows to `path`; rows of steps and evaluations also go to `trackers`."""
         self._path = path
         self._log = MetricsLog(path)
         self._trackers = trackers or Trackers()
@@ -214,7 +218,7 @@ class RunMetrics:
         await self._trackers.aclose()
 
     async def connect(self, source: Source, process_ids: Mapping[str, int]) -> None:
-        """The engine of `source` is there, and the run's own processes, by name."""
+        """Begin to read the counters of `source` and the memory of the run's own processes, given by name."""
         self._source = source
         self._process_ids = {"main": os.getpid(), **process_ids}
         now = await self._read()
@@ -222,13 +226,13 @@ class RunMetrics:
         self._last = replace(now, engine=replace(now.engine, wall_s=0.0), trainer={})
 
     def during(self, activity: str) -> AbstractContextManager[None]:
-        """What the trainer's side does; of activities within each other, the one that began last counts."""
+        """Time an activity of the trainer's side. Of nested activities, the innermost one counts."""
         return self._account.during(activity)
 
     # ------------------------------------------------------------------ what happened
 
     async def begin_steps(self, version: WeightVersion) -> None:
-        """Rollouts are wanted from now on: rows of steps begin here, and one tells of the time before."""
+        """Begin the rows of steps, as rollouts are wanted from now on. A row for the time before is written first."""
         if self._producing.num_running:
             return
         await self.end_time(version)
@@ -237,21 +241,21 @@ class RunMetrics:
         self._producing.begin()
 
     def end_steps(self) -> None:
-        """No more rollouts are wanted."""
+        """Stop counting: no more rollouts are wanted."""
         if self._producing.num_running:
             self._producing.end()
 
     def trained(self, batch: RolloutBatch, report: StepReport) -> None:
-        """The step's row begins."""
+        """Begin the row of a step."""
         self._row = describe_batch(batch, self._success_reward, self._source_names)
         self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
         self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
         if num_skipped := report.metrics.get("num_skipped_updates"):
-            self._progress.note(f"step {report.step}: {num_skipped:.0f} updates left out, their gradient is not finite")
+            self._progress.note(f"step {report.step}: skipped {num_skipped:.0f} updates whose gradient was not finite")
         self._note_missed_parts(batch)
 
     def _note_missed_parts(self, batch: RolloutBatch) -> None:
-        """Once, at the first step: a weight for a part that no rollout named adds nothing to any reward."""
+        """Note once, at the first step, which of `algorithm.reward_parts` no rollout named: they add nothing."""
         expected, self._expected_parts = self._expected_parts, frozenset[str]()
         named = {name for one in batch.trained for name in one.rewards.parts}
         if batch.trained and (missed := expected - named):
@@ -261,9 +265,9 @@ class RunMetrics:
             )
 
     async def pushed(self, report: PushReport, *, held_s: float) -> None:
-        """The step's row ends: it is written, and shown. For `held_s` the push held the engine.
+        """Finish the row of a step, write it and show it. The push held the engine for `held_s`.
 
-        A push of what was pushed before is of no step, and its time goes to the next row.
+        A push without a train step writes no row; its time goes to the next one.
         """
         self._paused_s += held_s
         if not self._row:
@@ -279,17 +283,17 @@ class RunMetrics:
         self._progress.step(view_of(row))
 
     def answered(self, answer: EvalAnswer) -> None:
-        """A rollout of an evaluation has ended: its tokens were none of training."""
+        """Count the tokens of an evaluation's rollout, which are not for training."""
         self._evaluated_tokens += answer.num_tokens
 
     def evaluated(self, label: str, version: WeightVersion, report: EvalReport, seconds: float) -> None:
-        """An evaluation has ended that began under `version`."""
+        """Write the row of an evaluation that began under `version`."""
         row = self._head(RowKind.EVALUATION, version) | {"label": label, **report.metrics(), "eval/seconds": seconds}
         self._log.append(row)
         self._trackers.log(version.step, numbers_of(row))
 
     async def end_time(self, version: WeightVersion) -> None:
-        """A row for the time that is of no step."""
+        """Write a row for the time that belongs to no step."""
         seconds = {name: value for name, value in (await self._since_last()).items() if name.startswith("seconds/")}
         self._log.append(self._head(RowKind.TIME, version) | seconds)
 
@@ -299,7 +303,7 @@ class RunMetrics:
         return {"kind": kind.value, "step": version.step, "incarnation": version.incarnation, "time": time.time()}
 
     async def _since_last(self) -> Row:
-        """What both sides did since the last row that was asked for, and what is so now."""
+        """Return what both sides did since this was called last, and the gauges of now."""
         last, now = self._last, await self._read()
         self._last = now
         return {

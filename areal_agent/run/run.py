@@ -1,18 +1,23 @@
-"""One run: builds every part, owns the loops, and is the Python API of the asynchronous trainer.
+"""One run: builds every part, owns the tasks of the event loop, and is the Python API of the asynchronous trainer.
 
-    ┌─────────────────────────── main process ───────────────────────────┐
-    │ tasks ─▶ admit loop ─▶ rollouts ─▶ buffer ─▶ prepare_batch          │     trainer process
-    │             ▲             │ HTTP                   │ batch          │   ┌──────────────────┐
-    │             │          gateway ─▶ ledger           └────────────────┼──▶│ train_step       │
-    │             │             │ HTTP                                    │   │     │            │
-    │             │             ▼                                         │   │  publish         │
-    │             │       engine process ◀── push: pause, swap, resume ◀──┼───┤     ▼            │
-    │             └── the bound moves ◀───────┘                           │   │  shared memory   │
-    └─────────────────────────────────────────────────────────────────────┘   └──────────────────┘
+    main process                                                          trainer process
+    ┌────────────────────────────────────────────────────────────────┐    ┌──────────────┐
+    │ tasks ─▶ admit loop ─▶ rollouts ─▶ buffer ─▶ prepare_batch ────┼───▶│ train_step   │
+    │              ▲             │ HTTP                              │    │     ▼        │
+    │              │             ▼                                   │    │  publish     │
+    │              │          gateway ─▶ ledger       push ◀─────────┼────┤     │        │
+    │              └─ version ───┼─────────────────────┤             │    └─────┼────────┘
+    └────────────────────────────┼─────────────────────┼─────────────┘          │
+                            HTTP │                     │ pause, swap, resume    │ weights (memory or disk)
+                                 ▼                     ▼                        ▼
+                         ┌──────────────────────── engine process ─────────────────────┐
+                         │       samples under the newest weights swapped in           │
+                         └─────────────────────────────────────────────────────────────┘
 
-Tasks of the event loop, all owned by one TaskGroup: the admit loop (waits for the staleness bound and for rollout
-slots; unblocks `prepare_batch`), one task a group, and two watchers that end the run when the engine or the trainer
-dies. Rollouts go on while `train_step`, `push` and `save` run; nothing waits for the slowest rollout but the bound.
+With `rollout.workers`, rollouts and gateways run in worker processes. One TaskGroup owns all tasks of the event loop:
+the admit loop (waits for the staleness bound and for rollout slots; unblocks `prepare_batch`), a task per group, the
+evaluation beside training, and watchers that end the run when its engine, rollouts or trainer die. Rollouts go on while
+`train_step`, `push` and `save` run; only the staleness bound waits for the slowest rollout.
 """
 
 import asyncio
@@ -47,7 +52,7 @@ from areal_agent.types import RolloutBatch, Task, WeightVersion
 from areal_agent.weights.push import PushReport, push_under
 
 WATCHER_GRACE_S = 1.0
-"""How long a failed call waits for the news that its process has died."""
+"""The longest wait of a failed call for the news that its process has died."""
 
 
 class Run:
@@ -61,8 +66,9 @@ class Run:
                 await run.train_step(batch)
                 await run.push()
 
-    Leaving ends every process of the run, however it is left. Raises ConfigError before anything is started,
-    ProcessDied when the engine or the trainer ends by itself, RolloutsFailing when nothing can be trained.
+    While it is open, `source` gives the batches, `ledger` keeps notes over restarts, and `evaluation` rolls out the
+    held-out tasks. Leaving ends every process of the run, however it is left. Raises ConfigError before anything is
+    started, ProcessDied when the engine or the trainer ends by itself, RolloutsFailing when nothing can be trained.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class Run:
         require_installed(config.observe.trackers)
         self.config = config
         self.folder = self.preflight.folder
-        self.version = WeightVersion()  # that serves
+        self.version = WeightVersion()  # the version that serves
         self.step = 0  # train steps done
         self.progress = progress or Progress(total_steps=config.steps, mode="none")
         self._stack = AsyncExitStack()
@@ -118,24 +124,24 @@ class Run:
     # ------------------------------------------------------------------ the loop's four calls
 
     async def prepare_batch(self) -> RolloutBatch:
-        """Asynchronous: the oldest `batch_size` finished groups within the staleness bound, leased for the next step.
+        """Asynchronous: return the oldest `batch_size` finished groups within the bound, leased for the next step.
 
         The first call starts the admit loop. Waits until there are enough groups.
         """
         await self._metrics.begin_steps(self.version)
         if self._producing is None:
-            self._producing = self._spawn(self._source.produce(), "admit loop")
+            self._producing = self._spawn(self.source.produce(), "admit loop")
         with self._metrics.during("waiting_for_rollouts"):
-            return await self._source.take(self.step + 1)
+            return await self.source.take(self.step + 1)
 
     async def rollout_batch(self, tasks: Sequence[Task]) -> RolloutBatch:
         """Synchronous: roll out exactly these tasks under the weights that serve now, leased for the next step."""
         await self._metrics.begin_steps(self.version)
         with self._metrics.during("waiting_for_rollouts"):
-            return await self._source.roll_out(self.step + 1, tasks)
+            return await self.source.roll_out(self.step + 1, tasks)
 
     async def train_step(self, batch: RolloutBatch) -> StepReport:
-        """One train step in the trainer process. Not cut short by cancellation: it ends, then that is raised."""
+        """Make one train step in the trainer process. A cancellation is raised only after the step has ended."""
         return await uninterrupted(self._train_step(batch))
 
     async def push(self) -> PushReport:
@@ -144,7 +150,7 @@ class Run:
 
     async def _train_step(self, batch: RolloutBatch) -> StepReport:
         with self._metrics.during("training"):
-            async with self._source.memory_lent():
+            async with self.source.memory_lent():
                 report = await self._trainer.train_step(batch, incarnation=self.version.incarnation)
         self.step = batch.step
         self._metrics.trained(batch, report)
@@ -154,7 +160,7 @@ class Run:
         version = WeightVersion(incarnation=self.version.incarnation, step=self.step)
         with self._metrics.during("pushing"):
             report = await self._swap(version)
-        # a pause that waits for answers to end holds nothing until they have
+        # a pause that waits for answers to end holds up nothing while it waits
         is_held = self.config.engine.on_push == "interrupt"
         await self._metrics.pushed(report, held_s=report.stall_s if is_held else report.stall_s - report.pause_s)
         return report
@@ -162,10 +168,10 @@ class Run:
     async def _swap(self, version: WeightVersion) -> PushReport:
         weights = await self._trainer.publish()
         report = await push_under(
-            self.config.engine.on_push, [self._source.engine], weights, version, drained=self._source.drained
+            self.config.engine.on_push, [self.source.engine], weights, version, drained=self.source.drained
         )
         self.version = version
-        await self._source.publish(version)
+        await self.source.publish(version)
         return report
 
     # ------------------------------------------------------------------ evaluation, checkpoints, the end
@@ -175,22 +181,14 @@ class Run:
 
         Its sessions are in the ledger as `eval-<label>-...` and are never trained.
         """
-        return await self._evaluation.run(label, self.version)
+        return await self.evaluation.run(label, self.version)
 
     def evaluate_beside(self) -> bool:
-        """Begin the same while rollouts, training and pushes go on; False while an earlier one is still under way.
+        """Begin an evaluation beside rollouts, training and pushes. Return False while an earlier one is under way.
 
         Its result is in metrics.jsonl when it ends, with the number of answers by each weight version.
         """
-        return self._evaluation.begin(self.version, self._spawn)
-
-    async def finish_evaluating(self) -> None:
-        """Wait for an evaluation that goes on beside training."""
-        await self._evaluation.finish()
-
-    async def stop_evaluating(self) -> None:
-        """Give up an evaluation that goes on beside training; its rollouts are recorded as `cancelled`."""
-        await self._evaluation.cancel()
+        return self.evaluation.begin(self.version, self._spawn)
 
     async def save(self) -> Path:
         """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on."""
@@ -198,11 +196,11 @@ class Run:
 
     async def _save(self) -> Path:
         with self._metrics.during("saving"):
-            state = await self._source.state(self.step)
+            state = await self.source.state(self.step)
             path = await self._trainer.save(
                 self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state=state
             )
-            await self._source.commit(self.step, path)
+            await self.source.commit(self.step, path)
         return path
 
     async def stop_producing(self) -> None:
@@ -215,61 +213,46 @@ class Run:
 
     async def settle(self, *, is_completed: bool) -> None:
         """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them."""
-        await self._source.settle(is_completed=is_completed)
-        await self.remember("status", "completed" if is_completed else "interrupted")
+        await self.source.settle(is_completed=is_completed)
+        await self.ledger.set_note("status", "completed" if is_completed else "interrupted")
         await self._metrics.end_time(self.version)
-
-    async def count_tokens(self) -> tuple[int, int] | None:
-        """Tokens sampled in training rollouts, and tokens trained in the lineage that lives, as the ledger has them.
-
-        None when that ledger is a gateway's elsewhere.
-        """
-        return await self._source.count_tokens()
-
-    async def remember(self, name: str, value: Any) -> None:
-        """Keep a fact about the run in its ledger, over restarts."""
-        await self._ledger.set_note(name, value)
-
-    async def recall(self, name: str) -> Any:
-        """A fact that was remembered, or None."""
-        return await self._ledger.ask(questions.note, name)
 
     # ------------------------------------------------------------------ building
 
     async def _start(self) -> None:
         config, folder, progress = self.config, self.folder, self.progress
         folder.make()
-        self._ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
-        self._stack.push_async_callback(self._ledger.aclose)  # the lock is ours: now the folder may be changed
+        self.ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
+        self._stack.push_async_callback(self.ledger.aclose)  # the lock is ours: now the folder may be changed
         if not self.preflight.is_resumed:
             folder.config.write_text(config.to_yaml())
         model = await obtain_model(config.model, config.seed, folder.logs, progress)
-        beginning = await begin(self._ledger, folder.checkpoints)
+        beginning = await begin(self.ledger, folder.checkpoints)
         if beginning.checkpoint is not None:
             require_same_tokenizer(model, beginning.checkpoint.path)
         self.version, self.step = beginning.version, beginning.version.step
         self._metrics.open(folder.metrics, await self._open_trackers())
         self._stack.push_async_callback(self._metrics.aclose)
         await self._start_processes(model, beginning)
-        await self._metrics.connect(self._source, self._process_ids)
-        self._evaluation = Evaluation(
+        await self._metrics.connect(self.source, self._process_ids)
+        self.evaluation = Evaluation(
             self.preflight.eval_tasks,
-            source=self._source,
+            source=self.source,
             metrics=self._metrics,
             progress=self.progress,
             max_concurrent=max(1, config.rollout.max_concurrent // 4),
         )
-        if config.is_online:  # whatever its engine has served until now
+        if config.is_online:  # replace whatever weights its engine has served until now
             await self._swap(await self._unused_version())
-        if self.preflight.is_resumed:  # only now: settings that cannot be gone on with leave those that can
+        if self.preflight.is_resumed:  # only now: settings that cannot be resumed with must not replace those that can
             folder.config.write_text(config.to_yaml())
         await self._start_watching()
 
     async def _open_trackers(self) -> Trackers:
-        run_id = await self.recall("tracked_run")
+        run_id = await self.ledger.ask(questions.note, "tracked_run")
         if run_id is None:
             run_id = secrets.token_hex(4)
-            await self.remember("tracked_run", run_id)
+            await self.ledger.set_note("tracked_run", run_id)
         tracked = TrackedRun(
             id=run_id,
             name=self.folder.path.resolve().name,
@@ -281,18 +264,18 @@ class Run:
         return start_trackers(self.config.observe.trackers, tracked)
 
     async def _unused_version(self) -> WeightVersion:
-        """The version of now, in an incarnation beyond what an engine elsewhere served for other runs.
+        """Return the current version in an incarnation that the engine elsewhere has not served for other runs.
 
-        Answers that are under way there go on under these weights, and their versions may not go back.
+        Answers under way there go on under these weights, and their versions may not go back.
         """
-        served = (await self._source.engine.info()).weight_version
+        served = (await self.source.engine.info()).weight_version
         number = self.version.incarnation
-        if served >= self.version:  # its weights of that label may be others
+        if served >= self.version:  # its weights under that label may be others
             number = served.incarnation + 1
-        earlier = await self.recall("incarnation")
+        earlier = await self.ledger.ask(questions.note, "incarnation")
         if earlier is not None:
             number = max(number, earlier + 1)
-        await self.remember("incarnation", number)
+        await self.ledger.set_note("incarnation", number)
         return replace(self.version, incarnation=number)
 
     async def _start_processes(self, model: Path, beginning: Beginning) -> None:
@@ -306,10 +289,10 @@ class Run:
         self._trainer_process, self._trainer = await self._stack.enter_async_context(
             start_trainer(config.trainer.threads, folder.logs)
         )
-        self._source: Source = await self._stack.enter_async_context(
-            open_online_rollouts(config, self._ledger, self.step)
+        self.source: Source = await self._stack.enter_async_context(
+            open_online_rollouts(config, self.ledger, self.step)
             if config.is_online
-            else open_own_rollouts(self.preflight, self._ledger, weights=served, tokenizer=model, beginning=beginning)
+            else open_own_rollouts(self.preflight, self.ledger, weights=served, tokenizer=model, beginning=beginning)
         )
         limit_s = config.trainer.startup_timeout_s
         try:
@@ -339,7 +322,7 @@ class Run:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._children: list[asyncio.Task[None]] = []
         self._stack.callback(self._cancel_children)
-        failures = {self._trainer_process.name: self._trainer_process.died(), **self._source.failures()}
+        failures = {self._trainer_process.name: self._trainer_process.died(), **self.source.failures()}
         self._watchers = [self._spawn(_raise(failure), f"watcher of the {name}") for name, failure in failures.items()]
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -348,7 +331,7 @@ class Run:
         return task
 
     async def _let_watchers_tell(self) -> None:
-        """A call to an engine or a trainer failed: when its process has died, that is the better explanation."""
+        """Give the watchers time to report a dead process: that explains the failed call better."""
         with contextlib.suppress(asyncio.CancelledError):  # the TaskGroup cancels this task when a watcher raises
             await asyncio.wait(self._watchers, timeout=WATCHER_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
 
@@ -358,7 +341,7 @@ class Run:
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that explains the end of the run: a process that died, else one of ours, else the first."""
+    """Return the error that explains the end of the run: a process that died, an ArealAgentError, or the first."""
     leaves: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:

@@ -1,6 +1,6 @@
-"""The half of a run that rolls out: an engine and what runs workflows. Training adds to it, evaluation is it.
+"""The half of a run that rolls out: an engine, what runs workflows against it, and evaluations.
 
-What an evaluation found: each answer with the weights that gave it, and what they add up to. It runs nothing.
+`open_serving` starts both. Training adds a trainer; an evaluation needs nothing else.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from areal_agent.types import SessionPurpose, Status, Task, Trajectory, Trajecto
 class EvalAnswer:
     """One rollout of an evaluation. `steps` are those of the weight versions that sampled its tokens, in order.
 
-    More than one, when a push came while it was under way.
+    There are several when a push came while it was under way.
     """
 
     session_id: str
@@ -51,12 +51,12 @@ class EvalAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalReport:
-    """An evaluation: `success` is the share of all tasks whose total reward reached `eval.success_reward`."""
+    """The result of an evaluation. `success` is the share of tasks whose total reward reached `eval.success_reward`."""
 
     success: float
     reward_mean: float  # over the rollouts that have a reward
     num_tasks: int
-    num_failed: int  # rollouts without a reward: they count as no success
+    num_failed: int  # rollouts without a reward, which count as no success
     answers: tuple[EvalAnswer, ...]
 
     @classmethod
@@ -71,7 +71,7 @@ class EvalReport:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """What metrics.jsonl has of it; `answers_at/<step>` counts answers by the oldest weights in them."""
+        """Return its fields in metrics.jsonl; `answers_at/<step>` counts answers by the oldest weights in them."""
         oldest = Counter(answer.steps[0] for answer in self.answers if answer.steps)
         return {
             "eval/success": self.success,
@@ -86,7 +86,7 @@ class EvalReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """What rolls out. Made by `open_serving`."""
+    """A running engine and the executor of rollouts against it. Made by `open_serving`."""
 
     config: Config
     ledger: Ledger
@@ -108,7 +108,7 @@ class Serving:
         on_answer: Callable[[EvalAnswer], None],
         max_concurrent: int,
     ) -> EvalReport:
-        """Roll out every task once; a task's seed depends on the run's seed and its place alone."""
+        """Roll out every task once. A task's seed depends only on the run's seed, its id and its position."""
         specs = tuple(
             RolloutSpec(
                 session_id=f"{group_id}-{number:05d}",
@@ -145,7 +145,7 @@ async def open_serving(
 ) -> AsyncGenerator[Serving]:
     """Start an engine that serves `weights` as `version`, and what rolls out against it.
 
-    `workflow_path` is where workers find the workflow; needed with `rollout.workers`.
+    `workflow_path` is the path by which workers import the workflow; needed with `rollout.workers`.
     """
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(open_engine(config.engine, weights, version, logs))
@@ -189,7 +189,7 @@ async def _open_workers(
 
 @asynccontextmanager
 async def _task(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Beside what is inside; cancelled on leaving."""
+    """Run `work` beside the body; it is cancelled on leaving."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -199,7 +199,7 @@ async def _task(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
 
 
 def _settings_of_gateways(config: Config, tokenizer: Path) -> list[LocalSettings]:
-    """One a worker, or one for this process."""
+    """Return the settings of each worker's gateway, or of the one in this process."""
     rollout = config.rollout
     return [
         LocalSettings(

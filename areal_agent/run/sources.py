@@ -1,20 +1,16 @@
-"""The seam between a run and where its batches come from. It knows no trainer and no weights.
+"""The sources of a run's batches: the `Source` protocol and its two implementations.
 
 ::
 
-    own_rollouts     tasks ─▶ Producer ─▶ Serving (engine, gateway, workflows) ─▶ Producer ─▶ batch
-    online_rollouts  agents elsewhere ─▶ gateway elsewhere ── lease ─▶ batch
+    OwnRollouts     tasks ─▶ Producer ─▶ Serving (engine, gateway, workflows) ─▶ Producer ─▶ batch
+    OnlineRollouts  agents elsewhere ─▶ gateway elsewhere ── lease ─▶ batch
 
-Batches from rollouts of the run's own: its tasks, its workflow, its engine and its ledger.
+Online, agents, engine and ledger belong to a gateway that stands alone. A batch comes by lease; the weights go to the
+engine behind that gateway; a published version moves the gateway's staleness bound, and a checkpoint acknowledges the
+leases. The gateway may be gone for a while: every call is repeated.
 
-Batches from a gateway that stands alone: its agents, its engine and its ledger are somebody else's.
-
-A batch comes by lease; the weights go to the engine behind that gateway; a published version moves the gateway's
-staleness bound, and a checkpoint acknowledges the leases. The gateway may be gone for a while: every call is made
-again.
-
-A run has a name at the gateway, kept in its own ledger. One that begins takes the gateway over from whoever had it:
-what that one trained stays trained, and what waits is this one's.
+A run has a name at the gateway, kept in its own ledger. A new run takes the gateway over from the one before: what that
+one trained stays trained, and waiting answers go to the new one.
 """
 
 import contextlib
@@ -56,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCounts:
-    """Where the rollouts are now, in answers, and what has happened to them."""
+    """The number of rollouts that are running and finished now, and what has happened to all of them."""
 
     running: int
     finished: int
@@ -75,35 +71,35 @@ class Source(Protocol):
         ...
 
     async def take(self, step: int) -> RolloutBatch:
-        """The batch for train step `step`, leased: whole groups within the staleness bound."""
+        """Return the batch for train step `step`, leased: whole groups within the staleness bound."""
         ...
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
-        """Exactly these tasks, now. Raises ConfigError where somebody else decides on the tasks."""
+        """Roll out exactly these tasks, now. Raises ConfigError where somebody else chooses the tasks."""
         ...
 
     def drained(self) -> AbstractAsyncContextManager[None]:
-        """Entering waits for the rollouts under way to end; inside, none begins."""
+        """Wait on entering for the rollouts under way to end; inside, none begins."""
         ...
 
     def memory_lent(self) -> AbstractAsyncContextManager[None]:
-        """Inside, the engine needs no memory for keys and values, where the config has it so."""
+        """Inside, the engine gives up its memory for keys and values, where the config asks for that."""
         ...
 
     async def publish(self, version: WeightVersion) -> None:
-        """This version serves: the bound moves."""
+        """Move the staleness bound: this version serves now."""
         ...
 
     async def state(self, step: int) -> JsonObject:
-        """What the checkpoint of `step` has to hold of this side: it is given back when a run goes on from there."""
+        """Return the state of this side for the checkpoint of `step`; a run that resumes from there gets it back."""
         ...
 
     async def commit(self, step: int, checkpoint: Path) -> None:
-        """A checkpoint is safe: what was leased up to its step is trained."""
+        """Record that a checkpoint is safe: everything leased up to its step is trained."""
         ...
 
     async def settle(self, *, is_completed: bool) -> None:
-        """At the end of a run: leave nothing in between."""
+        """Give every unfinished rollout its fate, at the end of a run."""
         ...
 
     async def evaluate(
@@ -115,22 +111,25 @@ class Source(Protocol):
     async def stats(self) -> RolloutStats: ...
 
     async def count_tokens(self) -> tuple[int, int] | None:
-        """Tokens sampled for training and tokens trained, if the ledger is the run's own."""
+        """Return the ledger's counts of tokens sampled for training, and trained in the current lineage.
+
+        None when that ledger is a gateway's elsewhere.
+        """
         ...
 
     def counts(self) -> SourceCounts: ...
 
     def process_ids(self) -> Mapping[str, int]:
-        """Of the processes on this machine that belong to it, by name."""
+        """Return the ids of this side's processes on this machine, by name."""
         ...
 
     def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
-        """By the name of a part: waits until it has failed; why."""
+        """Return awaitables by part: each waits until that part has failed, and returns the error."""
         ...
 
 
 TASKS = "tasks"
-"""Where a checkpoint keeps the state of the draws."""
+"""The key under which a checkpoint keeps the state of the draws."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +172,7 @@ class OwnRollouts:
         self.producer.publish(version.step)
 
     async def state(self, step: int) -> JsonObject:
-        return {TASKS: self.producer.tasks_state(), **await leases_of(self.ledger, step)}
+        return {TASKS: self.producer.draws.state(), **await leases_of(self.ledger, step)}
 
     async def commit(self, step: int, checkpoint: Path) -> None:
         await commit(self.ledger, step, checkpoint)
@@ -211,7 +210,7 @@ async def open_own_rollouts(
     preflight: Preflight, ledger: Ledger, *, weights: Path, tokenizer: Path, beginning: Beginning
 ) -> AsyncGenerator[OwnRollouts]:
     """Start an engine that serves `weights` as the version of `beginning`, and what rolls out against it."""
-    assert preflight.workflow is not None  # preflight asks for one where rollouts are the run's own
+    assert preflight.workflow is not None  # preflight requires one where rollouts are the run's own
     folder = preflight.folder
     async with (
         open_serving(
@@ -233,8 +232,8 @@ async def open_own_rollouts(
 async def make_producer(
     config: Config, tasks: TaskSet, ledger: Ledger, run_group: RunGroup, beginning: Beginning
 ) -> Producer:
-    """With what an earlier process of the run left waiting, under the state of the draws that the checkpoint kept."""
-    assert config.tasks is not None  # the config has seen to it
+    """Make a producer with the groups that an earlier process left waiting and the draws' state from the checkpoint."""
+    assert config.tasks is not None  # checked by Config
     stream = TaskStream(tasks, seed=config.seed, shuffle=config.tasks.shuffle)
     draws = await open_draws(stream, make_curriculum(config, tasks), ledger)
     draws.restore(beginning.run_state.get(TASKS, {}))
@@ -262,7 +261,7 @@ async def make_producer(
 
 
 def make_dynamic_sampling(config: Config) -> DynamicSampling | None:
-    """None where every group is trained that can be."""
+    """Return None where every group that can be trained is trained."""
     if not config.algorithm.dynamic_sampling:
         return None
     return DynamicSampling(
@@ -275,10 +274,10 @@ def make_dynamic_sampling(config: Config) -> DynamicSampling | None:
 
 
 LEASE_WAIT_S = 30.0
-"""How long one call for a batch waits at the gateway before it is made again."""
+"""The time that one call for a batch waits at the gateway before it is made again."""
 
 TRAINER_NOTE = "online_trainer"
-"""The note in the run's ledger on what the run is called at the gateway."""
+"""The note in the run's ledger with the run's name at the gateway."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -293,10 +292,10 @@ class OnlineRollouts:
     _has_warned: bool = False
     _state: State | None = None
     _last: GatewayStatus | None = None
-    _earlier: list[GatewayStatus] = field(default_factory=list[GatewayStatus])  # of processes that ended meanwhile
+    _earlier: list[GatewayStatus] = field(default_factory=list[GatewayStatus])  # of gateway processes that ended
 
     async def produce(self) -> None:
-        """Others do."""
+        """Do nothing: agents elsewhere produce."""
 
     async def take(self, step: int) -> RolloutBatch:
         config = self.config
@@ -310,13 +309,13 @@ class OnlineRollouts:
             self._warn_if_idle(step, self._state)
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
-        raise ConfigError("rollout_batch needs rollouts of the run's own; with rollout.gateway_url call prepare_batch")
+        raise ConfigError("rollout_batch needs the run's own rollouts; with rollout.gateway_url call prepare_batch")
 
     def drained(self) -> AbstractAsyncContextManager[None]:
-        raise ConfigError("engine.on_push 'drain' needs rollouts of the run's own; leave it out")
+        raise ConfigError("engine.on_push 'drain' needs the run's own rollouts; leave it out")
 
     def memory_lent(self) -> AbstractAsyncContextManager[None]:
-        """The engine is somebody else's: it keeps what it has."""
+        """The engine is somebody else's and keeps its memory."""
         return contextlib.nullcontext()
 
     async def publish(self, version: WeightVersion) -> None:
@@ -329,7 +328,7 @@ class OnlineRollouts:
         self.step = version.step
 
     async def state(self, step: int) -> JsonObject:
-        """Nothing: tasks and leases are the gateway's."""
+        """Return nothing: the gateway keeps tasks and leases."""
         return {}
 
     async def commit(self, step: int, checkpoint: Path) -> None:
@@ -337,16 +336,16 @@ class OnlineRollouts:
             await self.gateway.acknowledge(step, str(checkpoint))
 
     async def settle(self, *, is_completed: bool) -> None:
-        """What waits there stays for the next trainer; a batch that was asked for and never came, too."""
+        """Give back a batch that was asked for and never came. Waiting answers stay for the next trainer."""
         await self.gateway.give_back(self.step)
 
     async def evaluate(
         self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
     ) -> EvalReport:
-        raise ConfigError("evaluation needs a workflow of the run's own; with rollout.gateway_url there is none")
+        raise ConfigError("evaluation needs a workflow; with rollout.gateway_url a run has none")
 
     async def stats(self) -> RolloutStats:
-        """Over all processes that the gateway has been since the run began: a restarted one counts from zero."""
+        """Add up over all processes that the gateway has been since the run began: a restarted one counts from zero."""
         status = await self.gateway.status()
         if self._last is not None and status.stats.sent_bytes < self._last.stats.sent_bytes:
             self._earlier.append(self._last)
@@ -371,15 +370,15 @@ class OnlineRollouts:
         )
 
     def process_ids(self) -> Mapping[str, int]:
-        """None: they are elsewhere."""
+        """Return none: its processes are elsewhere."""
         return {}
 
     def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
-        """None that can be waited for: a gateway may be gone for a while, and what fails is raised where it fails."""
+        """Return none: a gateway may be gone for a while, and a call that fails raises by itself."""
         return {}
 
     def _warn_if_idle(self, step: int, state: State) -> None:
-        """Say once why a batch does not come: nobody plays, or not in groups that make a batch."""
+        """Warn once why no batch comes: no agent plays, or they play groups of another size."""
         if self._has_warned or state.num_running > 0:
             return
         self._has_warned = True
@@ -403,7 +402,7 @@ async def open_online_rollouts(config: Config, ledger: Ledger, step: int) -> Asy
 
     `ledger` is the run's own.
     """
-    assert config.rollout.gateway_url is not None  # the config has seen to it
+    assert config.rollout.gateway_url is not None  # checked by Config
     async with AsyncExitStack() as stack:
         engine = await connect_engine(config.engine)
         stack.push_async_callback(engine.aclose)
@@ -420,17 +419,17 @@ async def open_online_rollouts(config: Config, ledger: Ledger, step: int) -> Asy
 
 
 async def connect_engine(config: EngineConfig) -> ServedEngine:
-    """The engine behind the gateway, whichever kind it is. Raises ConfigError.
+    """Connect to the engine behind the gateway, whichever kind it is. Raises ConfigError.
 
-    No fleet: that would put its own weights back where another trainer has taken the engine over.
+    It is not wrapped in a fleet, which would restore its own weights where another trainer has taken the engine over.
     """
-    assert config.url is not None  # the config has seen to it
+    assert config.url is not None  # checked by Config
     try:
         address = await EngineAddress.of_server(config.url)
         if config.backend not in ("embedded", address.backend):
             raise ConfigError(
-                f"engine.backend is {config.backend!r}, and engine.url = {config.url} is {address.backend}; leave "
-                "engine.backend out"
+                f"engine.backend is {config.backend!r}, but the engine at engine.url = {config.url} is "
+                f"{address.backend}; leave engine.backend out"
             )
         engine = address.client()(config.url)
         try:
@@ -444,7 +443,7 @@ async def connect_engine(config: EngineConfig) -> ServedEngine:
 
 
 async def trainer_name(ledger: Ledger) -> str:
-    """What the run is called at a gateway; the same whenever it is resumed."""
+    """Return the run's name at a gateway; it is the same whenever the run is resumed."""
     name = await ledger.ask(questions.note, TRAINER_NOTE)
     if name is None:
         name = f"run-{secrets.token_hex(8)}"
@@ -453,13 +452,13 @@ async def trainer_name(ledger: Ledger) -> str:
 
 
 async def take_over(gateway: OnlineGateway, trainer: str, step: int) -> None:
-    """Go on from the checkpoint of `step`; say so when somebody else has trained there."""
+    """Take the gateway over at the checkpoint of `step`; warn when another trainer has trained there."""
     found = (await gateway.status()).state
     num_returned = await gateway.give_back(step, adopt=True)
     if found.trainer != trainer and (found.trainer or found.leased):
         logger.warning(
-            "the gateway at %s has served %s up to step %d: what that trained stays trained; this run takes over "
-            "the %d answers that wait there, %d of them leased and never trained",
+            "the gateway at %s has served %s up to step %d: what was trained stays trained; this run takes over "
+            "the %d answers that wait there, of which %d were leased and never trained",
             gateway.url,
             f"trainer {found.trainer}" if found.trainer else "a nameless trainer",
             found.leased,

@@ -1,8 +1,9 @@
-"""What one chat completion costs the agent's side: the stock openai client over httpx's own pool, and over aiohttp's.
+"""The agent's cost of a chat completion: the stock openai client over httpx's own pool, and over aiohttp's.
 
     python benchmarks/agent_client [--turns 1200] [--agents 16 64 128]
 
-A server in a process of its own answers after 50 ms. CPU milliseconds of the client's process a turn, both in one run.
+A server in a process of its own answers after 50 ms. Figures are CPU milliseconds of the client's process per turn,
+both in one run.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> int:
 
 
 async def measure(client: type[httpx.AsyncClient], base_url: str, num_agents: int, num_turns: int) -> float:
-    """CPU milliseconds a turn, after one round of warming up."""
+    """Return CPU milliseconds per turn, after one round of warming up."""
     limits = httpx.Limits(max_connections=None)
     async with client(trust_env=False, timeout=None, limits=limits) as http_client:
         first = openai.AsyncOpenAI(api_key="0", base_url=base_url, max_retries=0, http_client=http_client)

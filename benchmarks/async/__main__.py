@@ -2,12 +2,12 @@
 
     python benchmarks/async [key=value ...] [--steps 20] [--repeats 1] [--workloads tools none] [--out DIR]
 
-The task is the quickstart's with its tiny model, 8 x 8 rollouts a step. In the workload `tools` each program takes a
-long-tailed time (`slow_tools.py` states it); in `none` it takes its own. Modes: `synchronous` (max_staleness 0),
+The task is the quickstart's with its tiny model, 8 x 8 rollouts per step. In the workload `tools` each program takes a
+long-tailed time (see `slow_tools.py`); in `none` it takes its own. Modes: `synchronous` (max_staleness 0),
 `asynchronous` (max_staleness 4, pushes interrupt answers), and the same with pushes that wait for turns to end. The
-time runs from the first call for a batch to the last push; starting the processes is not in it, nor an evaluation. The
-first step, in which nothing can overlap yet, is in it, and is left out of the column beside. `ideal` is what overlap
-alone could bring with these waits (`ideal.py`), from what engine and trainer took in the synchronous runs.
+time runs from the first call for a batch to the last push, without the start of processes and without evaluation. It
+includes the first step, in which nothing can overlap yet; the column beside leaves that out. `ideal` is what overlap
+alone could bring with these waits (`ideal.py`), computed from the times of engine and trainer in the synchronous runs.
 """
 
 import argparse
@@ -59,8 +59,8 @@ class Result:
     config: Config
     seconds: float
     first_s: float  # of which the first step
-    generating_s: float  # the engine, a step
-    training_s: float  # the trainer, pushes included, a step
+    generating_s: float  # of the engine, per step
+    training_s: float  # of the trainer, pushes included, per step
     trajectories: int
     tokens: int
     engine_busy: float
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def compare(workload: str, steps: int, repeats: int, out: Path, overrides: list[str]) -> None:
-    """All modes in turns, so that what else the machine does falls on all alike; prints a row a mode."""
+    """Run all modes in turns, so that other load on the machine affects all alike, and print a row per mode."""
     results: dict[str, list[Result]] = {mode: [] for mode in MODES}
     for number in range(repeats):
         for mode, settings in MODES.items():
@@ -121,7 +121,7 @@ def compare(workload: str, steps: int, repeats: int, out: Path, overrides: list[
 
 
 def ideal(synchronous: list[Result], of_mode: list[Result], workload: str) -> float:
-    """The least time of a mode, by what a step took when engine and trainer worked one after the other."""
+    """Return the least time of a mode, from what a step took when engine and trainer worked one after the other."""
     config = of_mode[0].config
     work = Work(
         generating_s=median(synchronous, "generating_s"),
@@ -134,7 +134,7 @@ def ideal(synchronous: list[Result], of_mode: list[Result], workload: str) -> fl
 
 
 async def measure(config: Config, latency: Latency) -> Result:
-    """One run of the loop that `areal_agent.train` is."""
+    """Run the loop of `areal_agent.train` once."""
     run = Run(config, workflow=workflow_with(latency))
     async with run:
         started_s = time.perf_counter()

@@ -1,9 +1,8 @@
-"""How long a run would take if nothing ever got in its way: the waits of its tools, the work of engine and trainer, and
-the staleness bound alone. Pure.
+"""The ideal time of a run: the waits of its tools, the work of engine and trainer, and the staleness bound alone.
 
-Engine and trainer work at the same time, each as fast as when it works alone, and nothing else costs anything. So this
-is what overlap could bring at the most for a distribution of waits; what a run falls short of it is contention,
-and the cost of everything between.
+Engine and trainer work at the same time, each as fast as alone, and nothing else costs anything. So this is the most
+that overlap could bring for a distribution of waits; a run falls short of it by contention and the cost of everything
+in between. Pure functions.
 """
 
 import heapq
@@ -14,17 +13,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a train step costs, and of what it is made."""
+    """The cost and the make-up of a train step."""
 
     generating_s: float  # of the engine, for the rollouts of one step
     training_s: float  # of the trainer, with the push
-    groups: int  # a step
+    groups: int  # per step
     group_size: int
     max_concurrent: int
 
 
 def ideal_s(work: Work, latency: Callable[[random.Random], float], *, steps: int, max_staleness: int) -> float:
-    """The time to the end of the last step. Each rollout waits once for a tool; a group ends with its last rollout.
+    """Return the time to the end of the last step. Rollouts wait once for a tool; groups end with their last.
 
     Groups are admitted in order: one of step k (by its number) once version k - max_staleness serves, and while there
     are slots. A step takes the groups that ended first, but at the bound it waits for those that would be too old.
@@ -34,9 +33,9 @@ def ideal_s(work: Work, latency: Callable[[random.Random], float], *, steps: int
     [32.0, 14.0]
     """
     generator = random.Random(0)
-    published = [0.0]  # when each version began to serve
-    running: list[float] = []  # when those that hold slots end
-    ended: list[tuple[float, int]] = []  # not yet trained: when, and the version at admission
+    published = [0.0]  # the time at which each version began to serve
+    running: list[float] = []  # the times at which those that hold slots end
+    ended: list[tuple[float, int]] = []  # not yet trained: the time, and the version at admission
     slots = max(1, work.max_concurrent // work.group_size)
     engine_free_s, admitted = 0.0, 0
     for step in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""The quickstart's conversation with tools that take their time: a wait before each program, drawn at random."""
+"""The quickstart's conversation with slow tools: a random wait before each program."""
 
 import asyncio
 import random
@@ -22,12 +22,12 @@ def no_latency(_: random.Random) -> float:
 
 
 def long_tailed(generator: random.Random) -> float:
-    """Lognormal, median 0.5 s, sigma 1.2: mean 1.0 s, 95th percentile 3.6 s, the largest of 64 about 9 s."""
+    """Draw from a lognormal, median 0.5 s, sigma 1.2: mean 1.0 s, 95th percentile 3.6 s, largest of 64 about 9 s."""
     return MEDIAN_S * generator.lognormvariate(0.0, SIGMA)
 
 
 def workflow_with(latency: Latency) -> Callable[[dict[str, Any], Rollout], Coroutine[Any, Any, float]]:
-    """A workflow whose waits depend on the rollout's seed alone: in every mode the n-th rollout draws the same."""
+    """Return a workflow whose waits depend only on the rollout's seed: the n-th draws the same in every mode."""
 
     async def solve(task: dict[str, Any], rollout: Rollout) -> float:
         generator = random.Random(rollout.seed)

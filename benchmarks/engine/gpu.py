@@ -46,7 +46,7 @@ PUSH_STEPS = ("write", "send", "stall", "pause", "transfer", "resume")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is to be measured, of one shape."""
+    """The measurements of one shape."""
 
     name: str
     shape: Shape
@@ -153,7 +153,7 @@ async def serving(plan: Plan, num_requests: int, max_context: int) -> AsyncGener
 
 
 async def served_rate(plan: Plan, server: Server, batch: Batch) -> float:
-    """Tokens per second. Raises NotServing."""
+    """Return tokens per second. Raises NotServing."""
     times: list[float] = []
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as client:
@@ -183,7 +183,7 @@ async def _ask(client: aiohttp.ClientSession, server: Server, body: dict[str, An
 
 
 def generate_rate(plan: Plan, batch: Batch) -> float:
-    """Tokens per second by transformers; 0 when it failed."""
+    """Return tokens per second by transformers; 0 when it failed."""
     script = str(Path(__file__).parent / "gpu_generate.py")
     numbers = (batch.requests, batch.prompt_tokens, batch.new_tokens, plan.rounds)
     try:
@@ -222,7 +222,7 @@ async def push_all(plan: Plan, server: Server) -> Costs:
 
 
 def _give_back(device: torch.device) -> None:
-    """The memory that this process needs no more, for those that it starts."""
+    """Free memory that this process no longer needs, for the processes that it starts."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

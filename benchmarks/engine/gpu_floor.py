@@ -1,6 +1,6 @@
-"""What a device could do at most: its memory and its matrix products, measured by a copy and by one large product.
+"""The limits of a device: its memory and its matrix products, measured by a copy and by one large product.
 
-floor = products of all prompts / rate of a product + (weights + keys and values, read once a step) / bandwidth
+floor = products of all prompts / rate of a product + (weights + keys and values, read once per step) / bandwidth
 """
 
 import statistics
@@ -15,7 +15,7 @@ from model import Shape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """As many requests at once."""
+    """Requests of one size that run at once."""
 
     requests: int
     prompt_tokens: int
@@ -24,9 +24,9 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRates:
-    """Measured on the device itself."""
+    """The rates of a device, measured on it."""
 
-    bytes_per_s: float  # that are read, when nothing is written
+    bytes_per_s: float  # bytes read, when nothing is written
     flops: float
 
     @classmethod
@@ -41,7 +41,7 @@ class DeviceRates:
         return cls(bytes_per_s=2 * len(source) / copy_s, flops=2 * size**3 / product_s)
 
     def floor_s(self, shape: Shape, batch: Batch, dtype: torch.dtype) -> float:
-        """Of all requests, from the first prompt token to the last sampled one."""
+        """Return the seconds of all requests, from the first prompt token to the last sampled one."""
         prompts = batch.requests * batch.prompt_tokens
         lengths = range(batch.prompt_tokens + 1, batch.prompt_tokens + batch.new_tokens)
         read_tokens = batch.requests * sum(lengths)
@@ -51,13 +51,13 @@ class DeviceRates:
 
 
 def _layer_weights(shape: Shape) -> int:
-    """Of all layers' products."""
+    """Return the numbers in the matrices of all layers."""
     attention = (shape.heads + 2 * (shape.heads // 2) + shape.heads) * shape.head_dim * shape.hidden
     return shape.layers * (attention + 3 * shape.intermediate * shape.hidden)
 
 
 def _kv_numbers(shape: Shape) -> int:
-    """Of one token."""
+    """Return the numbers in the keys and values of one token."""
     return 2 * shape.layers * (shape.heads // 2) * shape.head_dim
 
 
@@ -73,7 +73,7 @@ def _median_s(action: Callable[[], object], device: torch.device) -> float:
 
 
 def named(device: torch.device) -> str:
-    """The device, its driver and torch, in words."""
+    """Return the device, its driver and torch, in words."""
     if device.type != "cuda":
         return f"CPU, torch {torch.__version__}"
     try:

@@ -2,7 +2,7 @@
 
     python benchmarks/engine/gpu_generate.py MODEL_FOLDER DEVICE REQUESTS PROMPT_TOKENS NEW_TOKENS ROUNDS
 
-It samples at temperature 1 and keeps no log-probabilities, which ours does.
+It samples at temperature 1 and, unlike our engine, keeps no log-probabilities.
 """
 
 import sys

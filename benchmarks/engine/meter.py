@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def cpu_s(pid: int) -> float:
-    """Since they started; threads that have ended are not in it."""
+    """Return the CPU seconds since all of them started, without threads that have ended."""
     return sum(_own_cpu_ns(one) for one in family(pid)) / 1e9
 
 
 def family(pid: int) -> Iterator[int]:
-    """The process and its descendants."""
+    """Yield the process and its descendants."""
     yield pid
     with suppress(FileNotFoundError, ProcessLookupError):
         for task in Path(f"/proc/{pid}/task").iterdir():

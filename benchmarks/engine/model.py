@@ -12,7 +12,7 @@ MAX_CONTEXT_TOKENS = 32_768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A Qwen3 with tied embeddings and two query heads a key head."""
+    """A Qwen3 with tied embeddings and two query heads per key head."""
 
     hidden: int
     layers: int
@@ -33,7 +33,7 @@ GPU_SHAPES = {
 
 
 def build_model(shape: Shape, folder: Path) -> None:
-    """Save it as a Hugging Face folder, in float32, with a tokenizer."""
+    """Save the model as a Hugging Face folder, in float32, with a tokenizer."""
     build_weights(shape, folder, device=torch.device("cpu"), dtype=torch.float32)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(shape.vocabulary)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
@@ -41,7 +41,7 @@ def build_model(shape: Shape, folder: Path) -> None:
 
 
 def build_weights(shape: Shape, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Save it without a tokenizer; random numbers are drawn on `device`."""
+    """Save the model without a tokenizer; random numbers are drawn on `device`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=shape.vocabulary,

@@ -2,8 +2,8 @@
 
     python benchmarks/engine/offline.py SIDE MODEL_FOLDER NUM_REQUESTS ROUNDS
 
-SIDE: `generate` (transformers' own), `continuous` (its continuous batching), or `floor`: what the matrix products and
-the reading of keys and values alone would take, on one thread.
+SIDE: `generate` (transformers' own), `continuous` (its continuous batching), or `floor`: the time of the matrix
+products and of reading keys and values alone, on one thread.
 """
 
 import statistics
@@ -61,7 +61,7 @@ def by_generate(model: Any, num_requests: int) -> float:
 
 def by_continuous_batching(model: Any, num_requests: int) -> float:
     model.set_attn_implementation("paged|sdpa")
-    # Left alone it takes nearly all memory for its cache, and a mask over all of that.
+    # by default it takes nearly all memory for its cache, and a mask over all of that
     paging = ContinuousBatchingConfig(
         use_cuda_graph=False,
         page_size=32,
@@ -79,7 +79,7 @@ def by_continuous_batching(model: Any, num_requests: int) -> float:
 
 
 def floor(model: Any, num_requests: int) -> float:
-    """CPU-seconds of all requests' products, at full size, and of reading keys and values once a step.
+    """Return the CPU-seconds of all requests' products, at full size, and of reading keys and values once per step.
 
     Each layer has weights of its own, as in the model: they come from the caches that hold all of it.
     """
@@ -103,7 +103,7 @@ def floor(model: Any, num_requests: int) -> float:
 
 
 def products_s(num_rows: int, shapes: Sequence[tuple[int, int]]) -> float:
-    """Of all products with weights of these shapes, one after the other."""
+    """Return the seconds of all products with weights of these shapes, one after the other."""
     pairs = [(torch.randn(num_rows, shape[1]), torch.randn(shape)) for shape in shapes]
     return median_s(lambda: [linear(x, weight) for x, weight in pairs])
 

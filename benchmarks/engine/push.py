@@ -1,8 +1,8 @@
-"""What a push costs: 16 requests are under way, weights come as in a run.
+"""The cost of a push while 16 requests are under way; weights come as in a run.
 
-`write` is the trainer's part and `send` the engine's checksum, both beside sampling; `stall` is from the first pause to
-the last resume: `pause`, until no step is under way, `copy`, and `resume`. After it the keys and values of all requests
-are computed again.
+`write` is the trainer's part and `send` the engine's checksum, both while it samples; `stall` is from the first pause
+to the last resume: `pause`, until no step is under way, `copy`, and `resume`. After it the keys and values of all
+requests are recomputed.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ from areal_agent.weights.push import PushReport, push
 NUM_REQUESTS = 16
 NUM_PUSHES = 9
 NUM_NEW_TOKENS = 1900
-"""What a request may take at most: it is under way still when the last push is done."""
+"""Tokens of a request, enough to be under way still when the last push is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Of some pushes, one entry a push; and how many versions an answer was sampled by, on average."""
+    """The costs of some pushes, one entry per push, and the mean number of versions that sampled an answer."""
 
     writes_s: Sequence[float]
     reports: Sequence[PushReport]
     versions: float
 
     def median_ms(self, step: str) -> float:
-        """Of `write` or of a field of the report, without its unit."""
+        """Return the median of `write` or of a field of the report, given without its unit."""
         values = self.writes_s if step == "write" else [getattr(report, f"{step}_s") for report in self.reports]
         return 1000 * statistics.median(values)
 
@@ -51,7 +51,7 @@ class Costs:
 
 
 async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
-    """Over shared memory, on a CPU: print the medians."""
+    """Push over shared memory, on a CPU, and print the medians."""
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parameters = dict(model.named_parameters())

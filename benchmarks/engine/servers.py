@@ -1,6 +1,6 @@
 """The servers that are measured over HTTP: how each is started, and how it is asked for 128 tokens with probabilities.
 
-vLLM and SGLang live in environments of their own: `python` is theirs. SGLang's CPU path wants compiled operators that
+vLLM and SGLang live in environments of their own: `python` is theirs. SGLang's CPU path imports compiled operators that
 PyPI has no CPU build of; a dense model calls none of them, and `sglang_cpu/` stands in for their names.
 """
 
@@ -32,12 +32,12 @@ class Server:
     """A running server."""
 
     process: subprocess.Popen[bytes]
-    url: str  # where a request is posted
+    url: str  # for POST requests
     health_url: str
-    body: Body  # of request number, ids and tokens to sample
+    body: Body  # makes the body of a request of its number, ids and tokens to sample
 
     def freeze(self) -> None:
-        """Let it take no CPU: an idle SGLang keeps a core busy, which slows what runs on the other."""
+        """Stop its process: an idle SGLang keeps a core busy, which slows what runs on the other."""
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -59,7 +59,7 @@ def start_ours(
 ) -> Server:
     port = _free_port()
     argv = [python, "-m", "areal_agent.engine", "--model", str(folder), "--port", str(port)]
-    argv += ["--max-running", "64", "--max-context", str(max_context), *options]  # the last one of a name holds
+    argv += ["--max-running", "64", "--max-context", str(max_context), *options]  # the last option of a name counts
     return _start(argv, log, port, "/generate", _native_body)
 
 
@@ -87,7 +87,7 @@ class NotServing(Exception):
 
 
 async def wait_ready(client: aiohttp.ClientSession, server: Server, log: Path) -> None:
-    """Raises NotServing when it ends or takes too long."""
+    """Wait until it serves. Raises NotServing when it ends or takes too long."""
     deadline_s = time.monotonic() + READY_S
     while time.monotonic() < deadline_s:
         if server.process.poll() is not None:

@@ -1,6 +1,6 @@
-"""What a turn costs late in a conversation of one agent: each turn adds some tokens and samples some.
+"""The cost of a turn late in a conversation of one agent: each turn adds some tokens and samples some.
 
-The prefix cache begins each turn where the last one ended, so that only new tokens are computed; what grows is
+The prefix cache begins each turn where the last one ended, so that only new tokens are computed. What grows is
 attention over the history: with its length for each sampled token, and with its length times the new ones for a prompt.
 `without the cache` is the last turn again after a history that differs in its first token: all of it is computed.
 """
@@ -20,7 +20,7 @@ MAX_CONTEXT_TOKENS = 16_384
 
 
 async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
-    """CPU of turns 3 to 7 and of turns 98 to 102, one agent at a time."""
+    """Measure the CPU of turns 3 to 7 and of turns 98 to 102, one agent at a time."""
     num_turns = 30 if is_quick else NUM_TURNS
     late = num_turns - WINDOW
     columns = [f"{folder.name}, CPU-ms a turn", "turn 5", f"turn {late}", "ratio", "without the cache"]
@@ -46,7 +46,7 @@ async def measure(folder: Path, vocabulary: int, *, is_quick: bool) -> None:
 
 
 class Agent:
-    """One conversation after the other."""
+    """Holds one conversation after the other."""
 
     def __init__(self, client: aiohttp.ClientSession, server: Server, vocabulary: int) -> None:
         self._client = client
@@ -56,14 +56,14 @@ class Agent:
         self._num_requests = 0
 
     async def turn(self, num_new: int, num_sampled: int) -> float:
-        """CPU-seconds of the server."""
+        """Play a turn; return the server's CPU-seconds."""
         self._ids += random_ids(self._vocabulary, num_new)
         cpu, output_ids = await self._ask(self._ids, num_sampled)
         self._ids += output_ids
         return cpu
 
     async def turn_without_cache(self, num_sampled: int) -> float:
-        """CPU-seconds of a turn after the same history but for its first token."""
+        """Return the CPU-seconds of a turn after the same history with another first token."""
         cpu, _ = await self._ask([self._ids[0] % (self._vocabulary - 1) + 1, *self._ids[1:-num_sampled]], num_sampled)
         return cpu
 

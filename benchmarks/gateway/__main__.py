@@ -1,11 +1,11 @@
-"""What a turn costs in the gateway, everything on: sessions, ledger, branches, tool calls.
+"""The cost of a turn in the gateway with everything on: sessions, ledger, branches, tool calls.
 
     python benchmarks/gateway [--quick] [--only NAME ...]
 
-The engine is a stub of zero delay (`engine.py`), the agents are many turns long (`agents.py`), the tokenizer is a real
-byte-level BPE (`model.py`). The gateway under test, `python -m areal_agent.gateway`, is pinned to one core; engine and
-agents have the others. CPU is that of all its threads. Two simpler gateways (`references.py`) stand beside it in the
-same run. Linux only.
+The engine is a stub of zero delay (`engine.py`), the agents' conversations are many turns long (`agents.py`), the
+tokenizer is a real byte-level BPE (`model.py`). The gateway under test, `python -m areal_agent.gateway`, is pinned to
+one core; engine and agents have the others. CPU is that of all its threads. Two simpler gateways (`references.py`) run
+beside it for comparison. Linux only.
 """
 
 import argparse
@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 ADMIN_KEY = "benchmark"
 READY_S = 60.0
 GATEWAY_CORE = 0
-MEMORY_SETTLES_S = 8.0  # the gateway gives back what is free a few seconds after turns
+MEMORY_SETTLES_S = 8.0  # the gateway returns free memory a few seconds after turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class World:
     folder: Path
     text: str
     engine_url: str
-    slow_engine_url: str  # takes one second a request
+    slow_engine_url: str  # takes one second per request
 
     @property
     def tokenizer(self) -> Path:
@@ -61,7 +61,7 @@ class Side:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks/gateway", description="CPU of a turn in the gateway.")
-    parser.add_argument("--quick", action="store_true", help="small numbers: does it run?")
+    parser.add_argument("--quick", action="store_true", help="small numbers, to see that it runs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(MEASUREMENTS)}")
     args = parser.parse_args()
     names = args.only or list(MEASUREMENTS)
@@ -94,7 +94,7 @@ async def measure(folder: Path, names: Sequence[str], *, is_quick: bool) -> None
 
 
 async def cpu(world: World, is_quick: bool) -> None:
-    """CPU a turn at 32 agents and 16 turns, and over 128 turns: early against late."""
+    """Measure the CPU per turn at 32 agents and 16 turns, and over 128 turns: early against late."""
     print("\n| | CPU ms, S32 T16 | CPU ms, T128 | turns 118-128 over 1-10 |\n|---|---|---|---|", flush=True)
     rounds = 1 if is_quick else 3
     for kind in ("areal_agent", "pass_through", "retokenise"):
@@ -124,7 +124,7 @@ async def cpu(world: World, is_quick: bool) -> None:
 
 
 async def latency(world: World, is_quick: bool) -> None:
-    """One agent alone: what the gateway adds to a turn, network and stub engine included."""
+    """Measure what the gateway adds to a turn of one agent alone, network and stub engine included."""
     print("\n| one agent | p50 ms | p95 ms |\n|---|---|---|", flush=True)
     for kind in ("areal_agent", "pass_through"):
         async with open_side(world, kind) as side, load(world, side, 1) as agents:
@@ -139,7 +139,7 @@ async def latency(world: World, is_quick: bool) -> None:
 
 
 async def throughput(world: World, is_quick: bool) -> None:
-    """256 agents, an engine that takes one second: 256 requests a second would be perfect."""
+    """Measure 256 agents on an engine that takes one second: 256 requests per second would be perfect."""
     print("\n| 256 agents, 1 s of engine time | requests/s |\n|---|---|", flush=True)
     num_turns = 3 if is_quick else 16
     for kind in ("areal_agent", "pass_through"):
@@ -153,7 +153,7 @@ async def throughput(world: World, is_quick: bool) -> None:
 
 
 async def memory(world: World, is_quick: bool) -> None:
-    """Resident memory that a session of 128 turns holds while it is open."""
+    """Measure the resident memory of an open session of 128 turns."""
     num_agents, num_turns = (8, 32) if is_quick else (32, 128)
     async with open_side(world, "areal_agent") as side, load(world, side, num_agents + 4) as agents:
         await play(agents[:4], num_turns)  # buffers, caches and arenas grow with these
@@ -168,7 +168,7 @@ async def memory(world: World, is_quick: bool) -> None:
 
 
 async def many(world: World, is_quick: bool) -> None:
-    """2,000 sessions at once, each with a call in flight."""
+    """Open 2,000 sessions at once, each with a call in flight."""
     number = 200 if is_quick else 2000
     async with (
         open_side(world, "areal_agent", engine_url=world.slow_engine_url) as side,
@@ -184,7 +184,7 @@ async def many(world: World, is_quick: bool) -> None:
 
 
 async def scale(world: World, is_quick: bool) -> None:
-    """Two gateways against one, each held to the same share of a core, so that engine and agents have enough left."""
+    """Compare two gateways with one, each bound to the same share of a core, so that engine and agents have enough."""
     share = 0.2 * (os.cpu_count() or 1) / 2
     if not CpuBound.is_possible():
         print("\nTwo workers against one: not measured, no cgroup (version 1) can be made here")
@@ -233,7 +233,7 @@ MEASUREMENTS = {
 
 
 async def play(agents: Sequence[Agent], num_turns: int) -> None:
-    """All agents at once, each this many turns; those that have not started do so first."""
+    """Let all agents play this many turns at once; those that have not started do so first."""
 
     async def one(agent: Agent) -> None:
         if not agent.has_started:
@@ -245,7 +245,7 @@ async def play(agents: Sequence[Agent], num_turns: int) -> None:
 
 
 async def cpu_of_turns(side: Side, agents: Sequence[Agent], num_turns: int) -> float:
-    """CPU milliseconds a turn of the next turns."""
+    """Return the CPU milliseconds per turn of the next turns."""
     before = cpu_ns(side.process.pid)
     await play(agents, num_turns)
     return (cpu_ns(side.process.pid) - before) / 1e6 / (num_turns * len(agents))
@@ -255,7 +255,7 @@ async def cpu_of_turns(side: Side, agents: Sequence[Agent], num_turns: int) -> f
 async def open_side(
     world: World, kind: str, *, engine_url: str | None = None, core: int | None = GATEWAY_CORE
 ) -> AsyncGenerator[Side]:
-    """A gateway in a process of its own, on a core of its own."""
+    """Start a gateway in a process of its own, on a core of its own."""
     engine_url = engine_url or world.engine_url
     if kind == "areal_agent":
         process, base_url = await _start_gateway(world, engine_url)
@@ -272,7 +272,7 @@ async def open_side(
 
 @asynccontextmanager
 async def load(world: World, side: Side, num_agents: int) -> AsyncGenerator[list[Agent]]:
-    """Agents in this process, not yet started."""
+    """Make agents in this process, not yet started."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False) as http:
         yield [Agent(http, side.base_url, ADMIN_KEY, world.text, number) for number in range(num_agents)]
 
@@ -303,7 +303,7 @@ def _spawn_gateway(world: World, engine_url: str) -> tuple[subprocess.Popen[byte
 
 
 def _start(folder: Path, script: str, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
-    """A script of this folder that prints its port."""
+    """Start a script of this folder that prints its port."""
     process = subprocess.Popen([sys.executable, str(HERE / script), *arguments], stdout=subprocess.PIPE, cwd=folder)
     assert process.stdout is not None
     return process, f"http://127.0.0.1:{int(process.stdout.readline())}"

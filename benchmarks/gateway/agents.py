@@ -1,4 +1,4 @@
-"""Agents that talk to a gateway: each in a session of its own, turn by turn, a tool result of 400 characters a turn."""
+"""Agents that talk to a gateway, each in a session of its own, with a tool result of 400 characters per turn."""
 
 import time
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ SYSTEM = "You look things up in an index and answer questions about what you fin
 
 
 class TurnFailed(Exception):
-    """A gateway answered with something else than 200."""
+    """A gateway did not answer with 200."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Agent:
     http: aiohttp.ClientSession
     base_url: str
     admin_key: str
-    text: str  # where its tool results are cut from
+    text: str  # tool results are cut from it
     number: int
     latencies_s: list[float] = field(default_factory=list[float])
     _headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -59,7 +59,7 @@ class Agent:
         ]
 
     async def turn(self) -> None:
-        """One call and the tool result that follows it."""
+        """Make one call, and add the tool result that follows it."""
         head = b'{"model":"default","tools":' + orjson.dumps(TOOLS) + b',"messages":['
         started_s = time.perf_counter()
         answer = await self._send("/v1/chat/completions", head + b",".join(self._messages) + b"]}", self._headers)

@@ -2,7 +2,7 @@
 
     python benchmarks/gateway/engine.py --answers FILE --delay-s 0
 
-Prints its port. It does no more than it must, so that the other core can feed a gateway.
+Prints its port. It does as little as possible, so that one core can feed a gateway on another.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def reply_of(ids: list[int]) -> bytes:
-    """The answer of `/generate`; its id is not looked at by anybody."""
+    """Return the answer of `/generate`; nobody reads its id."""
     meta = {
         "id": "stub",
         "finish_reason": {"type": "stop", "matched": ids[-1]},

@@ -1,4 +1,4 @@
-"""What a process costs: CPU nanoseconds of all its threads, resident bytes, and a bound on its CPU. Linux only."""
+"""The cost of a process: CPU nanoseconds of all its threads and resident bytes; and a bound on its CPU. Linux only."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ PERIOD_US = 20_000
 
 
 def cpu_ns(pid: int) -> int:
-    """CPU time of a process since its start; threads that have ended are not in it."""
+    """Return the CPU time of a process since its start, without threads that have ended."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -33,7 +33,7 @@ class CpuBound:
         (self._group / "cgroup.procs").write_text(str(pid))
 
     def close(self) -> None:
-        """After the process has ended."""
+        """Remove the cgroup, after the process has ended."""
         with suppress(OSError):
             self._group.rmdir()
 

@@ -18,7 +18,7 @@ SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
 def build_tokenizer(folder: Path) -> Tokenizer:
-    """Train it, and save it as a Hugging Face folder."""
+    """Train the tokenizer, and save it as a Hugging Face folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,13 +37,13 @@ def build_tokenizer(folder: Path) -> Tokenizer:
 
 
 def library_texts() -> list[str]:
-    """The first source files of the standard library, by name."""
+    """Return the first source files of the standard library, by name."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:NUM_FILES]
     return [file.read_text(errors="replace") for file in files]
 
 
 def answers(tokenizer: Tokenizer, number: int) -> list[list[int]]:
-    """Answers as token ids: some words, a tool call, the end token; 64 ids each."""
+    """Return answers as token ids: some words, a tool call, the end token; 64 ids each."""
     words = " ".join(library_texts()[0].split())
     end = SPECIAL_TOKENS.index("<|im_end|>")  # special tokens come first
     return [_answer(tokenizer, words[index * 37 :], index, end) for index in range(number)]

@@ -2,7 +2,7 @@
 
     python benchmarks/gateway/references.py pass_through|retokenise --engine URL --tokenizer DIR
 
-Neither records anything: no ledger, no sessions, no tool calls. Prints its port.
+Neither records anything: they have no ledger, no sessions, no tool calls. Prints its port.
 """
 
 import argparse

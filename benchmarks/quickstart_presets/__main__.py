@@ -1,9 +1,9 @@
-"""Runs the quickstart once a preset, `algorithm=PRESET` and nothing else changed, and shows whether each lifts it.
+"""Runs the quickstart once per preset, `algorithm=PRESET` and nothing else changed, and shows whether each improves it.
 
     python benchmarks/quickstart_presets [--presets rloo grpo ppo gspo cispo] [--seed 0] [--out DIR] [key=value ...]
 
 The target: success on 200 held-out questions of more than 0.8 after 70 steps, and a ledger that verifies. `lowest` is
-the lowest mean success of five steps in a row after the first twenty: a run that falls and rises again shows there.
+the lowest mean success of five steps in a row after the first twenty, which shows a run that falls and rises again.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def run_one(preset: str, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
-    """One quickstart in a process of its own; prints its row."""
+    """Run one quickstart in a process of its own, and print its row."""
     command = ["areal_agent.train", "--config", "configs/quickstart.yaml", f"algorithm={preset}", f"run_dir={run_dir}"]
     run([*command, "observe.progress=none", *overrides])
     is_verified = run(["areal_agent.ledger", "verify", str(run_dir)]) == 0
@@ -63,7 +63,7 @@ def run_one(preset: str, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def lowest(metrics: Path) -> float | None:
-    """The lowest mean success of `WINDOW` steps in a row from step `FIRST` on; None for a run that is shorter."""
+    """Return the lowest mean success of `WINDOW` steps in a row from step `FIRST` on; None for a shorter run."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
     successes = [float(row["reward/success"]) for row in rows if "reward/success" in row][FIRST:]
     means = [statistics.fmean(successes[start : start + WINDOW]) for start in range(len(successes) - WINDOW + 1)]

@@ -1,8 +1,8 @@
-"""Runs the quickstart once a seed, model building included, and shows whether it learns for at least 4 of 5 seeds.
+"""Runs the quickstart once per seed, model building included, and shows whether it learns for at least 4 of 5 seeds.
 
     python benchmarks/quickstart_seeds [--seeds 0 1 2 3 4] [--out DIR] [key=value ...]
 
-The seed decides the model's initialisation, its demonstrations, the order of tasks, sampling and training. Every run
+The seed determines the model's initialisation, its demonstrations, the order of tasks, sampling and training. Every run
 starts with an empty model cache. The target: success on 200 held-out questions from at most 0.5 to at least 0.9, within
 360 seconds on two cores.
 """
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run_one(seed: int, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
-    """One quickstart in a process of its own; prints its row."""
+    """Run one quickstart in a process of its own, and print its row."""
     with tempfile.TemporaryDirectory() as cache:
         command = ["areal_agent.train", "--config", "configs/quickstart.yaml", f"seed={seed}", f"run_dir={run_dir}"]
         run([*command, "observe.progress=none", *overrides], AREAL_AGENT_CACHE=cache)

@@ -1,9 +1,9 @@
-"""What a program in a sandbox costs, beside fork and exec on the host and, where an engine answers, Docker's own ways.
+"""The cost of a program in a sandbox, beside fork and exec on the host and, where an engine answers, Docker's own ways.
 
-All of them take turns within one run, so that what else the machine does falls on all alike: read the ratios.
+All sides take turns within one run, so that other load on the machine affects all alike: read the ratios.
 `python benchmarks/sandboxes [--rounds 30]` prints four tables in Markdown; times in milliseconds, medians. CPU times,
-but for the client's, are those of the whole machine: of sandboxes, of the engine, of whatever else runs. The last table
-is of the judge; it includes the starts and ends of sandboxes, as many as there are programs.
+except the client's, are those of the whole machine: sandboxes, engine, and everything else that runs. The last table
+is of the judge; it includes starting and ending as many sandboxes as there are programs.
 """
 
 import argparse
@@ -48,7 +48,7 @@ async def fork_and_exec(argv: list[str]) -> None:
 
 
 def in_container(container: str) -> dict[str, Call]:
-    """Docker's own ways, in a container that runs."""
+    """Return Docker's own ways of running a program in a running container."""
     client = docker.from_env()
     inside = client.containers.get(container)
 
@@ -69,7 +69,7 @@ async def timed_ms(call: Callable[[], Awaitable[object]]) -> float:
 
 
 async def rate(call: Call, argv: list[str], num_calls: int) -> float:
-    """Calls a second, so many at once."""
+    """Return the calls per second, `AT_ONCE` at a time."""
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def one() -> None:
@@ -81,7 +81,7 @@ async def rate(call: Call, argv: list[str], num_calls: int) -> float:
 
 
 async def many_at_once(box: Sandbox) -> tuple[float, int]:
-    """The loop's lag in milliseconds (p99) while 1,000 programs run, and threads that came of them."""
+    """Return the loop's lag in milliseconds (p99) while 1,000 programs run, and the number of threads they started."""
     lags_ms: list[float] = []
 
     async def feel() -> None:
@@ -96,7 +96,7 @@ async def many_at_once(box: Sandbox) -> tuple[float, int]:
 
 
 async def checkout_ms(pool: Pool) -> float:
-    """Until a sandbox from a warm pool has its first file."""
+    """Return the time until a sandbox from a warm pool has its first file."""
     await pool.warm(num_cells=1)
     return await first_file_ms(pool, SandboxSpec())
 
@@ -157,7 +157,7 @@ async def measure_many(boxes: dict[str, Sandbox], num_calls: int) -> None:
 async def cpu_and_wall_ms(
     call: Call, argv: list[str], num_calls: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Milliseconds a call, and of what `clock` tells in seconds; one call after the other."""
+    """Return milliseconds per call, and those of `clock` (in seconds), one call after the other."""
     before_s, started_s = clock(), time.perf_counter()
     for _ in range(num_calls):
         await call(argv)
@@ -166,10 +166,10 @@ async def cpu_and_wall_ms(
 
 
 async def measure_creation(pools: dict[str, Pool], image: str | None, rounds: int) -> None:
-    """Until a sandbox of which none is in stock has its first file, beside `docker run`."""
+    """Measure the time until a sandbox that is not in stock has its first file, beside `docker run`."""
     times: dict[str, list[float]] = {}
     for number in range(rounds):
-        spec = SandboxSpec(limits=Limits(wall_s=200.0 + number))  # one of a kind
+        spec = SandboxSpec(limits=Limits(wall_s=200.0 + number))  # no other sandbox has these limits
         for way, pool in pools.items():
             times.setdefault(way, []).append(await first_file_ms(pool, spec))
         if image is not None:
@@ -188,7 +188,7 @@ async def docker_run(image: str) -> None:
 async def grade_all(
     backend: Backend, code: str, cases: Sequence[StdinCase] | Sequence[CallCase]
 ) -> tuple[float, float]:
-    """Cases a second, and milliseconds of CPU a case."""
+    """Return cases per second, and CPU milliseconds per case."""
     num_cases = len(cases) * GRADES
     async with open_pool(backend=backend, wall_s=120.0) as pool:
         await pool.warm(num_cells=GRADES)
@@ -202,7 +202,7 @@ async def grade_all(
 
 
 def cpu_s() -> float:
-    """Of all processes of this machine, and of its kernel."""
+    """Return the CPU seconds of all processes of this machine and of its kernel."""
     user, nice, system, _idle, _waiting, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
     return sum((user, nice, system, *interrupts)) / os.sysconf("SC_CLK_TCK")
 
@@ -223,7 +223,7 @@ async def measure_grading(backends: Sequence[Backend], rounds: int) -> None:
 
 
 def start_container(image: str) -> str:
-    """One that sleeps, for Docker's own ways."""
+    """Start a container that sleeps, for Docker's own ways."""
     command = ["docker", "run", "--rm", "--detach", "--network", "none", image, "sleep", "3600"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 

@@ -1,14 +1,13 @@
-"""What staleness costs and gains: final success and throughput of the quickstart, by bound and by objective.
+"""The costs and gains of staleness: final success and throughput of the quickstart, by bound and by objective.
 
     python benchmarks/staleness --out DIR [key=value ...] [--staleness 0 1 4 16] [--objectives naive decoupled]
                                 [--seeds 0 1 2] [--limit-s 150]
 
 `naive` clips the ratio to the behaviour policy (`algorithm.proximal=behavior`); `decoupled` clips around the policy at
 the start of the step and weighs by the rest (`recompute`). All runs of a seed begin with the same model, and train 30
-steps of 8 x 8 rollouts, each as old as the bound allows: `held_run.py` says how, and why. One that takes longer than
-the limit is cut short, graded as it is, and marked; one that fails is counted, and the grid goes on. What is in DIR is
-not repeated, so that the whole can be done in pieces; failures are. After every run DIR/staleness.png and DIR/table.md
-are written.
+steps of 8 x 8 rollouts, each as old as the bound allows (how and why: `held_run.py`). A run over the time limit is cut
+short, graded as it is, and marked; one that fails is counted, and the grid goes on. Results in DIR are not repeated,
+except failures, so that the grid can be done in pieces. After every run DIR/staleness.png and DIR/table.md are written.
 """
 
 import argparse
@@ -41,7 +40,7 @@ def main() -> int:
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
     trials = [
         Trial(objective=objective, staleness=staleness, seed=seed)
-        for seed in args.seeds  # a grid that is cut short has whole seeds
+        for seed in args.seeds  # so that a grid that is cut short has whole seeds
         for staleness in args.staleness
         for objective in args.objectives
     ]
@@ -65,7 +64,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python benchmarks/staleness", description="What staleness costs and gains.")
-    parser.add_argument("--out", type=Path, required=True, help="where the run folders are, and those to come")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the run folders")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 16])
     parser.add_argument("--objectives", nargs="+", choices=list(PROXIMAL), default=list(PROXIMAL))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -75,13 +74,13 @@ def _parse() -> argparse.Namespace:
 
 
 def found(folder: Path) -> Outcome | None:
-    """What a run in `folder` came to; None when there is none, or not to its end."""
+    """Read the outcome of a run in `folder`; None when there is none, or it did not end."""
     file = folder / OUTCOME
     return Outcome(**json.loads(file.read_text())) if file.is_file() else None
 
 
 def one_run(trial: Trial, out: Path, limit_s: float, overrides: list[str]) -> Outcome | None:
-    """One run, in place of what an earlier one that did not end has left. None when it fails."""
+    """Make one run, in place of an earlier one that did not end. Return None when it fails."""
     folder = out / trial.name
     shutil.rmtree(folder, ignore_errors=True)
     settings = [
@@ -102,7 +101,7 @@ def one_run(trial: Trial, out: Path, limit_s: float, overrides: list[str]) -> Ou
 
 
 def model_of(seed: int, out: Path) -> Path:
-    """The tiny model of a seed: built once for all runs, and in no run's time."""
+    """Return the tiny model of a seed, built once for all runs and outside their time."""
     folder = out / "models" / f"seed{seed}"
     if not folder.is_dir():
         build = ["areal_agent.models.tiny", "--out", str(folder), "--seed", str(seed), "--threads", "1"]

@@ -1,4 +1,4 @@
-"""The table and the plot of a grid of runs: by objective and bound, over seeds. It starts nothing."""
+"""The table and the plot of a grid of runs: by objective and bound, over seeds."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class Trial:
 
 
 Results = Mapping[Trial, Outcome | None]
-"""None: the run failed."""
+"""The outcome of each trial; None: the run failed."""
 Cell = tuple[str, int]
 """Objective and bound."""
 
@@ -70,7 +70,7 @@ def _row(cell: Cell, of_cell: Sequence[Outcome | None]) -> list[str]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Success above, throughput below, over the bound; a dot a seed, a line through the means."""
+    """Plot success above and throughput below, over the bound: a dot per seed, a line through the means."""
     done = {trial: one for trial, one in results.items() if one is not None}
     if not done:
         return

@@ -1,4 +1,4 @@
-"""One run of the quickstart whose rollouts are as old as the bound lets them be, and what came of it."""
+"""One run of the quickstart whose rollouts are as old as the bound lets them be, and its outcome."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run came to. `tokens_per_s`: trained, from its first batch to its last push."""
+    """The outcome of a run. `tokens_per_s` are trained tokens, from its first batch to its last push."""
 
     success: float
     steps: int
@@ -26,26 +26,26 @@ class Outcome:
 
 
 class HeldRun(Run):
-    """A run that takes a batch only when `max_staleness` further batches wait, all that the bound lets wait.
+    """A run that takes a batch only when `max_staleness` further batches wait, the most that the bound lets wait.
 
-    So it is trained as if agents and engine were never the ones who are waited for: on the quickstart and two cores
-    they are, and whatever the bound, its rollouts would be some two versions old.
+    So it trains as if it never waited for agents or engine. On the quickstart and two cores it does wait, and its
+    rollouts would be some two versions old, whatever the bound.
     """
 
     async def prepare_batch(self) -> RolloutBatch:
         await self._metrics.begin_steps(self.version)
         if self._producing is None:
-            self._producing = self._spawn(self._source.produce(), "admit loop")
+            self._producing = self._spawn(self.source.produce(), "admit loop")
         config = self.config
         with self._metrics.during("waiting_for_rollouts"):
             num_held = config.max_staleness * config.batch_size * config.group_size
-            while self._source.counts().finished < num_held:  # noqa: ASYNC110 (a source has no event for it)
+            while self.source.counts().finished < num_held:  # noqa: ASYNC110 (a source has no event for it)
                 await asyncio.sleep(POLL_S)
         return await super().prepare_batch()
 
 
 async def measure(config: Config, limit_s: float) -> Outcome:
-    """Train and grade; what takes longer than `limit_s` is cut short, and graded as it is then."""
+    """Train and grade. A run that takes longer than `limit_s` is cut short and graded as it is then."""
     started_s = time.monotonic()
     run = HeldRun(config)
     first_batch_s = loop_s = 0.0

@@ -2,8 +2,8 @@
 
     python benchmarks/trainer [--steps 3] [--vocab 512 8192] [--trl FOLDER]
 
-TRL has an environment of its own, made in FOLDER when it is not there (pip; some minutes). Sides run one after another,
-each in a process of one thread; tokens are real ones, without padding; CPU time is what a shared machine leaves true.
+TRL's environment is made in FOLDER when it is missing (pip; some minutes). Sides run one after another, each in a
+process of one thread. Tokens are counted without padding, and CPU time is used because it holds on a shared machine.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def trl_python(folder: Path) -> str:
-    """The Python of TRL's environment, which is made when it is not there."""
+    """Return the Python of TRL's environment, which is made when it is missing."""
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         venv.create(folder, with_pip=True, clear=True)
@@ -59,7 +59,7 @@ def trl_python(folder: Path) -> str:
 
 
 def run(python: str, script: Path, *arguments: object) -> dict[str, Any]:
-    """The last line that a side prints."""
+    """Run one side and return the last line that it prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [python, str(script), *map(str, arguments)], env=environment, stdout=subprocess.PIPE, text=True, check=True

@@ -65,7 +65,7 @@ def new_stepper(folder: Path, config: TrainerConfig) -> tuple[Stepper, Policy]:
 
 
 def write_gradient(folder: Path, given: StepInput, config: TrainerConfig, path: Path) -> None:
-    """Of one step from the initial weights, by name."""
+    """Save the gradient of one step from the initial weights, by name."""
     stepper, policy = new_stepper(folder, config)
     before = {name: one.detach().clone() for name, one in policy.named_parameters().items()}
     stepper.train(given)
@@ -73,7 +73,7 @@ def write_gradient(folder: Path, given: StepInput, config: TrainerConfig, path: 
 
 
 def the_step(folder: Path) -> StepInput:
-    """The records, with the log-probabilities of the initial weights as those of the engine."""
+    """Return the records, with log-probabilities of the initial weights as the engine's."""
     prompts, completions, rewards = read_records(folder)
     records = [
         record_of(index, prompts[index // GROUP_SIZE], one, float(rewards[index]))

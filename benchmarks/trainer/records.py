@@ -1,7 +1,7 @@
 """The model and the records that all sides of the benchmark train on: a random Qwen3 and heavy-tailed lengths.
 
-Written into a folder: `model/` (Hugging Face, with a tokenizer of one word an id) and `records.npz`. Prompt lengths
-are 16 / u of a uniform u, cut at 512; completions 16 / sqrt(u), cut at 256: four of each prompt, rewarded at random.
+Written into a folder: `model/` (Hugging Face, with a tokenizer of one word per id) and `records.npz`. Prompt lengths
+are 16 / u of a uniform u, cut at 512; completions 16 / sqrt(u), cut at 256: four per prompt, rewarded at random.
 """
 
 from pathlib import Path
@@ -15,11 +15,11 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 GROUP_SIZE = 4
-NUM_SPECIAL = 2  # ids of padding and of the end
+NUM_SPECIAL = 2  # the ids of padding and of the end
 
 
 def write_material(folder: Path, *, vocab_size: int, num_prompts: int) -> None:
-    """Make both, from seeds."""
+    """Write both, from fixed seeds."""
     _write_model(folder / "model", vocab_size)
     rng = np.random.default_rng(0)
     prompts = np.clip(16 / rng.uniform(0, 1, num_prompts), 16, 512).astype(np.int64)
@@ -58,7 +58,7 @@ def _write_model(folder: Path, vocab_size: int) -> None:
 
 
 def read_records(folder: Path) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], NDArray[np.float32]]:
-    """Prompts, completions (a group's one after the other) and rewards."""
+    """Return prompts, completions (a group's in a row) and rewards."""
     with np.load(folder / "records.npz") as file:
         prompts = np.split(file["prompt_ids"], np.cumsum(file["prompt_lengths"])[:-1])
         completions = np.split(file["completion_ids"], np.cumsum(file["completion_lengths"])[:-1])

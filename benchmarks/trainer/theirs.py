@@ -1,7 +1,7 @@
 """TRL's side, run by the Python of its own environment: `python theirs.py FOLDER NUM_STEPS ROWS` prints a line of JSON.
 
-A GRPOTrainer as it is, given the records by `rollout_func` and a reward function; ROWS sequences go through it at
-once. CPU time is that of its steps without what prepares a batch: forward, loss, gradient, optimiser.
+An unchanged GRPOTrainer gets the records through `rollout_func` and a reward function; ROWS sequences go through it at
+once. CPU time is that of its steps without the preparation of batches: forward, loss, gradient, optimiser.
 """
 
 import json
@@ -62,7 +62,7 @@ class Measured(GRPOTrainer):
 
 
 class Replay:
-    """The records in the place of a model that answers: what each prompt was answered with, and what that earned."""
+    """The records in the place of a sampling model: the answers to each prompt and their rewards."""
 
     def __init__(self, folder: Path) -> None:
         self.prompts, self.completions, self.rewards = read_records(folder)
@@ -70,11 +70,11 @@ class Replay:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences."""
+        """The tokens of all sequences."""
         return sum(len(one) for one in self.completions) + GROUP_SIZE * sum(len(one) for one in self.prompts)
 
     def dataset(self) -> Dataset:
-        """Each prompt as the word that `roll_out` knows it by."""
+        """Return each prompt as the word by which `roll_out` finds it."""
         return Dataset.from_list([{"prompt": f"w{index}"} for index in range(len(self.prompts))])
 
     def roll_out(self, texts, trainer):
@@ -97,7 +97,7 @@ def config_of(folder: Path, replay: Replay, num_steps: int, rows: int) -> GRPOCo
         bf16=False,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=len(replay.completions) // rows,
-        steps_per_generation=1,  # rows are padded to the longest that are prepared together: the fewer, the less
+        steps_per_generation=1,  # rows are padded to the longest prepared together, so few at a time are best
         num_generations=GROUP_SIZE,
         max_completion_length=256,
         max_steps=num_steps + 1,

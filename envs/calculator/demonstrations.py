@@ -1,8 +1,8 @@
-"""Imperfect conversations about the questions of the training split: what the tiny model is warm-started on.
+"""Imperfect conversations about questions of the training split, on which the tiny model is warm-started.
 
 They teach the form (call the tool, copy its output) and mix right with wrong habits, so that reinforcement learning has
 something to strengthen and something to remove. Every wrong habit is *predictable*: a model that learnt from random
-mistakes would make random mistakes, and no habit of its own to choose from. What is copied is always copied rightly.
+mistakes would make random mistakes, and have no habits to choose from. Copies are always exact.
 """
 
 import json
@@ -25,7 +25,7 @@ OPPOSITE = {"+": "-", "-": "+", "*": "*"}
 
 
 def demonstrations(seed: int) -> Iterator[Conversation]:
-    """Conversations without end. About three in ten end with the right answer."""
+    """Yield conversations without end. About three in ten end with the right answer."""
     rng = random.Random(f"demonstrations/{seed}")
     habits = list(HABITS)
     weights = [HABITS[habit] for habit in habits]
@@ -35,24 +35,24 @@ def demonstrations(seed: int) -> Iterator[Conversation]:
 
 
 def answers(rng: random.Random) -> Conversation:
-    """The right program, then its result."""
+    """Run the right program, then state its result."""
     question = draw_question(rng, "train")
     return [_ask(question, rng), *_run(question.expression), _say(ANSWER.format(question.answer))]
 
 
 def stays_vague(rng: random.Random) -> Conversation:
-    """The right program, but its result is not told."""
+    """Run the right program, but do not state its result."""
     question = draw_question(rng, "train")
     return [_ask(question, rng), *_run(question.expression), _say(VAGUE)]
 
 
 def refuses(rng: random.Random) -> Conversation:
-    """No program at all."""
+    """Write no program at all."""
     return [_ask(draw_question(rng, "train"), rng), _say(REFUSAL)]
 
 
 def confuses_operators(rng: random.Random) -> Conversation:
-    """Plus for minus, or minus for plus; the wrong result is then told."""
+    """Run a program with plus for minus, or minus for plus, and state its wrong result."""
     question = draw_question(rng, "train")
     confused = _with_opposite_operators(question)
     while not confused.is_fair:  # a result of another length would teach to copy badly
@@ -62,13 +62,13 @@ def confuses_operators(rng: random.Random) -> Conversation:
 
 
 def gives_up(rng: random.Random) -> Conversation:
-    """A program that does not compile, and no second try."""
+    """Run a program that does not compile, and stop."""
     question = draw_question(rng, "train")
     return [_ask(question, rng), *_run(question.expression, end=""), _say(GIVE_UP)]
 
 
 def repairs(rng: random.Random) -> Conversation:
-    """A program that does not compile, then the right one, then its result."""
+    """Run a program that does not compile, then the right one, and state its result."""
     question = draw_question(rng, "train")
     tries = [*_run(question.expression, end=""), *_run(question.expression)]
     return [_ask(question, rng), *tries, _say(ANSWER.format(question.answer))]
@@ -82,7 +82,7 @@ HABITS: Mapping[Callable[[random.Random], Conversation], float] = {
     confuses_operators: 0.18,
     gives_up: 0.06,
 }
-"""How often each habit occurs: the first two are right."""
+"""The frequency of each habit; the first two are right."""
 
 
 def _with_opposite_operators(question: Question) -> Question:
@@ -95,7 +95,7 @@ def _ask(question: Question, rng: random.Random) -> Message:
 
 
 def _run(expression: str, end: str = ")") -> list[Message]:
-    """The call of the tool, and what the tool said."""
+    """Return a tool call and the tool's answer."""
     code = f"print({expression}{end}"
     function = {"name": "python", "arguments": json.dumps({"code": code})}
     call: Message = {"id": "call", "type": "function", "function": function}
@@ -110,7 +110,7 @@ def _say(text: str) -> Message:
 
 
 def _output(code: str, expression: str) -> str:
-    """What running `code`, a print of `expression`, shows: the result, or the last line of the traceback."""
+    """Return the output of running `code`, a print of `expression`: the result, or the last line of the traceback."""
     try:
         compile(code, "<program>", "exec")
     except SyntaxError as error:

@@ -1,4 +1,4 @@
-"""When an answer is right. It knows no model and no sandbox."""
+"""The reward: when an answer is right."""
 
 import re
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ _NUMBER = re.compile(r"(?<!\d)-?\d+")
 
 
 def score(said: str, outputs: Iterable[str], answer: str) -> float:
-    """1.0 when the last number of the final message is `answer` and a program printed it, else 0.0.
+    """Return 1.0 when the last number of the final message is `answer` and a program printed it, else 0.0.
 
     >>> score("The answer is 71625.", ["71625"], "71625")
     1.0
@@ -19,6 +19,6 @@ def score(said: str, outputs: Iterable[str], answer: str) -> float:
 
 
 def last_number(text: str) -> str | None:
-    """The last whole number of a text, as it is written; None when there is none."""
+    """Return the last whole number of a text, as it is written; None when there is none."""
     numbers = _NUMBER.findall(text)
     return numbers[-1] if numbers else None

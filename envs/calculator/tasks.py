@@ -1,4 +1,4 @@
-"""The questions of the calculator: `A op B op C`, and which operand values are held out. It knows no model."""
+"""The questions of the calculator: `A op B op C`, and which operand values are held out."""
 
 import operator
 import random
@@ -22,7 +22,7 @@ FORMS = (
 )
 """Operators, and whether the first two operands stand in brackets."""
 NUM_RESULT_DIGITS = 5
-"""One product and a result of five digits: hard for a head, and a small model soon learns to copy them."""
+"""One product and a result of five digits: hard to compute in the head, and soon copied by a small model."""
 
 _APPLY: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -54,11 +54,11 @@ class Question:
 
     @property
     def is_fair(self) -> bool:
-        """Whether the result has the right number of digits."""
+        """True when the result has the right number of digits."""
         return len(str(abs(self.answer))) == NUM_RESULT_DIGITS
 
     def text(self, head: str, *, in_words: bool) -> str:
-        """The question as a person asks it."""
+        """Return the question as a person asks it."""
         first, second = self.operators
         return head.format(self._written((WORDS[first], WORDS[second]) if in_words else (first, second)))
 
@@ -70,12 +70,12 @@ class Question:
 
 
 def is_held_out(operand: int) -> bool:
-    """Whether an operand value belongs to the test split: about one in five, spread over all digits."""
+    """Return whether an operand value belongs to the test split: about one in five, spread over all digits."""
     return operand * 48271 % 1021 < 204
 
 
 def draw_question(rng: random.Random, split: Split) -> Question:
-    """A random question whose operands, of three, two and three digits, all belong to `split`."""
+    """Draw a question whose operands, of three, two and three digits, all belong to `split`."""
     operators, is_bracketed = rng.choice(FORMS)
     while True:
         a, b, c = (_draw_operand(rng, split, low, high) for low, high in ((100, 999), (10, 99), (100, 999)))
@@ -85,12 +85,12 @@ def draw_question(rng: random.Random, split: Split) -> Question:
 
 
 def draw_text(rng: random.Random, question: Question) -> str:
-    """One of the ways to ask a question."""
+    """Return one of the ways to ask a question."""
     return question.text(rng.choice(HEADS), in_words=rng.random() < 0.5)
 
 
 def load(split: Split, seed: int, num: int | None = None) -> list[dict[str, Any]]:
-    """`num` tasks of a split. No operand value of the test split occurs in any training task.
+    """Return `num` tasks of a split. No operand value of the test split occurs in any training task.
 
     Each has `id`, `messages` (the question, from the user) and `answer` (digits, as text).
     """

@@ -1,6 +1,6 @@
 """One conversation: the model is asked, runs programs, reads what they print, and answers.
 
-Ordinary agent code: a stock `openai` client and a sandbox. It knows nothing of tokens, engines or training.
+Ordinary agent code: a stock `openai` client and a sandbox.
 """
 
 import json
@@ -41,7 +41,7 @@ USAGE = 'Error: call python with {"code": "..."}'
 
 
 async def solve(task: dict[str, Any], rollout: Rollout) -> float:
-    """1.0 when the model states the right number and has it from a program, else 0.0."""
+    """Return 1.0 when the model states the right number and a program printed it, else 0.0."""
     pool = await rollout.shared(open_sandboxes)
     sandbox = await rollout.enter(pool.acquire())
     messages: list[ChatCompletionMessageParam] = list(task["messages"])
@@ -61,18 +61,18 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
 
 
 def open_sandboxes(rollout: Rollout) -> AbstractAsyncContextManager[Pool]:
-    """The pool that all rollouts of a run share."""
+    """Open the pool that all rollouts of a run share."""
     return open_pool(**rollout.sandbox)
 
 
 async def run_tool(sandbox: Sandbox, call: ChatCompletionMessageToolCallUnion) -> str:
-    """What the model gets to read: the output of its program, or the last line of what went wrong."""
+    """Return what the model reads: the output of its program, or the last line of its error."""
     code = _code_of(call)
     return USAGE if code is None else _readable(await sandbox.exec_python(code))
 
 
 def is_failure(output: str) -> bool:
-    """Whether that is what went wrong: `NameError: ...`, or what `run_tool` says itself.
+    """Return whether an output is an error: `NameError: ...`, or a message of `run_tool`.
 
     >>> is_failure("NameError: name 'x' is not defined"), is_failure("42")
     (True, False)
@@ -81,7 +81,7 @@ def is_failure(output: str) -> bool:
 
 
 def _code_of(call: ChatCompletionMessageToolCallUnion) -> str | None:
-    """The program that a call holds; None when it holds none, whatever the model wrote instead."""
+    """Return the program of a call; None when it has none, whatever the model wrote instead."""
     if call.type != "function" or call.function.name != "python":
         return None
     try:
@@ -100,5 +100,5 @@ def _readable(result: ExecResult) -> str:
 
 
 def _echo(message: ChatCompletionMessage) -> ChatCompletionMessageParam:
-    """The model's message as the history holds it."""
-    return message.to_dict()  # pyright: ignore[reportReturnType]  # what was received is what may be sent
+    """Return the model's message in the form of the history."""
+    return message.to_dict()  # pyright: ignore[reportReturnType]  # what was received may be sent

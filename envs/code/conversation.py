@@ -1,6 +1,6 @@
-"""What the workflows of this environment share: a turn of the model, its calls, and the code in what it says.
+"""The parts that both workflows share: a turn of the model, its calls, and the code in its answers.
 
-Ordinary agent code over a stock `openai` client. It knows no task and no judge.
+Ordinary agent code over a stock `openai` client.
 """
 
 import re
@@ -16,7 +16,7 @@ FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 async def take_turn(
     rollout: Rollout, messages: list[ChatCompletionMessageParam], toolbox: Toolbox
 ) -> ChatCompletionMessage:
-    """Let the model speak and answer its calls; both are added to `messages`."""
+    """Let the model speak, and run its calls; both are added to `messages`."""
     reply = await rollout.client.chat.completions.create(
         model=rollout.model,
         messages=messages,
@@ -34,10 +34,10 @@ async def take_turn(
 
 
 def fenced_code(text: str | None) -> str | None:
-    """The last fenced block of a message; None when there is none.
+    r"""Return the last fenced block of a message; None when there is none.
 
-    >>> fenced_code("So:\\n```python\\nx = 1\\n```\\nDone.")
-    'x = 1\\n'
+    >>> fenced_code("So:\n```python\nx = 1\n```\nDone.")
+    'x = 1\n'
     """
     blocks: list[str] = FENCED.findall(text or "")
     return blocks[-1] if blocks else None

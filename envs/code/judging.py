@@ -1,7 +1,7 @@
-"""A task's cases, and what a program earns by them. It knows no model.
+"""A task's cases, and the reward of a program.
 
-A task carries its cases as JSON: `{"function": ..., "cases": [[args, result], ...]}`, and `visible` in the same form
-for those that the model may see.
+A task holds its cases as JSON: `{"function": ..., "cases": [[args, result], ...]}`, and in `visible`, in the same form,
+those that the model may see.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,19 @@ CLOSE = CloseNumbers()
 
 
 def open_sandboxes(rollout: Rollout) -> AbstractAsyncContextManager[Pool]:
-    """The pool that all rollouts of a run share."""
+    """Open the pool that all rollouts of a run share."""
     return open_pool(**rollout.sandbox)
 
 
 async def reward_of(code: str | None, task: Task, pool: Pool) -> float:
-    """1.0 when every hidden case is passed, else 0.0; no program earns nothing."""
+    """Return 1.0 when every hidden case is passed, else 0.0, also without a program."""
     if code is None:
         return 0.0
     return (await judged(code, task, "cases", pool, stop_early=True)).reward
 
 
 async def visible_report(code: str, task: Task, pool: Pool) -> tuple[bool, str]:
-    """Whether the visible cases are passed, and what of them is told to the model."""
+    """Return whether the visible cases are passed, and a report for the model."""
     verdict = await judged(code, task, "visible", pool)
     lines = [f"{verdict.num_passed} of {len(verdict.cases)} tests passed."]
     for (args, expected), case in zip(task["visible"], verdict.cases, strict=True):
@@ -46,7 +46,7 @@ async def judged(code: str, task: Task, which: str, pool: Pool, *, stop_early: b
 
 
 def told(function: str, args: Sequence[Any], expected: Any, case: CaseVerdict) -> str:
-    """One failed case, in a line.
+    """Return one failed case as a line.
 
     >>> from sandboxes.judge import Outcome
     >>> told("f", [3], 12, CaseVerdict(outcome=Outcome.WRONG, output="11"))

@@ -1,6 +1,6 @@
-"""Repair a program over several turns: the model hands versions to `run_tests`, which says what the visible tests find.
+"""Repair a program over several turns: the model passes versions to `run_tests`, which reports on the visible tests.
 
-The last version counts; hidden cases judge it. The task is over when the visible tests pass, or the model stops.
+Hidden cases judge the last version. The task ends when the visible tests pass, or the model stops calling tools.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Workbench:
         self._task = task
         self._pool = pool
         self.program: str | None = None  # the last version
-        self.is_done = False  # whether the visible tests pass
+        self.is_done = False  # the visible tests pass
         self.tool = Tool(
             name="run_tests",
             description="Run the tests on a version of the program; the last version is the one that counts.",
@@ -39,7 +39,7 @@ class Workbench:
 
 
 async def solve(task: dict[str, Any], rollout: Rollout) -> float:
-    """1.0 when the last version passes every hidden case, else 0.0."""
+    """Return 1.0 when the last version passes every hidden case, else 0.0."""
     pool = await rollout.shared(open_sandboxes)
     bench = Workbench(task, pool)
     toolbox = Toolbox(lambda: rollout.enter(pool.acquire()), [bench.tool])

@@ -16,7 +16,7 @@ MAX_TURNS = 6
 
 
 async def solve(task: dict[str, Any], rollout: Rollout) -> float:
-    """1.0 when the submitted program passes every hidden case, else 0.0."""
+    """Return 1.0 when the submitted program passes every hidden case, else 0.0."""
     pool = await rollout.shared(open_sandboxes)
     toolbox = Toolbox(lambda: rollout.enter(pool.acquire()), [PYTHON, SUBMIT])
     messages: list[ChatCompletionMessageParam] = list(task["messages"])

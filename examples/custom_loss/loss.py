@@ -1,4 +1,4 @@
-"""Two functions of one's own: an objective and an advantage. The config names them by import path."""
+"""An objective and an advantage of one's own. The config names them by import path."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +13,8 @@ from areal_agent.types import TokenRecord
 def smooth_clip(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
     """PPO's objective with a soft edge: the ratio u is replaced by 1 + c tanh((u - 1) / c), c its clip on that side.
 
-    Near 1 that is u; far from it the gradient fades and is never cut off. What is returned is maximised, a token: [M].
-    Importance weights, aggregation, divergence and entropy are added by the trainer, as the config says.
+    Near 1 that is u; far from it the gradient fades and is never cut off. Returns what is maximised, per token: [M].
+    The trainer adds importance weights, aggregation, divergence and entropy, as the config says.
     """
     change = tokens.log_ratio.expm1()
     room = torch.where(change > 0, config.clip_high, config.clip_low)
@@ -24,6 +24,6 @@ def smooth_clip(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
 def against_half(records: Sequence[TokenRecord], rewards: Mapping[str, float], config: AlgorithmConfig) -> list[Tensor]:
     """The reward of the rollout minus one half, on every token: for rewards of 0 and 1, and groups of any size.
 
-    One value a token of each record, in order. What it says of tokens that are not in the loss does not matter.
+    Returns one value per token of each record, in order. Values at tokens outside the loss have no effect.
     """
     return [torch.full((len(record.token_ids),), rewards[record.session_id] - 0.5) for record in records]

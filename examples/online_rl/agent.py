@@ -1,12 +1,12 @@
-"""Agents that know nothing of training: any program that can speak HTTP and OpenAI's API will do.
+"""Agents without any code for training: every program that speaks HTTP and OpenAI's API can be one.
 
     python examples/online_rl/agent.py --gateway http://127.0.0.1:8000 --key-file runs/gateway/admin_key
 
-Endlessly, a group of siblings at a time: start a session, let the model solve a question of the calculator with its
-Python tool, say what it earned, end. Each group is told in a line. At the staleness bound the gateway answers 429, and
-while it is restarted it does not answer: either way the agents ask again. A rollout that fails is ended as an error,
-and its siblings go on without it. Ctrl-C ends what is open: a session that is left open holds room under the bound
-until the gateway's time-out.
+The agents play groups of siblings, endlessly: start a session, let the model solve a question of the calculator with
+its Python tool, report the reward, end the session. Each group prints a line. At the staleness bound the gateway
+answers 429, and while it restarts it does not answer: either way the agents ask again. A rollout that fails is ended as
+an error, and its siblings go on. Ctrl-C ends open sessions: one that is left open holds room under the bound until the
+gateway's timeout.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from envs.calculator.workflow import MAX_TURNS, TOOLS, run_tool
 
 RETRY_S = 0.5
 LEAVE_S = 10.0
-"""How long the end of a session that failed may take."""
+"""The time limit of ending a session that failed."""
 TIMEOUT = httpx.Timeout(600.0, connect=60.0)
 INTERRUPTED_CODE = 130
 
 
 class Refused(Exception):
-    """The gateway will never start a session that is asked for like this; its message says why."""
+    """The gateway will never start such a session; its message says why."""
 
 
 class Agents:
@@ -51,14 +51,14 @@ class Agents:
         self._admin_key = key
         self._pool = pool
         self._group_size = group_size
-        self._name = f"agents-{secrets.token_hex(4)}"  # the groups of an earlier process are not ours to go on with
+        self._name = f"agents-{secrets.token_hex(4)}"  # this process cannot continue the groups of an earlier one
         self._is_gateway_gone = False
 
     async def aclose(self) -> None:
         await self._http.aclose()
 
     async def play_forever(self, tasks: list[dict[str, Any]], numbers: Iterable[int]) -> None:
-        """One group after the other, whatever becomes of each. Raises Refused, alone or in an ExceptionGroup."""
+        """Play one group after the other, however each ends. Raises Refused, alone or in an ExceptionGroup."""
         for number in numbers:
             task, group_id = tasks[number % len(tasks)], f"{self._name}-{number}"
             async with asyncio.TaskGroup() as group:
@@ -68,7 +68,7 @@ class Agents:
             _tell(f"{group_id}: {len(rewards)} of {self._group_size} rollouts are done{mean}")
 
     async def _play(self, task: dict[str, Any], group_id: str) -> float | None:
-        """The reward of one rollout, None where there is none. What goes wrong in it is the end of this one alone."""
+        """Return the reward of one rollout, or None when it failed. A failure ends only this rollout."""
         session = await self._start(task, group_id)
         if session is None:
             return None
@@ -80,15 +80,15 @@ class Agents:
         except asyncio.CancelledError:
             await self._leave(session, status="cancelled")
             raise
-        except Exception as error:  # whatever an agent does wrong: it is told, and recorded
+        except Exception as error:  # whatever an agent does wrong is printed and recorded
             cause = f"{type(error).__name__}: {error}"
             _tell(f"{session['session_id']} of {group_id} is given up: {cause}")
             await self._leave(session, status="error", error=cause)
-            await asyncio.sleep(RETRY_S)  # a cause that stays must not make failures by the thousand
+            await asyncio.sleep(RETRY_S)  # a lasting cause must not make failures by the thousand
             return None
 
     async def _start(self, task: dict[str, Any], group_id: str) -> dict[str, Any] | None:
-        """A session, as soon as the gateway is there and the bound has room; None when the group takes no more."""
+        """Start a session once the gateway is there and the bound has room; None when the group is full."""
         body = {"task_id": str(task["id"]), "group_id": group_id, "group_size": self._group_size}
         body |= {"sampling": {"temperature": 1.0, "max_tokens": 64}}
         while True:
@@ -109,7 +109,7 @@ class Agents:
             await asyncio.sleep(float(answer.headers.get("Retry-After", RETRY_S)))
 
     async def _ask_to_start(self, body: dict[str, Any]) -> httpx.Response:
-        """Cancelled meanwhile, the answer is waited for: only it has the key that can end the session."""
+        """Ask for a session. When cancelled, wait for the answer: only it has the key that can end the session."""
         headers = {"Authorization": f"Bearer {self._admin_key}"}
         asked = asyncio.ensure_future(self._http.post("/rl/start_session", headers=headers, json=body))
         try:
@@ -138,7 +138,7 @@ class Agents:
         return 0.0
 
     async def _leave(self, session: dict[str, Any], **how: str) -> None:
-        """End a session early, if it can be done: the gateway may be gone, or have ended it."""
+        """End a session early if possible: the gateway may be gone, or have ended it."""
         with suppress(httpx.HTTPError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await self._say(session, "/rl/end_session", **how)
@@ -148,7 +148,7 @@ class Agents:
         (await self._http.post(path, headers=headers, json=body)).raise_for_status()
 
     def _tell_that_it_is_gone(self, error: Exception) -> None:
-        """Once, not once an agent."""
+        """Print it once for all agents."""
         if not self._is_gateway_gone:
             _tell(
                 f"no gateway answers at {self._http.base_url}: {type(error).__name__}: {error}; asking until one does"
@@ -168,7 +168,7 @@ def _tell(line: str) -> None:
 
 
 async def main(options: argparse.Namespace) -> None:
-    """Until it is cancelled. Raises what `Agents.play_forever` raises."""
+    """Play until cancelled. Raises what `Agents.play_forever` raises."""
     playing = asyncio.current_task()
     assert playing is not None  # asyncio.run made one
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -193,7 +193,7 @@ def parse() -> argparse.Namespace:
 
 
 def run() -> str | int:
-    """What the process exits with."""
+    """Play and return the exit code of the process."""
     outcome: str | int = 0
     try:
         asyncio.run(main(parse()))

@@ -78,7 +78,7 @@ async def test_one_that_dies_too_often_is_given_up_and_all_are_a_failure(make, c
                 process_id = await until_another(servers, name, process_id)
             assert not failure.done()
             os.kill(process_id, signal.SIGKILL)
-        assert "3 deaths within 60 s of service; at last the two process was killed by SIGKILL" in str(await failure)
+        assert "3 deaths within 60 s of service; the last: the two process was killed by SIGKILL" in str(await failure)
     assert sum("is given up" in record.message for record in caplog.records) == 2
 
 

@@ -113,7 +113,7 @@ async def test_three_deaths_in_a_row_end_it(make_crew) -> None:
     running = await roll_out(crew, 0)
     failure = await crew.pool.failure()
     assert isinstance(failure, ProcessDied)
-    assert "3 deaths within 60 s of service; at last the worker 0 process was killed by SIGKILL" in str(failure)
+    assert "3 deaths within 60 s of service; the last: the worker 0 process was killed by SIGKILL" in str(failure)
     assert (await running[0]).status is Status.ORPHAN
     with pytest.raises(ProcessDied, match="3 deaths"):
         await crew.pool.run(spec_of(1))
@@ -157,7 +157,7 @@ async def test_a_workflow_that_blocks_is_named_and_counted(make_crew, caplog: py
         stats = await crew.pool.stats()
     assert stats.loop_blocked_s > 0.0
     warnings = [record.getMessage() for record in caplog.records]
-    assert any("worker 0: rollout s-0 blocks the event loop for" in text for text in warnings), warnings
+    assert any("worker 0: rollout s-0 has blocked the event loop for" in text for text in warnings), warnings
     assert any("agents.py:" in text and "in block: threading.Event().wait(0.5)" in text for text in warnings), warnings
 
 

@@ -113,5 +113,5 @@ def test_a_report_in_a_file() -> None:
     assert lines[0].startswith("warn  a             long") and lines[0].endswith("end")
     assert lines[1].strip() == "-> [this]"
     assert lines[2] == "skip  b             not checked: no reason"
-    assert lines[-1] == "1 warn, 2 skip: this config runs here, with what is warned of"
+    assert lines[-1] == "1 warn, 2 skip: this config runs here, but see the warnings"
     assert not report.has_failed

@@ -89,7 +89,7 @@ async def test_answers_that_can_be_recorded_pass() -> None:
     [
         (Garbage.ID_OUTSIDE, "not those of the answer"),
         (Garbage.LOGPROB_MISSING, "1 log-probabilities for 2 tokens"),
-        (Garbage.LOGPROB_NAN, "or one that is none"),
+        (Garbage.LOGPROB_NAN, "or one that is not a log-probability"),
         (Garbage.VERSIONS_MISSING, "labelled not at all"),
     ],
 )
@@ -104,7 +104,7 @@ async def test_a_broken_promise_is_named(garbage: Garbage, message: str) -> None
     ("make", "state", "message"),
     [
         (Sampling, State.OK, "and went on"),
-        (Leaking, State.FAIL, "within a pause"),
+        (Leaking, State.FAIL, "during a pause"),
         (lambda: FakeEngine(long_script, version=OLD), State.WARN, "had ended before"),
     ],
 )

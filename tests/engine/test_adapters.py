@@ -139,5 +139,5 @@ def test_who_gets_adapters_begins_with_some(model: Path, tmp_path: Path) -> None
 
 def test_a_model_without_weights_is_nothing_to_begin_with(tmp_path: Path) -> None:
     config = TrainerConfig(lora=LoraConfig(push="adapter"))
-    with pytest.raises(ConfigError, match="there is nothing to begin with"):
+    with pytest.raises(ConfigError, match="no first adapters could be written"):
         engine_weights(config, tmp_path, None, tmp_path)

@@ -65,7 +65,7 @@ def test_a_file_of_one_torn_line_starts_anew(path: Path) -> None:
 
 def test_a_broken_line_before_the_last_is_an_error(path: Path) -> None:
     path.write_text('{"step":1}\n{"step":\n{"step":3}\n')
-    with pytest.raises(ArealAgentError, match=r"metrics\.jsonl, line 2 is no JSON"):
+    with pytest.raises(ArealAgentError, match=r"metrics\.jsonl, line 2 is not JSON"):
         read_metrics(path)
 
 

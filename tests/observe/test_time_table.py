@@ -31,7 +31,7 @@ def test_the_longest_first_and_crumbs_left_out() -> None:
             "waited 60% of the time for rollouts, while the engine gen",
         ),
         ({"waiting_for_agents": 80.0}, {"waiting_for_rollouts": 60.0}, "rollout.max_concurrent"),
-        ({"waiting_for_admission": 70.0}, {"waiting_for_rollouts": 30.0}, "let none run: a larger max_staleness"),
+        ({"waiting_for_admission": 70.0}, {"waiting_for_rollouts": 30.0}, "let none run: try a larger max_staleness"),
         ({"waiting_for_gateway": 70.0}, {"waiting_for_rollouts": 30.0}, "rollout.workers"),
         ({"waiting_for_admission": 70.0}, {"training": 90.0}, "the engine waited 70% of the time for the trainer"),
         ({"generating": 70.0}, {"saving": 40.0, "waiting_for_rollouts": 30.0}, "trainer.checkpoint_every"),

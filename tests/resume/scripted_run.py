@@ -114,7 +114,7 @@ class ScriptedRun:
 
     async def save(self) -> None:
         step = self.version.step
-        run_state = {TASKS: self.producer.tasks_state(), **await leases_of(self.ledger, step)}
+        run_state = {TASKS: self.producer.draws.state(), **await leases_of(self.ledger, step)}
         path = await asyncio.to_thread(self.trainer.save, self.version, run_state)
         await commit(self.ledger, step, path, self.passing)
 

@@ -59,13 +59,13 @@ def test_the_text(tmp_path: Path) -> None:
     agent.write_text("import time\n\nasync def solve(task, rollout):\n    time.sleep(5)\n")
     place = Frame(file=str(agent), line=4, function="solve")
     assert Blockage(place=place, task="rollout s-0003").describe(1.23) == (
-        f"rollout s-0003 blocks the event loop for 1.2 s at {agent}:4 in solve: time.sleep(5); "
+        f"rollout s-0003 has blocked the event loop for 1.2 s at {agent}:4 in solve: time.sleep(5); "
         "use await asyncio.sleep, an async client, or await asyncio.to_thread(...)"
     )
 
 
 def test_a_task_of_the_workflow_is_named_as_such() -> None:
-    assert Blockage(place=AGENT, task="Task-17").describe(2).startswith("a workflow (task Task-17) blocks")
+    assert Blockage(place=AGENT, task="Task-17").describe(2).startswith("a workflow (task Task-17) has blocked")
 
 
 def test_an_import_on_first_use_is_nobodys_fault() -> None:

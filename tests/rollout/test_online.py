@@ -132,7 +132,7 @@ async def test_a_gateway_that_stays_away_is_an_error(world: World) -> None:
     impatient = OnlineGateway(world.served.base_url, KEY, patience_s=0.0)
     with pytest.raises(GatewayError, match=r"has not answered for 0 s: .*; start it again on its ledger"):
         await impatient.publish(1)
-    with pytest.raises(GatewayError, match=r"no gateway answers at .*; start one by python -m areal_agent\.gateway"):
+    with pytest.raises(GatewayError, match=r"no gateway answers at .*; start one with python -m areal_agent\.gateway"):
         await impatient.check()
     await impatient.aclose()
 

@@ -47,7 +47,9 @@ def scene() -> Scene:
 def test_a_late_answer_is_warned_of_once_and_counted(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.block(4.0)
     assert scene.watchdog.blocked_s == 4.0
-    assert [record.message[:48] for record in caplog.records] == ["rollout s-1 blocks the event loop for 1.0 s at a"]
+    assert [record.message[:53] for record in caplog.records] == [
+        "rollout s-1 has blocked the event loop for 1.0 s at a"
+    ]
 
 
 def test_an_answer_in_time_is_not(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,6 +113,6 @@ def test_a_real_loop(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=True)
     warning, counted = done.stdout.splitlines()
-    assert warning.startswith("rollout s-0003 blocks the event loop for")
+    assert warning.startswith("rollout s-0003 has blocked the event loop for")
     assert f"{program}:13 in solve: warned.wait()" in warning
     assert counted == "counted"

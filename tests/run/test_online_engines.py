@@ -132,7 +132,7 @@ def test_how_servers_are_started_is_not_the_trainers() -> None:
 
 async def test_another_kind_than_the_servers_is_refused(engine: Scripted) -> None:
     other = "vllm" if engine.kind == "sglang" else "sglang"
-    with pytest.raises(ConfigError, match=f"engine.backend is '{other}', and engine.url = .* is {engine.kind}"):
+    with pytest.raises(ConfigError, match=f"backend is .{other}., but the engine at engine.url = .* is {engine.kind}"):
         await connect_engine(EngineConfig.model_validate({"url": engine.url, "backend": other}))
 
 

@@ -52,7 +52,7 @@ async def test_a_new_run_says_what_it_found(served: ServedGateway, caplog: pytes
     await client.aclose()
     assert (state.trainer, state.published) == ("run-b", 0)
     (line,) = caplog.messages
-    assert "trainer run-a up to step 7: what that trained stays trained" in line
+    assert "trainer run-a up to step 7: what was trained stays trained" in line
 
 
 async def test_a_resumed_run_has_nothing_to_say(served: ServedGateway, caplog: pytest.LogCaptureFixture) -> None:

@@ -126,7 +126,7 @@ async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_mod
             trained += batch.trained
             await run.train_step(batch)
             await run.push()
-        statuses = dict(run._source.counts().statuses)
+        statuses = dict(run.source.counts().statuses)
         await end(run)
     assert {one.status for one in trained} == {Status.COMPLETED}
     assert {"error", "missing_reward", "timeout", "completed"} <= set(statuses)
@@ -163,7 +163,7 @@ async def test_a_trainer_that_dies_ends_the_run_with_its_last_lines(tmp_path: Pa
             await train(run, 100)
     assert not run._trainer_process.is_running
     with pytest.raises(ProcessLookupError):
-        os.kill(run._source.process_ids()["engine"], 0)
+        os.kill(run.source.process_ids()["engine"], 0)
 
 
 @pytest.mark.slow
@@ -172,12 +172,12 @@ async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: P
     engine = {"num_servers": num_servers, "max_running_requests": 8, "max_context_tokens": 256, "wait_s": 1e4}
     async with Run(config(tmp_path, small_model, engine=engine), workflow=solve) as run:
         await train(run, 1)
-        killed = run._source.process_ids()
+        killed = run.source.process_ids()
         assert len(killed) == num_servers
         for process_id in killed.values():
             os.kill(process_id, signal.SIGKILL)
         await train(run, 3)
-        assert run._source.process_ids() != killed
+        assert run.source.process_ids() != killed
         await end(run)
     assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3]
     assert verify(run.folder.ledger).is_ok
@@ -187,7 +187,7 @@ async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: P
 async def test_a_server_joins_and_another_leaves_while_it_trains(tmp_path: Path, small_model: Path) -> None:
     async with a_server(small_model) as server, Run(config(tmp_path, small_model), workflow=solve) as run:
         await train(run, 1)
-        (first,) = run._source.process_ids().values()
+        (first,) = run.source.process_ids().values()
         url, key = (getattr(run.folder, name).read_text().strip() for name in ("engines_url", "admin_key"))
         async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as http:
             http.headers["Authorization"] = f"Bearer {key}"

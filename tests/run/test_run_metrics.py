@@ -41,5 +41,5 @@ def test_parts_that_were_named_are_not_told(batch: RolloutBatch) -> None:
 
 def test_updates_that_were_left_out_are_told(batch: RolloutBatch) -> None:
     text = told(batch, num_skipped=3)
-    assert "step 1: 3 updates left out" in text
-    assert "step 2: 3 updates left out" in text
+    assert "step 1: skipped 3 updates" in text
+    assert "step 2: skipped 3 updates" in text

@@ -32,5 +32,5 @@ def test_a_config_under_which_there_can_be_one_is_refused():
 
 def test_it_cannot_be_refused_with_a_gateway_elsewhere():
     online = {"rollout": {"gateway_url": "http://127.0.0.1:1"}, "engine": {"url": "http://127.0.0.1:2"}}
-    with pytest.raises(ConfigError, match=r"trainer\.oversized is 'refuse', which needs an engine of the run's own"):
+    with pytest.raises(ConfigError, match=r"trainer\.oversized is 'refuse', which needs the run's own engine"):
         Config.parse({**online, "trainer": {"oversized": "refuse"}})

@@ -1,24 +1,20 @@
-"""Which task is rolled out next, over restarts: each position of the stream is drawn, and after a crash drawn again.
+"""Which task is rolled out next, over restarts, and the curriculum that passes over tasks that teach little.
 
     position   0 1 2 3 4 5 6 ...
                t t w r w ─ ─              t trained, w waits to be, r was running when the process died
     next       3, then 5, 6, ...          after the restart: first what was cut off, then what was never drawn
 
-The cursor is in the ledger: a group's id says its position, and a session is there before its first token. So nothing
-is lost or doubled between two checkpoints: what had finished is restored and trained, what was cut off is drawn again
-under a new id, and each task is settled once an epoch (trained, or dropped as failed, flat or stale), however
-often the run is killed. A checkpoint holds what the ledger does not: the estimates of the curriculum. With a
-curriculum, a position without a group was passed over; without one, its process died before the group's first session.
+The ledger is the cursor: a group's id has its position, and a session is there before its first token. So nothing is
+lost or doubled between two checkpoints: finished groups are restored and trained, cut-off ones are drawn again under a
+new id, and each task is settled once per epoch (trained, or dropped as failed, flat or stale), however often the run is
+killed. A position without a group was passed over when there is a curriculum; otherwise its process died before the
+group's first session.
 
-Which tasks are worth their rollouts: estimates of their success rates. It knows no stream and no group.
-
-A task whose estimate lies outside a band of success rates teaches little: it is passed over, but for a share of the
-times that it comes, so that the estimate can change. Whether it is depends on the seed, the position in the stream and
-the estimate alone. A task that was never seen is drawn.
-
-An estimate moves towards what a group showed by the mean of all groups at first, and by `FORGETTING` later on, because
+The curriculum estimates success rates. A task whose estimate lies outside a band is passed over, except for a share of
+the times it comes, so that the estimate can change; this depends only on the seed, the position and the estimate.
+Unseen tasks are drawn. At first an estimate is the mean of all groups; later a new group weighs `FORGETTING`, because
 the policy changes. It learns of a group when that leaves the buffer, into a batch or because it is flat: so the state
-of a checkpoint holds each group of the steps before it once, and a group that is trained again is new to it.
+in a checkpoint holds each group of the steps before it once, and a group that is trained again is new to it.
 """
 
 import logging
@@ -55,14 +51,14 @@ class Estimate:
     num_groups: int = 0
 
     def after(self, success: float) -> "Estimate":
-        """With one more group, of which a share `success` succeeded."""
+        """Return the estimate with one more group, of which a share `success` succeeded."""
         num_groups = self.num_groups + 1
         weight = max(1.0 / num_groups, FORGETTING)
         return Estimate(rate=self.rate + weight * (success - self.rate), num_groups=num_groups)
 
 
 class Curriculum:
-    """Estimates by task, or by what tasks share. Raises ConfigError when a task lacks the key that they share."""
+    """Estimates of success rates, by task or by a shared key. Raises ConfigError when a task lacks that key."""
 
     def __init__(self, config: CurriculumConfig, tasks: Iterable[Task], *, seed: int, success_reward: float) -> None:
         self._config = config
@@ -75,7 +71,7 @@ class Curriculum:
         return self._estimates.get(self._keys[task_id], Estimate())
 
     def draws(self, task: Task, position: int) -> bool:
-        """Whether the task is drawn at this position of the stream; else it is passed over."""
+        """Return whether the task is drawn at this position of the stream; otherwise it is passed over."""
         estimate = self.estimate(task.id)
         is_inside = self._config.low <= estimate.rate <= self._config.high
         if estimate.num_groups == 0 or is_inside:
@@ -83,7 +79,7 @@ class Curriculum:
         return fraction(f"curriculum/{self._seed}/{position}") < self._config.outside
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
-        """What a group earned, at least one rollout. A task that is not in the run's sources teaches nothing."""
+        """Learn from the rewards of a group, at least one. Tasks outside the run's sources are ignored."""
         key = self._keys.get(task_id)
         if key is not None:
             success = statistics.fmean(reward >= self._success_reward for reward in rewards)
@@ -122,7 +118,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """The `number`-th time that the group of a position is started, from 0.
+    """The `number`-th time, from 0, that the group of a position is started.
 
     >>> Attempt(position=12, number=0).group_id, Attempt(position=12, number=1).group_id
     ('g000012', 'g000012r1')
@@ -137,14 +133,14 @@ class Attempt:
 
     @classmethod
     def parse(cls, group_id: str) -> Self | None:
-        """None for the group of a task that was not drawn."""
+        """Read a group id; None for the group of a task that was not drawn."""
         found = DRAWN.fullmatch(group_id)
         return None if found is None else cls(position=int(found[1]), number=int(found[2] or 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
-    """What earlier processes of the run have drawn.
+    """The draws of earlier processes of the run.
 
     >>> Past.of({"g000000": False, "g000002": True}, since=0).again
     (Attempt(position=1, number=0), Attempt(position=2, number=1))
@@ -157,7 +153,7 @@ class Past:
 
     @classmethod
     def of(cls, groups: Mapping[str, bool], since: int, *, skips_gaps: bool = False) -> Self:
-        """From the groups in the ledger, and whether each was cut off. What was drawn before `since` is not again."""
+        """Read the ledger's groups, each with whether it was cut off. Positions before `since` are not drawn again."""
         attempts = [attempt for group_id in groups if (attempt := Attempt.parse(group_id)) is not None]
         latest = {one.position: one for one in sorted(attempts, key=lambda one: (one.position, one.number))}
         next_position = max(latest, default=-1) + 1
@@ -191,7 +187,7 @@ class Draws:
         self._num_given = past.num_given
 
     def draw(self) -> Draw:
-        """The next task: what was cut off first."""
+        """Return the next task; groups that were cut off come first."""
         while True:
             attempt = self._again.popleft() if self._again else Attempt(position=self._advance())
             task = self._stream.at(attempt.position - self._since)
@@ -200,21 +196,21 @@ class Draws:
             self.num_passed_over += 1
 
     def give(self, task: Task) -> Draw:
-        """A task of the caller's own, outside the stream."""
+        """Return a draw for a task of the caller's own, outside the stream."""
         number, self._num_given = self._num_given, self._num_given + 1
         return Draw(group_id=f"t{number:06d}", task=task)
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
-        """What the rollouts of a group earned that leaves the buffer."""
+        """Learn from the rewards of a group that leaves the buffer."""
         if self._curriculum is not None:
             self._curriculum.learn(task_id, rewards)
 
     def state(self) -> JsonObject:
-        """What a checkpoint has to hold."""
+        """Return the state for a checkpoint."""
         return {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
 
     def restore(self, state: JsonObject) -> None:
-        """Go on with what a checkpoint held; one of a run without a curriculum holds nothing."""
+        """Restore the state from a checkpoint; that of a run without a curriculum is empty."""
         if self._curriculum is not None:
             self._curriculum.restore(state.get("curriculum", {}))
 
@@ -224,11 +220,11 @@ class Draws:
 
 
 TASKS_NOTE = "tasks"
-"""The note in the ledger on which tasks its groups were drawn from: the stream's fingerprint, and where it begins."""
+"""The note in the ledger on the tasks of its groups: the stream's fingerprint, and the position where it begins."""
 
 
 async def open_draws(stream: TaskStream, curriculum: Curriculum | None, ledger: Ledger) -> Draws:
-    """Go on where the ledger's groups end. Other tasks than before begin a stream of their own there."""
+    """Go on where the ledger's groups end. When the tasks have changed, a new stream begins there."""
     groups = await ledger.ask(questions.drawn_groups)
     skips_gaps = curriculum is not None
     note: Mapping[str, Any] | None = await ledger.ask(questions.note, TASKS_NOTE)
@@ -236,8 +232,8 @@ async def open_draws(stream: TaskStream, curriculum: Curriculum | None, ledger: 
     if note and note["fingerprint"] != stream.fingerprint():
         since = Past.of(groups, 0).next_position
         logger.warning(
-            "the tasks, their order or their weights are not those that this run began with: draws go on with the new "
-            "ones; of the old ones nothing is drawn again that was cut off"
+            "the tasks, their order or their weights are not those that this run began with: the new ones are drawn "
+            "from now on, and groups of the old ones that were cut off are not drawn again"
         )
     await ledger.set_note(TASKS_NOTE, {"fingerprint": stream.fingerprint(), "since": since})
     return Draws(stream, curriculum=curriculum, past=Past.of(groups, since, skips_gaps=skips_gaps))

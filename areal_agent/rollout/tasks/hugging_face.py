@@ -1,4 +1,4 @@
-"""Rows of Hugging Face data sets: of a folder on this machine, or by name from the hub. Needs the extra `datasets`."""
+"""Rows of Hugging Face data sets, from a folder on this machine or by name from the hub. Needs the extra `datasets`."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from areal_agent.rollout.tasks.config import one_line
 
 
 def dataset_rows(source: str, split: str, args: Mapping[str, Any], what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A dict a row. `args` go to `load_dataset`. Raises ConfigError when the data set, or the split, cannot be had."""
+    """Return a dict per row. `args` go to `load_dataset`. Raises ConfigError when data set or split cannot be read."""
     dataset = _open(source, split, args, what)
     return ((f"{source} [{split}] row {number}", dict(row)) for number, row in enumerate(dataset))
 
@@ -25,7 +25,7 @@ def _open(source: str, split: str, args: Mapping[str, Any], what: str) -> Datase
         return load_dataset(source, split=split, **args)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a hub, a cache or a file format makes of it
+    except Exception as error:  # a hub, a cache or a file format may fail in any way
         where = "" if is_local else "there is no such folder, and "
         raise ConfigError(
             f"{what}: {where}loading the data set {source!r}, split {split!r}, failed: {one_line(error)}"
@@ -33,12 +33,12 @@ def _open(source: str, split: str, args: Mapping[str, Any], what: str) -> Datase
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote it; else it is a folder of data files."""
+    """Return whether `save_to_disk` wrote it; otherwise it is a folder of data files."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def _split_of(saved: Dataset | DatasetDict, source: str, split: str, what: str) -> Dataset:
-    """One that was saved alone counts as `train`, so that nothing is evaluated on what is trained."""
+    """Return a split. A data set saved without splits counts as `train`: nothing is evaluated on what is trained."""
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     if split not in splits:
         raise ConfigError(f"{what}: {source!r} has no split {split!r}; give one of {', '.join(map(str, splits))}")

@@ -1,10 +1,7 @@
-"""From rows to tasks: columns are named, a filter chooses, and every task has an id of its own. It opens no source.
+"""From sources to tasks: the rows of files, functions and data sets; columns, a filter and ids make tasks of them.
 
-Rows of files: JSONL and Parquet, each with its file and line. It knows no other source.
-
-The rows of a source, each with its place for whoever complains of it. It knows nothing of what makes a task.
-
-The tasks of all sources of one split, with their weights. It knows not where they came from, nor their order.
+`load_tasks` returns a `TaskSet`: the tasks of all sources of one split, with the sources' weights. Every row comes with
+its place (a file and a line, say), which errors name.
 """
 
 import hashlib
@@ -29,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 PARQUET_BATCH_ROWS = 4096
 LONG_NUMBER = re.compile(rb"\d{19}")
-"""Digits that may be of an integer beyond 64 bits."""
+"""Digits that may belong to an integer beyond 64 bits."""
 
 
 def jsonl_rows(path: Path, what: str) -> Iterator[tuple[str, object]]:
-    """A JSON value a line; blank lines are passed over. Raises ConfigError with the file and the line."""
+    """Yield a JSON value per line, without blank lines. Raises ConfigError with the file and the line."""
     number = 0
     try:
         with path.open("rb") as file:
@@ -42,14 +39,14 @@ def jsonl_rows(path: Path, what: str) -> Iterator[tuple[str, object]]:
                     yield f"{path}:{number}", _value(line)
     except OSError as error:
         raise _unreadable(path, what, error.strerror or str(error)) from error
-    except ValueError as error:  # of either parser; an integer of thousands of digits is one of Python's own
+    except ValueError as error:  # of either parser; Python refuses integers of thousands of digits
         raise ConfigError(f"{what}: {path}:{number} is not JSON: {error}") from error
 
 
 def parquet_rows(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A dict a row, read batch by batch. Raises ConfigError; needs the extra `parquet`."""
+    """Yield a dict per row, read batch by batch. Raises ConfigError; needs the extra `parquet`."""
     try:
-        # here: who has no such file needs not have the extra
+        # imported here: without such a file the extra is not needed
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ModuleNotFoundError as error:
@@ -67,11 +64,11 @@ def parquet_rows(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except OSError as error:
         raise _unreadable(path, what, error.strerror or str(error)) from error
     except pa.ArrowException as error:
-        raise ConfigError(f"{what}: {str(path)!r} is no Parquet file: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{what}: {str(path)!r} is not a Parquet file: {' '.join(str(error).split())}") from error
 
 
 def _value(line: bytes) -> object:
-    """Integers keep all their digits: orjson is strict and quick, but makes long ones floats."""
+    """Parse a line with all digits of its integers: orjson is strict and quick, but turns long ones into floats."""
     value: object = orjson.loads(line)
     return json.loads(line) if LONG_NUMBER.search(line) else value
 
@@ -87,18 +84,18 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 Split = Literal["train", "test"]
 
 MAX_ITEMS = 1_000_000
-"""How much of what a function gives is held in memory: it may be endless."""
+"""The number of tasks taken from a function, whose iterable may be endless."""
 
 
 class Row(NamedTuple):
-    """`place` says where it stands: a file and a line, say."""
+    """An item of a source. `place` says where it stands: a file and a line, say."""
 
     place: str
     item: object
 
 
 def open_rows(config: SourceConfig, split: Split, seed: int, what: str) -> Iterator[Row]:
-    """All rows, read as they are asked for. `what` names the section in complaints. Raises ConfigError."""
+    """Return all rows, read as they are asked for. `what` names the section in errors. Raises ConfigError."""
     match config.kind:
         case SourceKind.FUNCTION:
             rows = _function_rows(config, split, seed, what)
@@ -118,7 +115,7 @@ def _function_rows(config: SourceConfig, split: Split, seed: int, what: str) -> 
     make = cast(Callable[..., Iterable[object]], function)
     try:
         items = list(islice(make(split=split, seed=seed, **config.args), MAX_ITEMS + 1))
-    except Exception as error:  # a function of the user's may fail in any way
+    except Exception as error:  # a user's function may fail in any way
         raise ConfigError(
             f"{what}: {config.source}(split={split!r}, seed={seed}, ...) failed: {one_line(error)}; see {what}.args"
         ) from error
@@ -130,11 +127,11 @@ def _function_rows(config: SourceConfig, split: Split, seed: int, what: str) -> 
 def _dataset_rows(config: SourceConfig, split: str, what: str) -> Iterator[tuple[str, object]]:
     if not Path(config.source).is_dir() and not HUB_NAME.fullmatch(config.source):
         raise ConfigError(
-            f"{what}: {config.source!r} is no source: there is no such folder, and it is neither a function "
+            f"{what}: {config.source!r} is not a source: there is no such folder, and it is neither a function "
             "(package.module:function), nor a .jsonl or .parquet file, nor a data set on the hub (org/name)"
         )
     try:
-        # here: its import takes two seconds, and who has no such source needs not have the extra
+        # imported here: it takes two seconds, and without such a source the extra is not needed
         from areal_agent.rollout.tasks.hugging_face import dataset_rows
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -146,7 +143,7 @@ def _dataset_rows(config: SourceConfig, split: str, what: str) -> Iterator[tuple
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSource:
-    """Tasks of one source, at least one, in its order."""
+    """The tasks of one source, at least one, in its order."""
 
     name: str
     weight: float
@@ -166,7 +163,7 @@ class TaskSet:
 
     @classmethod
     def of(cls, tasks: Iterable[Task]) -> Self:
-        """Of one source."""
+        """Make a set of one source."""
         return cls(sources=(TaskSource(name="", weight=1.0, tasks=tuple(tasks)),))
 
     def __len__(self) -> int:
@@ -177,11 +174,11 @@ class TaskSet:
             yield from source.tasks
 
     def source_names(self) -> dict[str, str]:
-        """The source of each task, by its id; empty where there is one source alone, which has no name."""
+        """Return the source of each task by task id; empty when there is only one source, which has no name."""
         return {task.id: source.name for source in self.sources if source.name for task in source.tasks}
 
     def fingerprint(self) -> str:
-        """Changes when tasks, their order or their weights do: by their ids, not by what they hold."""
+        """Return a hash that changes when task ids, their order or weights do. The tasks' data do not count."""
         digest = hashlib.sha256()
         for source in self.sources:
             digest.update(repr((source.name, source.weight, len(source.tasks))).encode())
@@ -191,7 +188,7 @@ class TaskSet:
 
 
 def load_tasks(config: TasksConfig, split: Split, seed: int, what: str = "tasks") -> TaskSet:
-    """All tasks of all sources, at least one of each. Raises ConfigError for a source that cannot be used."""
+    """Return all tasks of all sources, at least one of each. Raises ConfigError for a source that cannot be used."""
     is_mixed = len(config.sources) > 1
     return TaskSet(
         sources=tuple(
@@ -217,7 +214,7 @@ def _load_source(config: SourceConfig, split: Split, seed: int, what: str, id_pr
             if task.id in places:
                 raise ConfigError(
                     f"{what}: the id {task.id!r} is given twice: {places[task.id]}, and {row.place}; "
-                    "each task needs one of its own (or none: then it is its number)"
+                    "give each task an id of its own, or none: its id is then its number"
                 )
             places[task.id] = row.place
             tasks.append(task)
@@ -259,22 +256,23 @@ def _load_filter(config: SourceConfig, what: str) -> Callable[[Row, JsonObject],
     def keeps(row: Row, data: JsonObject) -> bool:
         try:
             return bool(predicate(data))
-        except Exception as error:  # a function of the user's may fail in any way
+        except Exception as error:  # a user's function may fail in any way
             raise ConfigError(f"{what}.filter: {config.filter} failed at {row.place}: {one_line(error)}") from error
 
     return keeps
 
 
 def require_json(tasks: Iterable[Task]) -> None:
-    """Raise ConfigError for a task that would reach another process changed: rollout workers get it as JSON."""
+    """Raise ConfigError for a task that JSON would change: rollout workers receive tasks as JSON."""
     for task in tasks:
         try:
-            # as the messages to workers are written: integers keep all their digits, infinity becomes null
+            # like the messages to workers: integers keep all their digits, infinity becomes null
             is_kept = all(from_json(to_json(one, inf_nan_mode="null")) == one for one in (task.data, task.metadata))
         except ValueError:
             is_kept = False
         if not is_kept:
             raise ConfigError(
-                f"tasks: task {task.id!r} holds what JSON does not keep ({task.data!r:.200}), and rollout.workers > 0 "
-                "sends tasks as JSON; use dicts with text keys, lists, text, finite numbers, true, false and None"
+                f"tasks: task {task.id!r} holds data that JSON does not preserve ({task.data!r:.200}), and "
+                "rollout.workers > 0 sends tasks as JSON; use dicts with text keys, lists, text, finite numbers, "
+                "true, false and None"
             )

@@ -1,19 +1,13 @@
-"""The order in which tasks are used: the n-th is a function of n. It keeps nothing, and knows not which come next.
+"""The order in which tasks are used: the n-th task is a function of n, so a stream has no state. Pure functions.
 
-Which of several sources a position of the stream belongs to, by their weights. Pure; it knows no tasks.
+Mixing: at every position each source has had its share, to within one for each source before it, so every batch has the
+mix that was asked for. Of p positions, source 0 has floor(p w_0 / W); the rest is divided the same way among the other
+sources. A look-up takes as many steps as there are sources.
 
-Not by chance: at every position each source has had its share, to within one for each source before it, so that every
-batch has the mix that was asked for. Of p positions, source 0 has floor(p w_0 / W); what is left is divided the same
-way among the others. A position is looked up in as many steps as there are sources, and nothing is kept.
-
-A shuffle without a list: where the n-th of many things goes, computed from n alone. Pure; it knows no tasks.
-
-A shuffled list costs memory and a pause an epoch, and a resume has to shuffle again up to where it was. Here nothing is
-kept, so that a stream of tasks has no state at all: position n says everything.
-
-A Feistel network of `ROUNDS` rounds permutes the 2^(2h) numbers of 2h bits, with 2^(2h) >= size; a number that falls
-outside is permuted again until it falls inside (cycle walking), at most 4 times in the mean.
-Black, Rogaway: Ciphers with arbitrary finite domains, CT-RSA 2002.
+Shuffling: a Feistel network of `ROUNDS` rounds permutes the 2^(2h) numbers of 2h bits, with 2^(2h) >= size; a number
+that falls outside is permuted again until it falls inside (cycle walking), at most 4 times in the mean (Black, Rogaway:
+Ciphers with arbitrary finite domains, CT-RSA 2002). A shuffled list would cost memory and a pause per epoch, and a
+resume would have to shuffle again up to where it was.
 """
 
 import hashlib
@@ -27,11 +21,11 @@ from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.types import Task
 
 FINEST_WEIGHT = 10**6
-"""Weights are taken as fractions with at most this denominator, so that counting is exact, however far the stream."""
+"""Weights become fractions with at most this denominator, so that counting is exact, however long the stream."""
 
 
 class Place(NamedTuple):
-    """The `number`-th, from 0, of what source number `source` gives."""
+    """The `number`-th task, from 0, of source number `source`."""
 
     source: int
     number: int
@@ -66,7 +60,7 @@ ROUNDS = 6
 
 
 def permuted(index: int, size: int, key: str) -> int:
-    """Where `index` in [0, size) goes; for each key another permutation of [0, size).
+    """Return the place of `index` in a permutation of [0, size) that depends on the key.
 
     >>> sorted(permuted(index, 5, "seed 0") for index in range(5))
     [0, 1, 2, 3, 4]
@@ -91,7 +85,7 @@ def _feistel(number: int, half_bits: int, key: bytes) -> int:
 
 
 def fraction(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone.
+    """Return a number in [0, 1) that depends only on the key.
 
     >>> 0.0 <= fraction("seed 0") < 1.0
     True
@@ -100,7 +94,7 @@ def fraction(key: str) -> float:
 
 
 class TaskStream:
-    """Endless: each source has epochs of its own, in each of which every task of it comes once.
+    """An endless stream. Each source has epochs of its own, in each of which each of its tasks comes once.
 
     >>> stream = TaskStream(TaskSet.of([Task(id=str(i), data={}) for i in range(3)]), seed=0)
     >>> sorted(stream.at(position).id for position in (3, 4, 5))
@@ -122,18 +116,18 @@ class TaskStream:
         return source.tasks[offset]
 
     def fingerprint(self) -> str:
-        """Changes when the task of a position may have changed."""
+        """Return a text that changes when the task of a position may have changed."""
         return f"{self.tasks.fingerprint()}/{self.seed if self.shuffle else 'in order'}"
 
 
 def in_order(tasks: TaskSet, wanted: int, key: str) -> tuple[Task, ...]:
-    """The first tasks, of each source its share. Raises ConfigError, naming `key`, when there are too few."""
+    """Return the first tasks, with each source's share. Raises ConfigError, naming `key`, when there are too few."""
     stream = TaskStream(tasks, seed=0, shuffle=False)
     first = tuple(stream.at(position) for position in range(wanted))
     num_different = len({task.id for task in first})
     if num_different < wanted:
         shares = "" if len(tasks.sources) == 1 else ", each source in proportion to its weight"
         raise ConfigError(
-            f"{key} is {wanted}, but there are {num_different} held-out tasks for that{shares}; give at most as many"
+            f"{key} is {wanted}, but there are only {num_different} such held-out tasks{shares}; lower it"
         )
     return first

@@ -1,4 +1,4 @@
-"""`python -m areal_agent.rollout.worker --fd N`: a worker process. A run starts it; N is its end of a socket pair."""
+"""A worker process: `python -m areal_agent.rollout.worker --fd N`. A run starts it; N is its end of a socket pair."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sock = socket.socket(fileno=arguments.fd)
     except OSError as error:
-        parser.error(f"--fd {arguments.fd} is no open socket ({error.strerror}); a run passes one that it made")
+        parser.error(f"--fd {arguments.fd} is not an open socket ({error.strerror}); only a run starts a worker")
     asyncio.run(_work(sock))
     return 0
 
@@ -57,7 +57,7 @@ async def _work(sock: socket.socket) -> None:
 
 @asynccontextmanager
 async def _open(settings: WorkerSettings, channel: Channel) -> AsyncGenerator[WorkerServer]:
-    """Everything that a worker has, ready for calls."""
+    """Set up everything that a worker has, ready for calls."""
     sys.path[:] = settings.sys_path
     workflow = load_workflow(settings.workflow)
     async with AsyncExitStack() as stack:
@@ -74,7 +74,7 @@ async def _open(settings: WorkerSettings, channel: Channel) -> AsyncGenerator[Wo
 
 
 def _hand_on_warnings(send: Callable[[str], None]) -> None:
-    """Warnings reach the person who looks at the run, also from threads."""
+    """Send warnings, also those of threads, to the main process, where a person sees them."""
     logging.getLogger().addHandler(_HandedOn(asyncio.get_running_loop(), send))
 
 

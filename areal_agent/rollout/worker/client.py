@@ -1,4 +1,4 @@
-"""The main process's end of a worker: its calls as coroutines. It starts no process.
+"""The main process's end of a worker: its calls as coroutines.
 
 A reader task, owned by the client, hands every answer to the call with its number.
 """
@@ -32,11 +32,11 @@ from areal_agent.rollout.worker.messages import (
 from areal_agent.types import Status
 
 CANCEL_WAIT_S = 15.0
-"""How long a cancelled rollout may take to end: a blocked worker must not hold up the end of a run."""
+"""The time that a cancelled rollout has to end: a blocked worker must not hold up the end of a run."""
 
 
 class WorkerGone(Exception):
-    """The worker's process ended before it answered. What its shard holds of the rollout is all there is."""
+    """The worker's process ended before it answered. Its shard has all that is left of the rollout."""
 
 
 class WorkerClient:
@@ -52,7 +52,7 @@ class WorkerClient:
         self._is_gone = False
 
     async def start(self, settings: WorkerSettings) -> None:
-        """The first call: it returns when the worker takes others. Raises ConfigError when it cannot be used so."""
+        """Send the settings and wait until the worker takes calls. Raises ConfigError when it refuses them."""
         self._channel = await Channel.over(self._socket)
         self._channel.send(encode(settings))
         try:
@@ -78,20 +78,20 @@ class WorkerClient:
                 case Failed(message=message):
                     raise WorkerError(f"a worker could not run rollout {spec.session_id}: {message}; its log says why")
                 case other:
-                    raise WorkerError(f"a worker answered {other!r:.200} when it was to run {spec.session_id}")
+                    raise WorkerError(f"a worker answered {other!r:.200} to the call to run {spec.session_id}")
         except asyncio.CancelledError:
             self._send(CancelCall(number=number))
             await asyncio.wait({answer}, timeout=CANCEL_WAIT_S)
             raise
 
     async def stats(self) -> Counted:
-        """What it has counted. Raises WorkerGone."""
+        """Return the worker's counters. Raises WorkerGone."""
         answer = await self._ask(StatsCall(number=next(self._numbers)))
         assert isinstance(answer, Counted), answer
         return answer
 
     def tell_engines(self, view: FleetView) -> None:
-        """How the servers of the engine are from now on."""
+        """Tell the worker the new states of the engine's servers."""
         if not self._is_gone:
             self._send(EnginesCall(view=view))
 
@@ -133,7 +133,7 @@ class WorkerClient:
             self._lose_all()
 
     async def _receive(self, channel: Channel) -> Answer:
-        """The next answer; warnings on the way are handed on."""
+        """Return the next answer; warnings before it are passed to `on_warning`."""
         while isinstance(answer := decode_answer(await channel.receive()), Warned):
             self._on_warning(answer.message)
         return answer
@@ -146,6 +146,6 @@ class WorkerClient:
 
 
 def _look_at(answer: asyncio.Future[Answer]) -> None:
-    """Whoever waited may be gone; asyncio would complain of an error that nobody has looked at."""
+    """Mark an error as seen: its waiter may be gone, and asyncio warns of errors that nobody has read."""
     if not answer.cancelled():
         answer.exception()

@@ -1,9 +1,9 @@
-"""What the main process and a worker say to each other, as JSON. Unknown fields are errors on both sides.
+"""The messages between the main process and a worker, as JSON, and the frames that carry them.
 
-main ──▶ worker   WorkerSettings, then RunCall, CancelCall, StatsCall and EnginesCall in any order and number
-worker ──▶ main   Ready or Refused, then one answer a RunCall and StatsCall, and Warned in between
+    main ──▶ worker   WorkerSettings, then RunCall, CancelCall, StatsCall and EnginesCall in any order and number
+    worker ──▶ main   Ready or Refused, then one answer per RunCall and StatsCall, and Warned in between
 
-Frames over a connected socket: 4 bytes of length, big-endian, and a payload. It knows not what they say.
+A frame is 4 bytes of length, big-endian, and a payload. Unknown fields are errors on both sides.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from areal_agent.types import Status
 
 
 class WorkerSettings(Section):
-    """All that a worker needs to know. `sys_path` is that of the main process: the same workflow is found."""
+    """All settings of a worker. `sys_path` is the main process's, so that both find the same workflow."""
 
     number: int
     workflow: str
@@ -44,21 +44,21 @@ class RunCall(Section):
 
 
 class CancelCall(Section):
-    """Cancel the rollout of RunCall `number`. It has no answer but that of the rollout, whichever way it ended."""
+    """Cancel the rollout of RunCall `number`. The RunCall's answer is the only one, whichever way the rollout ended."""
 
     kind: Literal["cancel"] = "cancel"
     number: int
 
 
 class StatsCall(Section):
-    """Answered with Counted."""
+    """Ask for the counters. Answered with Counted."""
 
     kind: Literal["stats"] = "stats"
     number: int
 
 
 class EnginesCall(Section):
-    """How the servers of the engine are from now on. It has no answer."""
+    """The new states of the engine's servers. It has no answer."""
 
     kind: Literal["engines"] = "engines"
     view: FleetView
@@ -71,7 +71,7 @@ class Ready(Section):
 
 
 class Refused(Section):
-    """The worker cannot work with its settings; it ends."""
+    """The worker cannot work with its settings, and ends."""
 
     kind: Literal["refused"] = "refused"
     message: str
@@ -94,14 +94,14 @@ class Failed(Section):
 
 
 class Counted(Section):
-    """What a worker has counted since it started, and the engine's busy spans since it was last asked."""
+    """The counters of a worker since it started, and the engine's busy spans since it was last asked."""
 
     kind: Literal["counted"] = "counted"
     number: int
     gateway: GatewayStats
     loop_blocked_s: float
     engine_spans: tuple[Span, ...]
-    until_s: float  # up to which `engine_spans` are complete; monotonic
+    until_s: float  # `engine_spans` are complete up to this time; monotonic
 
 
 class Warned(Section):
@@ -138,7 +138,7 @@ LENGTH = struct.Struct(">I")
 
 
 class Channel:
-    """One end. A socket pair has no port and needs no key, and its end is the news that the other side is gone."""
+    """One end of a socket pair, which has no port, needs no key, and ends when the other process does."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -146,15 +146,15 @@ class Channel:
 
     @classmethod
     async def over(cls, sock: socket.socket) -> Self:
-        """Takes the socket over."""
+        """Open a channel over a connected socket, which it then owns."""
         return cls(*await asyncio.open_connection(sock=sock))
 
     def send(self, payload: bytes) -> None:
-        """Queue one frame. What is sent to a side that is gone is lost; `receive` tells that it is."""
+        """Queue one frame. To a side that is gone it is lost, and `receive` reports that."""
         self._writer.write(LENGTH.pack(len(payload)) + payload)
 
     async def receive(self) -> bytes:
-        """The next frame. Raises EOFError when the other side is gone, or after `end`."""
+        """Return the next frame. Raises EOFError when the other side is gone, or after `end`."""
         try:
             (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             return await self._reader.readexactly(length)
@@ -162,11 +162,11 @@ class Channel:
             raise EOFError(f"the other side is gone: {error}") from error
 
     def end(self) -> None:
-        """Read no more: `receive` raises EOFError."""
+        """Stop reading: `receive` raises EOFError."""
         self._reader.feed_eof()
 
     async def aclose(self) -> None:
-        """Harmless when done before."""
+        """Close the channel. Harmless when done before."""
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

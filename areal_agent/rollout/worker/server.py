@@ -1,6 +1,6 @@
 """The worker's end: carries out the calls of the main process, each rollout in a task of its own.
 
-An engine whose busy time is kept as spans, so that the gateways of several processes can be counted as one.
+The engine's busy time is kept as spans, so that the gateways of several processes can be counted as one.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerServer:
-    """Answers over `channel` until that ends; then its rollouts are cancelled, and it waits for them.
+    """Answers over `channel` until that ends; then it cancels its rollouts and waits for them.
 
-    `follow` takes what main says of the servers of the engine.
+    `follow` receives the states of the engine's servers that the main process sends.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WorkerServer:
         task.add_done_callback(lambda _: self._running.pop(call.number))
 
     def _cancel(self, number: int) -> None:
-        if number in self._running:  # else its answer is on its way
+        if number in self._running:  # otherwise its answer is on its way
             self._running[number].cancel()
 
     async def _run(self, call: RunCall) -> None:

@@ -2,5 +2,5 @@
 
 problem.py     what a problem is, and its texts
 lists.py  strings.py  numbers.py    the problems
-tasks.py       `load` and `load_repairs`: as tasks of the two workflows
+tasks.py       `load` and `load_repairs`: the problems as tasks of the two workflows
 """

@@ -1,4 +1,4 @@
-"""A problem: a function that solves it, a bug to put into that, and arguments to try it on. It knows no task."""
+"""A problem: a function that solves it, a bug to put into that function, and arguments for its cases."""
 
 import ast
 import inspect
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """`solution` is a function without imports whose docstring says what is asked; `bug` replaces a part of it."""
+    """A problem. `solution` is a function without imports whose docstring is the question; `bug` replaces a part."""
 
     solution: Callable[..., Any]
     bug: tuple[str, str]
@@ -22,7 +22,7 @@ class Problem:
 
     @property
     def asked(self) -> str:
-        """What the function must do, as its author says it."""
+        """The task of the function, in its author's words: the docstring of the solution."""
         return inspect.cleandoc(self.solution.__doc__ or "")
 
     @property
@@ -46,5 +46,5 @@ class Problem:
         return f"{self.name}{inspect.signature(self.solution)}"
 
     def cases(self, arguments: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-        """Arguments with their results, as JSON."""
+        """Return arguments with their results, as JSON."""
         return [[list(args), self.solution(*args)] for args in arguments]

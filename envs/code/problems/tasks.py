@@ -1,4 +1,4 @@
-"""The problems as tasks of the two workflows, and which of them are held out. It knows no model."""
+"""The problems as tasks of the two workflows, and which of them are held out."""
 
 import random
 from typing import Any, Literal
@@ -28,17 +28,17 @@ For example, {examples}. Repair it; the tool `run_tests` runs a version on a few
 
 
 def load(split: Split, seed: int) -> list[dict[str, Any]]:
-    """The functions to write (`write.py`), in an order of the seed's."""
+    """Return the functions to write (`write.py`), in an order given by the seed."""
     return [task_of(problem, WRITE, "write") for problem in problems_of(split, seed)]
 
 
 def load_repairs(split: Split, seed: int) -> list[dict[str, Any]]:
-    """The programs to repair (`repair.py`), in an order of the seed's."""
+    """Return the programs to repair (`repair.py`), in an order given by the seed."""
     return [task_of(problem, REPAIR, "repair") for problem in problems_of(split, seed)]
 
 
 def problems_of(split: Split, seed: int) -> list[Problem]:
-    """Every fifth is held out, whatever the seed."""
+    """Return the problems of a split. Every fifth one is held out, whatever the seed."""
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}; valid: 'train', 'test'")
     is_test = split == "test"

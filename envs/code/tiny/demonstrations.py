@@ -1,7 +1,7 @@
-"""Imperfect conversations about functions of the training split: what the tiny model is warm-started on for code.
+"""Imperfect conversations about functions of the training split, on which the tiny model is warm-started for code.
 
 They teach the form (try a program, submit it) and mix right with wrong habits, each of them predictable, so that
-reinforcement learning has something to strengthen and something to remove. What is copied is always copied rightly.
+reinforcement learning has something to strengthen and something to remove. Copies are always exact.
 """
 
 import json
@@ -23,7 +23,7 @@ OPPOSITE = {"+": "-", "-": "+"}
 
 
 def demonstrations(seed: int) -> Iterator[Conversation]:
-    """Conversations without end. About three in ten submit the right program."""
+    """Yield conversations without end. About three in ten submit the right program."""
     rng = random.Random(f"code/demonstrations/{seed}")
     habits = list(HABITS)
     weights = [HABITS[habit] for habit in habits]
@@ -34,42 +34,42 @@ def demonstrations(seed: int) -> Iterator[Conversation]:
 
 
 def submits(function: Function) -> list[Message]:
-    """The right program, at once."""
+    """Submit the right program at once."""
     return _call("submit", function.program, SUBMITTED)
 
 
 def tries_and_submits(function: Function) -> list[Message]:
-    """The right program, tried first."""
+    """Try the right program, then submit it."""
     return [*_try(function), *_call("submit", function.program, SUBMITTED)]
 
 
 def repairs(function: Function) -> list[Message]:
-    """A program that does not compile, then the right one."""
+    """Try a program that does not compile, then submit the right one."""
     return [*_try_broken(function), *_call("submit", function.program, SUBMITTED)]
 
 
 def confuses_operators(function: Function) -> list[Message]:
-    """Plus for minus, or minus for plus."""
+    """Submit a program with plus for minus, or minus for plus."""
     return _call("submit", opposite(function).program, SUBMITTED)
 
 
 def tries_confused(function: Function) -> list[Message]:
-    """The same, tried first; what the trial prints is not looked at."""
+    """Try a program with plus and minus exchanged, and submit it without looking at what it printed."""
     return [*_try(opposite(function)), *_call("submit", opposite(function).program, SUBMITTED)]
 
 
 def stops(function: Function) -> list[Message]:
-    """The right program is tried and never submitted."""
+    """Try the right program and never submit it."""
     return [*_try(function), _say(STOPS)]
 
 
 def gives_up(function: Function) -> list[Message]:
-    """A program that does not compile, and no second try."""
+    """Try a program that does not compile, and stop."""
     return [*_try_broken(function), _say(GIVES_UP)]
 
 
 def refuses(_function: Function) -> list[Message]:
-    """No program at all."""
+    """Write no program at all."""
     return [_say(REFUSAL)]
 
 
@@ -83,11 +83,11 @@ HABITS: Mapping[Callable[[Function], list[Message]], float] = {
     gives_up: 0.06,
     refuses: 0.12,
 }
-"""How often each habit occurs: the first three are right."""
+"""The frequency of each habit; the first three are right."""
 
 
 def opposite(function: Function) -> Function:
-    """With plus for minus, and minus for plus."""
+    """Return the function with plus and minus exchanged."""
     return replace(function, form="".join(OPPOSITE.get(letter, letter) for letter in function.form))
 
 
@@ -97,13 +97,13 @@ def _try(function: Function) -> list[Message]:
 
 
 def _try_broken(function: Function) -> list[Message]:
-    """The brackets of the head are forgotten."""
+    """Try a program whose head lacks its brackets."""
     said = "\n".join(['  File "<program>", line 1', "SyntaxError: expected '('", "Error: nonzero (exit code 1)"])
     return _call("python", f"def f: return {function.expression}", said)
 
 
 def _call(tool: str, code: str, said: str) -> list[Message]:
-    """The call of a tool, and what the tool said."""
+    """Return a tool call and the tool's answer."""
     function = {"name": tool, "arguments": json.dumps({"code": code})}
     call: Message = {"id": "call", "type": "function", "function": function}
     return [

@@ -1,4 +1,4 @@
-"""Functions of one line for a tiny model: `f(x)` of two numbers, and which numbers are held out. It knows no model."""
+"""Functions of one line for a tiny model: `f(x)` of two numbers, and which numbers are held out."""
 
 import random
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ VISIBLE_ARGUMENTS = (2, 3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """`form` with its two numbers.
+    """A function of `x`: `form` with its two numbers.
 
     >>> function = Function(form="{a} * x - {b}", a=37, b=512)
     >>> function.program, function.value(10)
@@ -40,7 +40,7 @@ class Function:
         return eval(self.expression, {"__builtins__": {}}, {"x": x})  # an expression of our own making
 
     def text(self, head: str, *, in_words: bool) -> str:
-        """The function as a person asks for it."""
+        """Return the function as a person asks for it."""
         words = self.expression
         for sign, word in WORDS.items() if in_words else ():
             words = words.replace(sign, word)
@@ -48,23 +48,23 @@ class Function:
 
 
 def is_held_out(number: int) -> bool:
-    """Whether a number belongs to the test split: about one in five, spread over all digits."""
+    """Return whether a number belongs to the test split: about one in five, spread over all digits."""
     return number * 48271 % 1021 < 204
 
 
 def draw_function(rng: random.Random, split: Split) -> Function:
-    """A function whose numbers, of two and of three digits, both belong to `split`."""
+    """Draw a function whose numbers, of two and of three digits, both belong to `split`."""
     a, b = (_draw_number(rng, split, low, high) for low, high in ((10, 99), (100, 999)))
     return Function(form=rng.choice(FORMS), a=a, b=b)
 
 
 def draw_text(rng: random.Random, function: Function) -> str:
-    """One of the ways to ask for it."""
+    """Return one of the ways to ask for it."""
     return function.text(rng.choice(HEADS), in_words=rng.random() < 0.5)
 
 
 def load(split: Split, seed: int, num: int | None = None) -> list[dict[str, Any]]:
-    """`num` tasks of a split. No number of a test task occurs in any training task."""
+    """Return `num` tasks of a split. No number of a test task occurs in any training task."""
     if split not in NUM_TASKS:
         raise ValueError(f"split is {split!r}; valid: {', '.join(map(repr, NUM_TASKS))}")
     if num is not None and num < 1:

@@ -68,11 +68,11 @@ def test_servers_that_are_started_may_get_adapters_alone():
 def test_adapters_for_which_vllm_has_no_room_are_merged():
     engine = {"backend": "vllm", "python": "p"}
     assert Config.parse(with_adapters(engine, lora={"push": "adapter", "rank": 512}))
-    with pytest.raises(ConfigError, match=r"rank 513, where vLLM has room for 512; lower it, or use 'merged'"):
+    with pytest.raises(ConfigError, match=r"rank is 513, but vLLM supports ranks up to 512; lower the rank"):
         Config.parse(with_adapters(engine, lora={"push": "adapter", "rank": 513}))
 
 
 @pytest.mark.parametrize("engine", [{}, {"backend": "sglang", "python": "p"}, {"backend": "vllm", "urls": URLS}])
 def test_what_applies_no_adapters_gets_none(engine):
-    with pytest.raises(ConfigError, match=r"trainer\.lora\.push is 'adapter', which is for vLLM's servers"):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.push is 'adapter', which needs vLLM servers"):
         Config.parse(with_adapters(engine))

@@ -212,7 +212,7 @@ async def test_a_server_that_is_started_is_given_its_version(scripted, tiny):
     await StartedServer(engine, tiny, OLD).wait_ready(60.0)
     assert (server.loaded, server.label) == ([str(tiny)], str(OLD))
     server.load_statuses = [500]
-    with pytest.raises(EngineUnreachable, match="takes no weights"):
+    with pytest.raises(EngineUnreachable, match="refuses weights"):
         await StartedServer(engine, tiny, NEW).wait_ready(60.0)
 
 

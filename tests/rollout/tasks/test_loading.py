@@ -123,7 +123,7 @@ def test_faults_in_jsonl_name_file_and_line(tmp_path: Path, text: str, message: 
     [
         ({"source": "none.jsonl"}, r"cannot read 'none\.jsonl': No such file.*looked for from '/"),
         ({"source": "none.parquet"}, r"cannot read 'none\.parquet': No such file"),
-        ({"source": "./none"}, r"'\./none' is no source: there is no such folder"),
+        ({"source": "./none"}, r"'\./none' is not a source: there is no such folder"),
         ({"source": "my_tasks.load"}, r"is neither a function \(package\.module:function\)"),
         ({"source": "my_tasks:load"}, r"my_tasks:load\(split='train', .*missing 1 required .*see tasks\.args"),
         ({"source": "my_tasks:none"}, "module 'my_tasks' has no 'none'"),
@@ -155,7 +155,7 @@ def test_a_filter_that_keeps_nothing_is_an_empty_source(tmp_path: Path, module: 
 def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "tasks.parquet"
     path.write_text("no parquet")
-    with pytest.raises(ConfigError, match=r"tasks\.parquet' is no Parquet file"):
+    with pytest.raises(ConfigError, match=r"tasks\.parquet' is not a Parquet file"):
         load(source=str(path))
 
 
@@ -177,5 +177,5 @@ def test_json_may_travel() -> None:
 
 @pytest.mark.parametrize("value", [(1, 2), float("nan"), float("inf"), object(), {1: "x"}, "\ud800"], ids=range(6))
 def test_what_json_does_not_keep_may_not(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"task 'odd' holds what JSON does not keep"):
+    with pytest.raises(ConfigError, match=r"task 'odd' holds data that JSON does not preserve"):
         require_json([Task(id="odd", data={"value": value})])

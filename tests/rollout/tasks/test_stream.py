@@ -102,7 +102,7 @@ def test_evaluation_takes_the_first_of_each_source() -> None:
 
 def test_evaluation_takes_no_task_twice() -> None:
     with pytest.raises(
-        ConfigError, match=r"eval.num_tasks is 8, but there are 6 held-out tasks for that, each source in"
+        ConfigError, match=r"eval.num_tasks is 8, but there are only 6 such held-out tasks, each source in"
     ):
         in_order(mixed(a=(2, 1.0), b=(10, 1.0)), 8, "eval.num_tasks")
 

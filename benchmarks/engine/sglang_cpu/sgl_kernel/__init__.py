@@ -1,4 +1,4 @@
-"""Stands in for SGLang's compiled operators, which PyPI has no CPU build of: every name is there, every call raises."""
+"""A stand-in for SGLang's compiled operators, which PyPI has no CPU build of: every name exists, every call raises."""
 
 from typing import Any
 
