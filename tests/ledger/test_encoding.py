@@ -156,7 +156,7 @@ async def test_what_is_no_json_is_refused_by_name(ledger: Ledger, make) -> None:
 
 async def test_a_token_id_that_is_no_int32_is_refused(ledger: Ledger, make) -> None:
     await ledger.own.open_session(make.session("s"))
-    with pytest.raises(LedgerError, match="token ids are int32; 2147483648 is none"):
+    with pytest.raises(LedgerError, match="token ids must fit int32, and 2147483648 does not"):
         await ledger.own.append_turn("s", make.turn("s", new_prompt_ids=(2**31,)))
 
 

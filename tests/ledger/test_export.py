@@ -118,7 +118,7 @@ async def test_a_file_that_is_there_is_kept_unless_forced(ledger: Ledger, path: 
     target.write_text("precious")
     refused = command(path.parent, "--parquet", target)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "exists; name another file, or replace it by --force" in refused.stderr
+    assert "exists; name another file, or replace it with --force" in refused.stderr
     assert target.read_text() == "precious"
     assert command(path.parent, "--parquet", target, "--force").returncode == 0
     assert pq.read_table(target).num_rows == 4
@@ -144,8 +144,8 @@ async def test_a_failure_leaves_nothing_behind(ledger: Ledger, path: Path, tmp_p
     ("arguments", "message"),
     [
         ([], "export needs a file to write: --parquet FILE"),
-        (["--parquet", "."], "is no file in a folder that exists"),
-        (["--parquet", "missing/out.parquet"], "is no file in a folder that exists"),
+        (["--parquet", "."], "must be a file in an existing folder"),
+        (["--parquet", "missing/out.parquet"], "must be a file in an existing folder"),
     ],
 )
 async def test_its_own_errors_are_one_line(ledger: Ledger, path: Path, arguments: list[str], message: str) -> None:

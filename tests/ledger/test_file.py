@@ -79,14 +79,14 @@ def scribble(path: Path) -> Path:
 
 
 async def test_an_empty_file_is_refused_unless_it_is_to_be_made(empty: Path) -> None:
-    with pytest.raises(LedgerError, match="its run ended before it was made"):
+    with pytest.raises(LedgerError, match="its run ended before its tables were made"):
         await Ledger.open(empty, create=False)
     ledger = await Ledger.open(empty, create=True)
     await ledger.aclose()
 
 
 async def test_another_programs_database_is_refused_and_left_alone(foreign: Path) -> None:
-    with pytest.raises(LedgerError, match="is no ledger of areal_agent"):
+    with pytest.raises(LedgerError, match="is not a ledger of areal_agent"):
         await Ledger.open(foreign, create=True)
     connection = sqlite3.connect(foreign)
     tables = connection.execute("SELECT name FROM sqlite_master").fetchall()

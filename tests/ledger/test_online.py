@@ -46,7 +46,7 @@ async def test_an_ending_that_was_changed_takes_no_late_reward(ledger: Ledger, m
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("UPDATE endings SET final_reward = 0.5")
     again = await Ledger.open(path, create=False)
-    with pytest.raises(LedgerError, match="not as it was written"):
+    with pytest.raises(LedgerError, match="was changed after it was written"):
         await again.set_rewards("a", Rewards(final=2.0))
     await again.aclose()
 

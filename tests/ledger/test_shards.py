@@ -213,5 +213,5 @@ async def test_a_copy_beside_the_ledger_is_no_shard(ledger: Ledger, path: Path, 
     await make.closed(ledger.own, "a")
     shutil.copy(path, path.with_name("ledger-backup.sqlite"))
     assert await ledger.ask(questions.num_waiting) == 1
-    with pytest.raises(LedgerError, match="'backup' is no name of a shard"):
+    with pytest.raises(LedgerError, match="'backup' is not the name of a shard"):
         ledger.shard_path("backup")

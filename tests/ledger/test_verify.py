@@ -273,7 +273,7 @@ async def test_a_lease_of_more_tokens_than_were_sampled_is_found(ledger: Ledger,
     await make.closed(ledger.own, "a")
     await ledger.lease(1, [Lease.of(await ledger.trajectory("a"), 9)])
     [violation] = verify(path).violations
-    assert (violation.invariant, violation.detail) == (Invariant.SAMPLED, "9 tokens in the loss of 8 sampled")
+    assert (violation.invariant, violation.detail) == (Invariant.SAMPLED, "9 of its 8 sampled tokens are in the loss")
 
 
 def deface(path: Path) -> None:

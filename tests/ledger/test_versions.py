@@ -210,7 +210,7 @@ async def test_what_version_2_kept_no_digest_of_is_unproved(old: Path, make) -> 
     assert verify(old).unproved == unproved
     done = command("-m", "areal_agent.ledger", "verify", old)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "? every ending, with its rewards, is as it was written (unproved for 8 sessions" in done.stdout
+    assert "? every ending, with its rewards, is as it was written (cannot be proved for 8 sessions" in done.stdout
     assert done.stdout.endswith("OK: none of 15 invariants is violated, and 2 cannot be proved\n")
     ledger = await Ledger.open(old, create=False)
     await make.closed(ledger.own, "new")
