@@ -1,22 +1,15 @@
-"""The pushes of weights that one engine takes: one at a time, and all of it or none.
+"""The pushes of weights that one engine takes: one at a time, all of it or nothing; and the proof of stored weights.
 
     begin ──▶ send ──▶ commit(version)      the old version serves until the commit; then the new one, whole
       │         │         │
       └─────────┴─────────┴──▶ abort, or any failure: the old version goes on, and the next push may begin
 
-`send` takes the weights into memory of the engine's own and proves them, while it samples: what becomes of the sender
-or of its files afterwards changes nothing. A sender that has not been heard of for `timeout_s` may be dead: the next
-`begin` replaces its push. Until then a second push is refused, and where the sender has paused the engine for its
-commit, nobody else lets it go on before that.
+`send` copies the weights into the engine's own memory and proves them while it samples, so that whatever happens to the
+sender or its files afterwards changes nothing. A sender that is silent for `timeout_s` may be dead, and the next
+`begin` replaces its push. Until then a second push is refused, and if the sender has paused the engine for its commit,
+nobody else may resume it.
 
-Versions only go up. The one that serves may come again, with the weights that serve: a push that is repeated is none.
-It knows neither HTTP, nor how weights are stored, nor the model that takes them.
-
-Takes a stored set of weights into memory, and proves that its bytes are those that were written. Knows no tensor.
-
-What is returned is this process's own: whatever becomes of the files, or of who wrote them, changes it no more.
-
-How many bytes a set of weights has, wherever it lies. It knows no server.
+Versions only go up. The serving version may be pushed again with the same weights: that changes nothing.
 """
 
 import asyncio
@@ -44,47 +37,55 @@ logger = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 60.0
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+Bytes = NDArray[np.uint8]
+
+Spoil = Callable[[bytearray], None]
+"""Changes bytes between storage and proof: a test damages a transfer with it."""
+
 
 class PushTarget(Protocol[T]):
-    """What takes the weights. A `T` is a set of them that has been read and proved."""
+    """The receiver of pushes. A `T` is a set of weights that has been read and proved."""
 
     @property
     def version(self) -> WeightVersion:
-        """That serves."""
+        """The version that serves."""
         ...
 
     async def take(self, weights: Weights) -> T:
-        """Read and prove a set of weights, beside whatever goes on. Raises WeightUpdateError."""
+        """Read and prove a set of weights while the engine works. Raises WeightUpdateError."""
         ...
 
     async def holds(self, taken: T) -> bool:
-        """Whether these are the weights that serve."""
+        """Return whether these are the weights that serve."""
         ...
 
     async def swap(self, taken: T, version: WeightVersion, *, flush_cache: bool) -> None:
-        """Serve them from now on."""
+        """Serve these weights from now on."""
         ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Push(Generic[T]):
     id: str
-    heard_s: float  # when its sender has called last
+    heard_s: float  # when its sender called last
     taken: T | None = None
     is_sending: bool = False
-    is_pausing: bool = False  # its sender waits for the engine to come to rest
+    is_pausing: bool = False  # its sender's pause is not done yet
     is_holding: bool = False  # its sender has paused the engine
 
 
 class Pushes(Generic[T]):
-    """The push that is open, if one is. Use it from one event loop."""
+    """The open push, if there is one. Use it from one event loop."""
 
     def __init__(self, target: PushTarget[T], *, timeout_s: float = PUSH_TIMEOUT_S) -> None:
         self._target = target
         self._timeout_s = timeout_s
         self._open: _Push[T] | None = None
         self._committing: set[_Push[T]] = set()
-        self._swapping = asyncio.Lock()  # one change of weights at a time
+        self._swapping = asyncio.Lock()  # allows one change of weights at a time
 
     def begin(self, push_id: str) -> None:
         """Open a push. Raises PushConflict while another one is open whose sender may be alive."""
@@ -93,7 +94,7 @@ class Pushes(Generic[T]):
         self._open = _Push(id=push_id, heard_s=time.monotonic())
 
     async def send(self, push_id: str, weights: Weights) -> None:
-        """Take and prove all weights of a push. Raises WeightUpdateError, and the push is no more."""
+        """Take and prove all weights of a push. Raises WeightUpdateError, which ends the push."""
         push = self._find(push_id)
         if push.is_sending or push.taken is not None:
             raise PushConflict(f"push {push_id!r} has been sent its weights already; commit it, or begin another one")
@@ -103,7 +104,7 @@ class Pushes(Generic[T]):
         push.is_sending, push.heard_s = False, time.monotonic()
 
     async def commit(self, push_id: str, version: WeightVersion, *, flush_cache: bool) -> None:
-        """Serve what was sent as `version`. Raises WeightUpdateError, and the push is no more."""
+        """Serve the sent weights as `version`. Raises WeightUpdateError, which ends the push."""
         push = self._find(push_id)
         if push.taken is None:
             raise PushConflict(f"push {push_id!r} has been sent no weights yet; a commit comes after the send")
@@ -118,7 +119,7 @@ class Pushes(Generic[T]):
 
     @contextlib.contextmanager
     def hold(self, push_id: str | None) -> Generator[None]:
-        """Inside, the engine comes to rest, as a step of this push or of none. One that is not open holds nothing."""
+        """Let the caller pause the engine inside the block. If this push is open, it holds the pause to its commit."""
         push = self._open
         if push is None or push.id != push_id:
             yield
@@ -130,13 +131,13 @@ class Pushes(Generic[T]):
             push.is_pausing, push.heard_s = False, time.monotonic()
 
     def let_go(self, push_id: str | None) -> None:
-        """The engine is to go on, as a step of this push or of none.
+        """Let the engine resume, as a step of this push or of none.
 
-        Raises PushConflict while another push holds it still whose sender may be alive.
+        Raises PushConflict while another push holds the pause whose sender may be alive.
         """
         for push in self._committing:
             if push.is_holding and push.id != push_id:
-                raise PushConflict(f"push {push.id!r} is being committed, and the engine still for it; try again")
+                raise PushConflict(f"push {push.id!r} is being committed, and the engine is paused for it; try again")
         push = self._open
         if push is not None and push.is_holding:
             if push.id != push_id:
@@ -151,14 +152,14 @@ class Pushes(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[None]:
-        """Inside, no push is committed: for a change of weights that is none of a push."""
+        """Keep commits out of the block: for a change of weights outside of a push."""
         async with self._swapping:
             yield
 
     def _give_up_if_dead(self, push: _Push[T]) -> None:
         left_s = push.heard_s + self._timeout_s - time.monotonic()
         if push.is_sending or push.is_pausing or left_s > 0:
-            held = ", and holds the engine still" if push.is_holding else ""
+            held = ", and it holds the engine's pause" if push.is_holding else ""
             raise PushConflict(
                 f"push {push.id!r} is open{held}; commit or abort it first. It may be replaced once its sender has "
                 f"been silent for {self._timeout_s:g} s, in {max(left_s, 0):.0f} s"
@@ -184,7 +185,7 @@ class Pushes(Generic[T]):
             raise
 
     async def _is_repeated(self, taken: T, version: WeightVersion) -> bool:
-        """Whether they serve already. Raises WeightUpdateError for a version that would go back."""
+        """Return whether these weights serve already. Raises WeightUpdateError when the version would go back."""
         serving = self._target.version
         if version > serving:
             return False
@@ -196,17 +197,8 @@ class Pushes(Generic[T]):
         )
 
 
-Bytes = NDArray[np.uint8]
-
-Spoil = Callable[[bytearray], None]
-"""Changes bytes between their storage and the proof: how a test damages a transfer."""
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-
 def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None) -> Bytes:
-    """The whole file, its checksum found right. Raises WeightUpdateError."""
+    """Read the whole file and check its checksum. Raises WeightUpdateError."""
     check_places(weights.entries)
     num_bytes = max(entry.offset + entry.num_bytes for entry in weights.entries)
     try:
@@ -229,13 +221,13 @@ def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None)
 
 
 def check_places(entries: Sequence[TensorEntry]) -> None:
-    """Raises WeightUpdateError where these cannot be the places of tensors."""
+    """Raises WeightUpdateError where the entries cannot be places of tensors."""
     if not entries:
         raise WeightUpdateError("the new weights have no tensor at all; publish the model that the engine loaded")
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise WeightUpdateError(f"{twice!r} is there twice; every tensor is sent once: the manifest is damaged")
+        raise WeightUpdateError(f"{twice!r} is listed twice; the manifest is damaged")
     for entry in entries:
         if entry.offset < 0 or entry.num_bytes <= 0:
             raise WeightUpdateError(
@@ -255,16 +247,16 @@ def _check_crc32(weights: SharedMemoryWeights, data: Bytes) -> None:
 
 
 def take_folder(weights: DiskWeights, spoil: Spoil | None = None) -> Mapping[str, bytes]:
-    """The safetensors files of a folder, each proved by its manifest. Raises WeightUpdateError.
+    """Read a folder's safetensors files, each proved by the manifest. Raises WeightUpdateError.
 
-    What else the manifest names has to be there in full size: a folder that is half there is refused.
+    Other files in the manifest must be present in full size: an incomplete folder is refused.
     """
     folder = Path(weights.path)
     try:
         digests, _ = read_manifest(folder)
         for name, digest in digests.items():
             if (folder / name).stat().st_size != digest.num_bytes:
-                raise ValueError(f"{name} has not the size of which its manifest speaks")
+                raise ValueError(f"{name} does not have the size that its manifest says")
         taken: dict[str, bytes] = {}
         for name in weight_files(folder):
             data = (folder / name).read_bytes()
@@ -284,7 +276,7 @@ def take_folder(weights: DiskWeights, spoil: Spoil | None = None) -> Mapping[str
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of a Hugging Face folder's safetensors."""
+    """The names of a Hugging Face folder's safetensors files."""
     index = folder / INDEX
     if not index.exists():
         return [WEIGHTS]
@@ -293,7 +285,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def size_of(weights: Weights) -> int:
-    """Of a push; what cannot be read here counts nothing, and whoever is to load it says why."""
+    """The bytes of a push. Unreadable files count as 0; the loader reports them."""
     match weights:
         case DiskWeights():
             return size_of_folder(Path(weights.path))
@@ -304,7 +296,7 @@ def size_of(weights: Weights) -> int:
 
 
 def size_of_folder(folder: Path) -> int:
-    """Of all files in it."""
+    """The bytes of all files in a folder."""
     try:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except OSError:

@@ -57,7 +57,7 @@ async def paused(model: Model, timeout_s: float = 1e9) -> Pushes[object]:
 @OTHERS
 async def test_nobody_else_ends_it(other: str | None) -> None:
     pushes = await paused(Model())
-    with pytest.raises(PushConflict, match="'sender' is open, and holds the engine still"):
+    with pytest.raises(PushConflict, match="'sender' is open, and it holds the engine's pause"):
         pushes.let_go(other)
     pushes.let_go("sender")
     pushes.let_go(other)
@@ -106,7 +106,7 @@ async def test_a_silent_sender_holds_nothing() -> None:
 
 async def test_a_sender_that_waits_for_the_engine_to_rest_is_not_silent() -> None:
     pushes = await paused(Model(), timeout_s=0)
-    with pushes.hold("sender"), pytest.raises(PushConflict, match="holds the engine still"):
+    with pushes.hold("sender"), pytest.raises(PushConflict, match="holds the engine's pause"):
         pushes.let_go(None)
     await commit(pushes)
 
@@ -140,7 +140,7 @@ async def test_a_server_stays_still_until_the_commit(tiny, other, serve, ask, sh
         await served.engine.pause(PauseMode.RETRACT)
         waiting = asyncio.create_task(stranger.generate(ask(1)))
         await served.until(lambda stats: stats.num_queued == 1)
-        with pytest.raises(EngineRejected, match="409: push 'p' is open, and holds the engine still"):
+        with pytest.raises(EngineRejected, match="409: push 'p' is open, and it holds the engine's pause"):
             await stranger.resume()
         assert (await served.engine.stats()).generated_tokens == 0
         await served.engine.commit_push("p", NEW)

@@ -121,7 +121,7 @@ SHARED_FAULTS = {
     "no tensor": (lambda w: with_entries(w), "no tensor at all"),
     "a missing tensor": (lambda w: with_entries(w, *w.entries[:-1]), r"lack 1 tensors \['model.norm.weight'\]"),
     "an extra tensor": (lambda w: with_entries(w, *w.entries, dataclasses.replace(w.entries[0], name="x")), r"\['x'\]"),
-    "a tensor twice": (lambda w: with_entries(w, *w.entries, w.entries[0]), "there twice"),
+    "a tensor twice": (lambda w: with_entries(w, *w.entries, w.entries[0]), "listed twice"),
     "another shape": (lambda w: changed_first(w, shape=w.entries[0].shape[::-1]), "has shape"),
     "a negative shape": (
         lambda w: changed_first(w, shape=tuple(-n for n in w.entries[0].shape)),
