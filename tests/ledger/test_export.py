@@ -1,9 +1,9 @@
-"""`ledger export --parquet`: what a researcher reads.
+"""`ledger export --parquet` gives a researcher the data of a run.
 
-1. a row a completion, of every file, with all that the ledger knows of it; 2. the prompt is whole, also behind a fork,
-and the tokens are those that were sampled; 3. a session that is open, or never had a reward, has no figures of an end;
-4. what is written holds however many rows a group has; 5. a file that is there is kept, unless it may be replaced;
-6. a failure leaves nothing behind; 7. the command's own errors are one line and exit 2.
+1. there is one row per completion, from every file, with all that the ledger knows of it; 2. prompts are whole, also after
+a fork, and tokens are those that were sampled; 3. a session that is open or has no reward has no figures of its end;
+4. the result does not depend on the size of row groups; 5. an existing file is kept unless `--force` is given; 6. a failure
+leaves nothing behind; 7. the command's own errors are one line and exit code 2.
 """
 
 import os
@@ -24,7 +24,7 @@ from areal_agent.types import Drop, Rewards, VersionSpan, WeightVersion
 
 
 async def recorded(ledger: Ledger, path: Path, make) -> None:
-    """A trained session with a fork and an undelivered answer, a dropped one in a shard, and an open one."""
+    """Record a trained session with a fork and an undelivered answer, a dropped one in a shard, and an open one."""
     spans = (
         VersionSpan(version=WeightVersion(step=1), start=0, end=3),
         VersionSpan(version=WeightVersion(incarnation=1, step=2), start=3, end=4),
