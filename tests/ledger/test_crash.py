@@ -1,8 +1,8 @@
 """A SIGKILL loses nothing that was acknowledged. Each test kills real processes that run the ledger's own code.
 
-1. after a kill at a random moment, every acknowledged turn and end is there, the file is intact, and open sessions end as
-orphans; 2. a trainer that is killed at one commit point after another, and restarted each time, trains every trajectory
-of its checkpoint exactly once, and no other.
+1. after a kill at a random moment, every acknowledged turn and end is there, the file is intact, and open sessions
+end as orphans; 2. a trainer that is killed at one commit point after another, and restarted each time, trains every
+trajectory of its checkpoint exactly once, and no other.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Records become rows and come back, through the file.
 
-1. any turn and any ending comes back equal, with the same digests; 2. a log-probability comes back as the float32 that it
-was; 3. values that are not JSON are refused by name; 4. a token id that does not fit int32 is refused; 5. a turn costs
-the file only its new tokens.
+1. any turn and any ending comes back equal, with the same digests; 2. a log-probability comes back as the float32
+that it was; 3. values that are not JSON are refused by name; 4. a token id that does not fit int32 is refused; 5. a
+turn costs the file only its new tokens.
 """
 
 import asyncio

@@ -1,10 +1,11 @@
 """A closed training trajectory is exactly one of waiting, leased, trained, dropped.
 
-1. waiting trajectories come in the order of closing, whatever their status; 2. evaluation never waits and is never leased
-or dropped; 3. a lease and a commit: trained by the step of the lease; 4. a commit trains every lease up to its step, and no
-later one; 5. committing twice changes nothing; 6. what is open, unknown, leased, trained or dropped cannot be leased,
-7. nor can anything in the same call; 8. the same holds for a drop; 9. no lease is for a step that a checkpoint holds;
-10. notes hold values; 11. group numbers count on; 12. counts add up; 13. dropping twice for one reason is dropping once.
+1. waiting trajectories come in the order of closing, whatever their status; 2. evaluation never waits and is never
+leased or dropped; 3. a lease and a commit: trained by the step of the lease; 4. a commit trains every lease up to its
+step, and no later one; 5. committing twice changes nothing; 6. what is open, unknown, leased, trained or dropped
+cannot be leased, 7. nor can anything in the same call; 8. the same holds for a drop; 9. no lease is for a step that a
+checkpoint holds; 10. notes hold values; 11. group numbers count on; 12. counts add up; 13. dropping twice for one
+reason is dropping once.
 """
 
 import pytest

@@ -1,9 +1,9 @@
 """The ledger's file and its lock.
 
-1. only its owner can read it and the files beside it; 2. a second live writer is refused, with the folder's name, also in
-another process; 3. it is accepted once the first has closed. 4. A missing file, 5. an empty one, 6. another program's
-database, which is left alone, and 7. a file that is no database are refused with a remedy. 8. opening with `create` keeps
-existing data; 9. a closed ledger is one file.
+1. only its owner can read it and the files beside it; 2. a second live writer is refused, with the folder's name,
+also in another process; 3. it is accepted once the first has closed. 4. A missing file, 5. an empty one, 6. another
+program's database, which is left alone, and 7. a file that is no database are refused with a remedy. 8. opening with
+`create` keeps existing data; 9. a closed ledger is one file.
 """
 
 import asyncio

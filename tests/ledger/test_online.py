@@ -1,8 +1,9 @@
 """The questions and writes of a standalone gateway.
 
-1. a late reward is durable, and completes a session that only lacked it; 2. a leased, dropped or damaged session takes
-none; 3. the leases of a step can be listed until it is trained; 4. leases after a checkpoint return, and those before are
-trained; 5. a restart that names no checkpoint ends orphans and leaves leases alone; 6. a session is found by its key.
+1. a late reward is durable, and completes a session that only lacked it; 2. a leased, dropped or damaged session
+takes none; 3. the leases of a step can be listed until it is trained; 4. leases after a checkpoint return, and those
+before are trained; 5. a restart that names no checkpoint ends orphans and leaves leases alone; 6. a session is found
+by its key.
 """
 
 import sqlite3

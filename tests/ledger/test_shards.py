@@ -1,13 +1,14 @@
 """A ledger whose sessions lie in several files.
 
-1. the coordinator reads what a worker wrote, also in a shard that was made later; 2. its trajectories are leased, trained
-and dropped like the coordinator's own; 3. waiting trajectories come in the order of closing over all files, up to the
-limit; 4. counts cover all files; 5. open sessions of a dead worker end as orphans when the coordinator says so, 6. or at the
-next incarnation; 7. a shard with a live writer is an error that changes nothing; 8. orphans are dropped: they no longer
-wait, and are neither leased nor dropped for another reason; 9. one file has one writer; 10. a shard is not a ledger, nor a
-ledger a shard; 11. a finished run leaves one file per shard, also of a dead worker; 12. a shard without tables holds up
-nobody; 13. a copy of the ledger beside it is not a shard, and no worker can write where nobody reads; 14. a late reward of a
-shard's session is refused; 15. a shard's session is found by its key, and its leases can be listed.
+1. the coordinator reads what a worker wrote, also in a shard that was made later; 2. its trajectories are leased,
+trained and dropped like the coordinator's own; 3. waiting trajectories come in the order of closing over all files,
+up to the limit; 4. counts cover all files; 5. open sessions of a dead worker end as orphans when the coordinator says
+so, 6. or at the next incarnation; 7. a shard with a live writer is an error that changes nothing; 8. orphans are
+dropped: they no longer wait, and are neither leased nor dropped for another reason; 9. one file has one writer; 10. a
+shard is not a ledger, nor a ledger a shard; 11. a finished run leaves one file per shard, also of a dead worker; 12.
+a shard without tables holds up nobody; 13. a copy of the ledger beside it is not a shard, and no worker can write
+where nobody reads; 14. a late reward of a shard's session is refused; 15. a shard's session is found by its key, and
+its leases can be listed.
 """
 
 import os

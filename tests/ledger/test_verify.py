@@ -1,9 +1,10 @@
 """`ledger verify` checks the invariants and finds each violation.
 
-1. a run in mid-life is in order, and so is a completed one, with the right figures; 2. each planted corruption is found
-under the invariant that it violates; 3. a file too damaged to read on is a violation, not a traceback; 4. it works beside
-the live writer, and sees one state; 5. faults in a shard, or between files, are found too; 6. the command prints a report
-and exits with 0, or with 1 and the violation; 7. a missing folder or ledger is one line and exit code 2.
+1. a run in mid-life is in order, and so is a completed one, with the right figures; 2. each planted corruption is
+found under the invariant that it violates; 3. a file too damaged to read on is a violation, not a traceback; 4. it
+works beside the live writer, and sees one state; 5. faults in a shard, or between files, are found too; 6. the
+command prints a report and exits with 0, or with 1 and the violation; 7. a missing folder or ledger is one line and
+exit code 2.
 """
 
 import asyncio

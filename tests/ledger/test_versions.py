@@ -1,10 +1,10 @@
 """Ledgers of other versions of the tables. versions/ has what each release really wrote (record.py).
 
-1. a ledger of every version is verified, exported and resumed; 2. reading leaves its files as they are, also beside their
-writer and in a read-only folder; 3. once opened for writing its files have today's tables, also when an upgrade was
-interrupted between two files; 4. a shard that a worker of the older release still writes to is an error; 5. what version 2
-kept no digest of is reported as unproved, what it kept one of is checked, and no digest can be left out later; 6. newer
-versions and versions too old to upgrade are refused; 7. tables cannot change without a new version.
+1. a ledger of every version is verified, exported and resumed; 2. reading leaves its files as they are, also beside
+their writer and in a read-only folder; 3. once opened for writing its files have today's tables, also when an upgrade
+was interrupted between two files; 4. a shard that a worker of the older release still writes to is an error; 5. what
+version 2 kept no digest of is reported as unproved, what it kept one of is checked, and no digest can be left out
+later; 6. newer versions and versions too old to upgrade are refused; 7. tables cannot change without a new version.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A process that writes to a ledger until it is killed. test_crash.py starts it; it prints each promise that it has kept.
+"""A process that writes to a ledger until it is killed, started by test_crash.py. It prints every promise that it kept.
 
 worker.py append LEDGER NAME          writes sessions side by side, and a line `turn ID` after each acknowledged turn
 worker.py train  LEDGER POINT STEPS   rolls out, leases, "trains", publishes, commits; dies at its POINT-th commit
