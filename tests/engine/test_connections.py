@@ -1,10 +1,10 @@
-"""HTTP for sampling, against servers that send what they like.
+"""HTTP for sampling, against servers that send anything.
 
-- an answer is read whole in every form that HTTP has, also in single bytes, and the connection is used again only when
+- an answer is read whole in every form that HTTP has, also byte by byte, and its connection is used again only when
   nothing can follow
-- what is no answer, or half of one, is an OSError or a ValueError; heads are bounded
-- a call is made once more when its used connection ended before anything came, over a new one, and never otherwise
-- closing ends the calls under way, also those that are still connecting; a URL's user is told to the server
+- an invalid or incomplete answer is an OSError or a ValueError; heads are bounded
+- a call is repeated once, over a new connection, if its used one ended before anything came, and never otherwise
+- closing ends the calls under way, also those still connecting; the server is told the user in a URL
 """
 
 import asyncio
@@ -24,7 +24,7 @@ HANG_UP = b""
 
 
 class Server:
-    """Answers the requests of each connection from a list of its own, then hangs up; the last list goes on."""
+    """Answers the requests of each connection from a list of its own, then hangs up; the last list repeats."""
 
     def __init__(self, scripts: Sequence[Sequence[bytes]], *, in_bytes: bool = False) -> None:
         self._scripts = scripts

@@ -1,10 +1,9 @@
-"""The pause of a push, and others who want the engine to go on:
+"""The pause of a push, and others who want to resume the engine:
 
-- until it is committed, also while it is, nobody but its sender ends the pause; its commit and its abort give it up
-- a sender that has been silent for the time-out holds nothing any more, and its push is no more; one that waits for the
-  engine to come to rest is not silent
-- a pause that is no step of a push is everybody's, as SGLang's is
-- through a real server: who is not the sender is refused, the engine stays still, and what waits comes after the commit
+- until and during the commit only its sender may end the pause; its commit and its abort give it up
+- a sender that is silent for the time-out loses its pause and its push; waiting for the engine's pause is not silence
+- anyone may end a pause that is not a step of a push, as with SGLang
+- on a real server: others are refused, the engine stays paused, and waiting requests run after the commit
 """
 
 import asyncio
@@ -24,7 +23,7 @@ OTHERS = pytest.mark.parametrize("other", [None, "another"])
 
 
 class Model:
-    """Its weights are swapped when a test says so."""
+    """A push target whose weights are swapped when a test says so."""
 
     def __init__(self) -> None:
         self.version = WeightVersion()
@@ -45,7 +44,7 @@ class Model:
 
 
 async def paused(model: Model, timeout_s: float = 1e9) -> Pushes[object]:
-    """A push of `sender`, ready to be committed."""
+    """Open a push of `sender`, ready to be committed."""
     pushes = Pushes(model, timeout_s=timeout_s)
     pushes.begin("sender")
     await pushes.send("sender", DiskWeights(path="any"))
