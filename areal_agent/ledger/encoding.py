@@ -33,6 +33,9 @@ from areal_agent.types import (
     WeightVersion,
 )
 
+DAMAGE = (ValueError, TypeError, KeyError)
+"""The exceptions that decoding a damaged row raises (those of orjson and of enums are ValueErrors)."""
+
 SampledTokens = tuple[str, Sequence[int], Sequence[float]]
 """A completion's id, its token ids [C] and their log-probabilities [C]."""
 
@@ -87,10 +90,6 @@ def _in_order(rewards: Mapping[str, float]) -> str:
 def as_stored(reward: float) -> float:
     """The reward as SQLite gives it back: a float, and never -0.0."""
     return float(reward) + 0.0
-
-
-DAMAGE = (ValueError, TypeError, KeyError)
-"""The exceptions that decoding a damaged row raises (those of orjson and of enums are ValueErrors)."""
 
 
 class TurnRow(NamedTuple):

@@ -23,6 +23,12 @@ from areal_agent.ledger.files import NO_DIGEST, TOKENS_ONLY, LedgerFiles, Snapsh
 from areal_agent.ledger.reads import STATUS_NOTE, LedgerCounts
 from areal_agent.types import Completion, SessionPurpose, Status, Trajectory, Turn
 
+LOGPROB_SLACK = 1e-4
+"""A probability of 1 may come out slightly above 1 in float32."""
+
+CLOCK_SLACK_S = 1.0
+"""The clock may be set back a little during a run; larger differences are violations."""
+
 
 class Invariant(StrEnum):
     """A promise of the ledger, in the words that `verify` prints."""
@@ -187,13 +193,6 @@ def check_finished(snapshot: Snapshot, counts: LedgerCounts) -> Iterator[Violati
         if number:
             detail = f"it is completed, yet {number} of its sessions are {what}"
             yield Violation(invariant=Invariant.FINISHED, subject="the run", detail=detail)
-
-
-LOGPROB_SLACK = 1e-4
-"""A probability of 1 may come out slightly above 1 in float32."""
-
-CLOCK_SLACK_S = 1.0
-"""The clock may be set back a little during a run; larger differences are violations."""
 
 
 def check_turns(turns: Sequence[Turn]) -> Iterator[Violation]:

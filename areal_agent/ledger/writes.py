@@ -23,6 +23,17 @@ from areal_agent.ledger.files import NO_DIGEST
 from areal_agent.ledger.reads import STATUS_NOTE, Incarnation, Lease
 from areal_agent.types import Drop, Fate, SessionRecord, Status
 
+FATE_OF_STATUS: Mapping[Status, Drop] = {
+    Status.MISSING_REWARD: Drop.MISSING_REWARD,
+    Status.REJECTED: Drop.REJECTED,
+    Status.INFRA: Drop.INFRA,
+    Status.ERROR: Drop.ERROR,
+    Status.TIMEOUT: Drop.ERROR,
+    Status.CANCELLED: Drop.ORPHAN,
+    Status.ORPHAN: Drop.ORPHAN,
+}
+"""The fate of a rollout that ended with nothing to train, for every status but `completed`."""
+
 
 def _insert(table: str, columns: Iterable[str]) -> str:
     names = tuple(columns)
@@ -195,15 +206,3 @@ def set_note(connection: sqlite3.Connection, key: str, text: str) -> None:
         "INSERT INTO notes (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
         (key, text),
     )
-
-
-FATE_OF_STATUS: Mapping[Status, Drop] = {
-    Status.MISSING_REWARD: Drop.MISSING_REWARD,
-    Status.REJECTED: Drop.REJECTED,
-    Status.INFRA: Drop.INFRA,
-    Status.ERROR: Drop.ERROR,
-    Status.TIMEOUT: Drop.ERROR,
-    Status.CANCELLED: Drop.ORPHAN,
-    Status.ORPHAN: Drop.ORPHAN,
-}
-"""The fate of a rollout that ended with nothing to train, for every status but `completed`."""

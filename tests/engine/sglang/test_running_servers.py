@@ -1,4 +1,4 @@
-"""`engine.urls`: running servers get the weights of the run, under its version, and stay when it ends; a missing server,
+"""`engine.urls`: running servers get the weights of the run, under its version, and stay when it ends; a missing one,
 or one with another model, is a ConfigError.
 """
 
