@@ -1,10 +1,10 @@
-"""`python -m areal_agent.ledger`: proves the invariants of a run's ledger, or exports its data.
+"""The command line of the ledger: verify the invariants of a run's ledger, or export its data.
 
-    verify RUN_DIR                     see verify.py
-    export RUN_DIR --parquet FILE      see export.py, parquet.py
+    python -m areal_agent.ledger verify RUN_DIR                     see verify.py
+    python -m areal_agent.ledger export RUN_DIR --parquet FILE      see export.py, parquet.py
 
-Exit codes: 0 done, and all invariants hold; 1 something is violated, or the work failed; 2 there is no such ledger, or
-the export cannot be written there.
+Exit codes: 0 done, and all invariants hold; 1 an invariant is violated, or the work failed; 2 there is no such ledger,
+or the export cannot be written there.
 """
 
 import sys
@@ -21,8 +21,8 @@ from areal_agent.ledger.verify import Invariant, VerifyReport, verify
 from areal_agent.observe.progress import Progress
 
 FILE_NAME = "ledger.sqlite"
-MAX_SHOWN = 10  # violations of one invariant
-UNPROVED = "unproved for {:,} sessions of ledger version 2, which kept no digest of rewards"
+MAX_SHOWN = 10  # violations printed per invariant
+UNPROVED = "cannot be proved for {:,} sessions of ledger version 2, which kept no digest of rewards"
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def _ledger_in(run_dir: Path) -> Path:
         raise ConfigError(f"there is no run folder {str(run_dir)!r}; name the folder that the run printed at its end")
     path = run_dir / FILE_NAME
     if not path.is_file():
-        raise ConfigError(f"{str(run_dir)!r} has no {FILE_NAME}, so it is no run folder; name the folder of a run")
+        raise ConfigError(f"{str(run_dir)!r} has no {FILE_NAME}, so it is not a run folder; name the folder of a run")
     return path
 
 
@@ -62,11 +62,11 @@ def _export(ledger: Path, target: Path | None, *, is_forced: bool) -> int:
     if target is None:
         raise ConfigError("export needs a file to write: --parquet FILE")
     if target.is_dir() or not target.parent.is_dir():
-        raise ConfigError(f"--parquet {str(target)!r} is no file in a folder that exists; name one")
+        raise ConfigError(f"--parquet {str(target)!r} must be a file in an existing folder; name one")
     if target.exists() and not is_forced:
-        raise ConfigError(f"--parquet {str(target)!r} exists; name another file, or replace it by --force")
+        raise ConfigError(f"--parquet {str(target)!r} exists; name another file, or replace it with --force")
     try:
-        from areal_agent.ledger.parquet import write_parquet  # here: `verify` works without the extra
+        from areal_agent.ledger.parquet import write_parquet  # imported here because `verify` works without the extra
     except ImportError as error:
         raise ConfigError(f"export needs pyarrow ({error}); install it: pip install 'areal-agent[parquet]'") from None
     with closing(LedgerFiles(ledger)) as files, files.snapshot() as snapshot:
@@ -76,7 +76,7 @@ def _export(ledger: Path, target: Path | None, *, is_forced: bool) -> int:
 
 
 def _verify(path: Path) -> VerifyReport:
-    """With a bar on a terminal: a big ledger takes a while."""
+    """Verify the ledger, with a progress bar on a terminal, since a big one takes a while."""
     progress = Progress(total_steps=0, stream=sys.stderr, mode="auto" if sys.stderr.isatty() else "none")
     progress.phase("verifying")
     try:

@@ -1,11 +1,10 @@
-"""Records to rows and back. The round trip is exact: token ids are int32, log-probabilities float32.
+"""Converts records to rows and back, and computes the digests that prove rows unchanged.
 
-A row is a NamedTuple whose fields are the columns that `tables.py` names. A row that is no record, because the file
-was damaged, raises LedgerError.
+The round trip is exact: token ids are int32, log-probabilities float32. A row is a NamedTuple whose fields are columns
+of the tables in `files.py`. A damaged row raises LedgerError.
 
-Digests prove that an ending is as it was written, and that what was leased was sampled and earned so.
-
-A digest does not depend on the order in which completions and rewards are given.
+An ending's digest proves that it is as it was written; a lease's digest proves that its tokens and rewards are
+unchanged. The order in which completions and rewards are given does not matter.
 """
 
 import hashlib
@@ -34,22 +33,25 @@ from areal_agent.types import (
     WeightVersion,
 )
 
+DAMAGE = (ValueError, TypeError, KeyError)
+"""The exceptions that decoding a damaged row raises (those of orjson and of enums are ValueErrors)."""
+
 SampledTokens = tuple[str, Sequence[int], Sequence[float]]
 """A completion's id, its token ids [C] and their log-probabilities [C]."""
 
 
 def lease_digest(trajectory: Trajectory, num_loss_tokens: int) -> str:
-    """The digest of what a train step takes: all that was sampled, what it earned, how much of it is in the loss."""
+    """The digest of what a train step takes: the sampled tokens, the rewards, and the number of tokens in the loss."""
     return row_digest((token_digest(trajectory), *_earned(trajectory.rewards), num_loss_tokens))
 
 
 def row_digest(row: Sequence[str | float | None]) -> str:
-    """SHA-256, hexadecimal, over a row of a table as JSON."""
+    """SHA-256, in hexadecimal, of a table row as JSON."""
     return hashlib.sha256(json.dumps(row).encode()).hexdigest()
 
 
 def token_digest(trajectory: Trajectory) -> str:
-    """The digest of all that was sampled in a trajectory."""
+    """The digest of all tokens sampled in a trajectory."""
     return completions_digest(
         (completion.id, completion.token_ids, completion.logprobs)
         for turn in trajectory.turns
@@ -58,10 +60,10 @@ def token_digest(trajectory: Trajectory) -> str:
 
 
 def completions_digest(completions: Iterable[SampledTokens]) -> str:
-    """SHA-256, hexadecimal, over the completions in the order of their ids.
+    """SHA-256, in hexadecimal, of the completions in the order of their ids.
 
-    A completion is written as the length of its id in bytes, the id, the number of its tokens, the ids as int32 and
-    the log-probabilities as float32; all numbers little-endian, lengths as uint32.
+    A completion is encoded as the length of its id in bytes, the id, the number of its tokens, their ids as int32 and
+    their log-probabilities as float32. All numbers are little-endian, lengths are uint32.
 
     >>> a, b = ("c1", (5, 6), (-0.5, -0.25)), ("c2", (), ())
     >>> completions_digest([a, b]) == completions_digest([b, a])
@@ -88,10 +90,6 @@ def _in_order(rewards: Mapping[str, float]) -> str:
 def as_stored(reward: float) -> float:
     """The reward as SQLite gives it back: a float, and never -0.0."""
     return float(reward) + 0.0
-
-
-DAMAGE = (ValueError, TypeError, KeyError)
-"""What decoding raises for a row that is no record (orjson's and the enums' errors are ValueErrors)."""
 
 
 class TurnRow(NamedTuple):
@@ -201,7 +199,7 @@ def _decode_completion(row: CompletionRow) -> Completion:
 
 
 def encode_ending(trajectory: Trajectory) -> EndingRow:
-    """How it ended. Its turns have rows of their own."""
+    """Encode how a session ended; its turns have rows of their own."""
     return EndingRow(
         status=trajectory.status,
         error=trajectory.error,
@@ -234,14 +232,14 @@ def decode_rewards(row: EndingRow) -> Rewards:
 def decode_object(text: str) -> Mapping[str, Any]:
     value = _decode_json(text)
     if not isinstance(value, dict):
-        raise LedgerError(f"{text!r:.80} is no JSON object")
+        raise LedgerError(f"{text!r:.80} is not a JSON object")
     return value
 
 
 def decode_strings(text: str) -> tuple[str, ...]:
     value = _decode_json(text)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise LedgerError(f"{text!r:.80} is no JSON list of strings")
+        raise LedgerError(f"{text!r:.80} is not a JSON list of strings")
     return tuple(value)
 
 
@@ -249,11 +247,11 @@ def _decode_json(text: str) -> Any:
     try:
         return orjson.loads(text)
     except DAMAGE as error:
-        raise LedgerError(f"{text!r:.80} is no JSON: {error}") from error
+        raise LedgerError(f"{text!r:.80} is not JSON: {error}") from error
 
 
 def decode_fate(trained_step: int | None, dropped: str | None) -> Fate | None:
-    """None when both are NULL: it has no fate yet."""
+    """The fate in these columns, or None when both are NULL: there is no fate yet."""
     if trained_step is None and dropped is None:
         return None
     try:
@@ -278,7 +276,7 @@ def _encode_ids(token_ids: Sequence[int]) -> bytes:
         return struct.pack(f"<{len(token_ids)}i", *token_ids)
     except struct.error:
         odd = next((one for one in token_ids if not -(2**31) <= one < 2**31), "one of them")
-        raise LedgerError(f"token ids are int32; {odd} is none") from None
+        raise LedgerError(f"token ids must fit int32, and {odd} does not") from None
 
 
 def _decode_ids(blob: bytes) -> tuple[int, ...]:
@@ -288,5 +286,5 @@ def _decode_ids(blob: bytes) -> tuple[int, ...]:
 def _encode_json(what: str, value: object) -> str:
     try:
         return orjson.dumps(value).decode()
-    except TypeError as error:  # orjson's own error is one
+    except TypeError as error:  # orjson.JSONEncodeError is a TypeError
         raise LedgerError(f"{what} cannot be written as JSON: {error}") from error

@@ -1,4 +1,4 @@
-"""Exports a ledger as one row a completion, with the whole prompt and everything that is recorded about it."""
+"""Exports a ledger as one row per completion, with the whole prompt and everything recorded about it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,17 +26,17 @@ TokenIds = NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CompletionExport:
-    """One sampled answer. What is known once its session has ended is None while that is open."""
+    """One sampled answer. Fields that are known only once the session has ended are None while it is open."""
 
     session_id: str
     group_id: str
     task_id: str
     purpose: SessionPurpose
     status: Status | None
-    fate: str | None  # `trained(3)`, `dropped(stale)`; None: none yet, or an evaluation
+    fate: str | None  # `trained(3)` or `dropped(stale)`; None: no fate yet, or an evaluation
     trained_step: int | None
     turn: str
-    turn_index: int  # the place of the turn in its session, by the order of recording
+    turn_index: int  # index of the turn in its session, in the order of recording
     parent: str | None  # the completion that the turn continues
     fork_reason: ForkReason | None
     completion_id: str
@@ -46,17 +46,20 @@ class CompletionExport:
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     distribution: Distribution
-    is_delivered: bool  # False: its answer never reached the agent
+    is_delivered: bool  # False: the agent never received the answer
     reward: float | None  # of this completion
     final_reward: float | None  # of its session
     reward_parts: Mapping[str, float] | None
-    messages: str  # JSON: the messages of the request that the parent's conversation did not have
+    messages: str  # JSON: the messages that this request added to its parent's conversation
     started_s: float
     ended_s: float
 
 
 def completions(snapshot: Snapshot) -> Iterator[CompletionExport]:
-    """File by file, session by session in the order of their opening; one session is in memory at a time."""
+    """Yield every completion: file by file, and within a file by session in the order of opening.
+
+    Only one session is in memory at a time.
+    """
     for connection in snapshot:
         for session in reads.sessions(connection):
             ending = reads.trajectory(connection, session.id) if session.is_closed else None
@@ -67,7 +70,7 @@ def completions(snapshot: Snapshot) -> Iterator[CompletionExport]:
 def _completions_of(
     session: reads.SessionHead, turns: tuple[Turn, ...], ending: Trajectory | None
 ) -> Iterator[CompletionExport]:
-    paths: dict[str | None, TokenIds] = {None: np.empty(0, dtype=np.int32)}  # by completion: prompt and answer
+    paths: dict[str | None, TokenIds] = {None: np.empty(0, dtype=np.int32)}  # by completion id: prompt and answer
     for turn_index, turn in enumerate(turns):
         prompt = np.concatenate([paths[turn.parent][: turn.fork_at], np.asarray(turn.new_prompt_ids, dtype=np.int32)])
         for completion in turn.completions:

@@ -1,4 +1,4 @@
-"""The files of one ledger: where its shards lie, and one state of all of them for whoever reads.
+"""The SQLite files of one ledger: their tables and versions, how a file is opened, locked and upgraded, and snapshots.
 
 ::
 
@@ -6,21 +6,13 @@
     ledger-w0.sqlite     a worker's shard: the sessions that it rolled out
     ledger-w1.sqlite     ...
 
-The tables of a ledger's files, their version, and how a file of an older version is brought to it.
+Within a file, sessions are numbered in the order of opening and its other tables refer to them by number; the
+bookkeeping refers to them by id. Nothing is stored twice: a turn stores only the new tokens of its prompt and only the
+new messages of its request.
 
-Every file has tables of sessions; the coordinator's has the bookkeeping of all sessions, its shards' too. Within a
-file, sessions are numbered in the order in which they were opened, and its other tables refer to them by that number;
-the bookkeeping knows them by id. Nothing is stored twice: of a turn's prompt only the new tokens, of its messages only
-the new ones.
-
-A lock that gives each file of a ledger one live writer.
-
-The kernel holds the lock and frees it when its process ends in any way, so a left-over lock file locks nothing.
-
-Makes, opens, checks and upgrades a file of a ledger.
-
-A file of an older version is upgraded in place when it is opened for writing, by the holder of its lock. Whoever reads
-changes no file: `LedgerFiles` reads an upgraded copy.
+Each file has one live writer, which holds the kernel's lock on a lock file. The kernel frees the lock when the process
+ends in any way, so a left-over lock file locks nothing. A file of an older version is upgraded in place when it is
+opened for writing. Readers never change a file: `LedgerFiles` reads an upgraded copy.
 """
 
 import fcntl
@@ -37,17 +29,17 @@ from typing import Self
 from areal_agent.errors import LedgerError
 
 VERSION = 3
-"""Goes up with every change of the tables, which adds to UPGRADES; SQLite keeps it in the file as `user_version`."""
+"""The version of the tables, kept by SQLite as `user_version`. Raise it with every change and add to UPGRADES."""
 
 NO_DIGEST = ""
-"""The digest of an ending that version 2 wrote: whether it is as it was written cannot be proved."""
+"""The digest of an ending that version 2 wrote: nothing proves that the ending is unchanged."""
 
 TOKENS_ONLY = "tokens:"
-"""Stands before the digest of a lease that version 2 wrote: it proves what was sampled, not what was earned."""
+"""The prefix of a lease's digest that version 2 wrote: it proves what was sampled, but not what was earned."""
 
 
 class FileKind(IntEnum):
-    """Which file of a ledger it is. SQLite keeps it in the file, as its `application_id`."""
+    """The kind of a ledger's file, kept by SQLite as `application_id`."""
 
     COORDINATOR = 0x41524C47  # "ARLG"
     SHARD = 0x41524C53  # "ARLS"
@@ -147,20 +139,21 @@ _LEASES_FROM_2 = f"UPDATE leases SET digest = '{TOKENS_ONLY}' || digest;"
 UPGRADES: Mapping[int, Mapping[FileKind, str]] = {
     2: {FileKind.COORDINATOR: _SESSIONS_FROM_2 + _LEASES_FROM_2, FileKind.SHARD: _SESSIONS_FROM_2},
 }
-"""SQL that brings a file of a version to the next one. It claims nothing that the older version did not keep."""
+"""SQL that brings a file from the given version to the next. It claims nothing that the older version did not record.
+"""
 
 OLDEST_VERSION = min(UPGRADES)
 
 
 class FileLock:
-    """An exclusive lock on a file of a ledger, from `take` until `release`."""
+    """An exclusive lock on one file of a ledger, held from `take` until `release`."""
 
     def __init__(self, fd: int) -> None:
         self._fd: int | None = fd
 
     @classmethod
     def take(cls, path: Path, *, is_shard: bool) -> Self:
-        """Raises LedgerError, naming the folder, when another process holds it."""
+        """Take the lock. Raises LedgerError, naming the folder, when another process holds it."""
         try:
             fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
@@ -180,7 +173,7 @@ class FileLock:
         return cls(fd)
 
     def release(self) -> None:
-        """Harmless when it was released before."""
+        """Free the lock. Harmless when repeated."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -196,7 +189,7 @@ def _taken(path: Path, *, is_shard: bool) -> str:
 
 
 def open_for_writing(path: Path, kind: FileKind, *, create: bool) -> sqlite3.Connection:
-    """The one connection that writes. With `create` the file is made when there is none, readable by its owner only."""
+    """Open the only writing connection to a file. With `create`, make it if needed, readable by its owner only."""
     if create:
         _make_file(path)
     with _connected(path, "rw") as connection:
@@ -206,13 +199,13 @@ def open_for_writing(path: Path, kind: FileKind, *, create: bool) -> sqlite3.Con
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise LedgerError(f"the ledger {path} has no write-ahead log (mode {mode!r}): put it on a local disk")
-        connection.execute("PRAGMA synchronous = FULL")  # an acknowledged turn survives a power cut, too
+        connection.execute("PRAGMA synchronous = FULL")  # a turn that was acknowledged survives a power cut, too
         connection.execute("PRAGMA foreign_keys = ON")
         return connection
 
 
 def open_for_reading(path: Path, kind: FileKind, coordinator: Path | None = None) -> sqlite3.Connection:
-    """A connection to a file of today's version that cannot write. It may be open while a run writes.
+    """Open a read-only connection to a file of the current version, even while a run writes to it.
 
     With `coordinator`, queries find the tables of both files.
     """
@@ -225,19 +218,19 @@ def open_for_reading(path: Path, kind: FileKind, coordinator: Path | None = None
 
 
 def has_tables(path: Path) -> bool:
-    """False for a shard whose worker is about to make them."""
+    """Return whether a file has its tables; a shard that its worker has just created may have none."""
     with _connected(path, "ro") as connection, closing(connection):
         return not _is_empty(connection)
 
 
 def is_older(path: Path, kind: FileKind) -> bool:
-    """Whether a file has to be upgraded before it can be read."""
+    """Return whether a file must be upgraded before it can be read."""
     with _connected(path, "ro") as connection, closing(connection):
         return _version(connection, path, kind) < VERSION
 
 
 def copy_upgraded(path: Path, kind: FileKind, folder: Path) -> Path:
-    """Make a copy of a file of an older version, of today's version and with the same name, in another folder."""
+    """Copy a file of an older version into `folder`, under the same name, and upgrade the copy."""
     copy = folder / path.name
     _make_file(copy)
     with (
@@ -257,7 +250,7 @@ def _upgrade(connection: sqlite3.Connection, version: int, kind: FileKind) -> No
 
 
 def _change(connection: sqlite3.Connection, script: str) -> None:
-    """Make or upgrade the tables, all or nothing: a crash meanwhile leaves the file as it was."""
+    """Make or upgrade the tables in one transaction: a crash leaves the file as it was."""
     connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {VERSION}; COMMIT;")
 
 
@@ -270,7 +263,7 @@ def _make_file(path: Path) -> None:
 
 @contextmanager
 def _connected(path: Path, mode: str) -> Generator[sqlite3.Connection]:
-    """Connect to a file. An error inside the block closes the connection; one of SQLite's becomes a LedgerError."""
+    """Connect to a file. An error inside the block closes the connection, and SQLite's errors become LedgerErrors."""
     if not path.is_file():
         raise LedgerError(f"there is no ledger {path}; name the folder of a run")
     connection: sqlite3.Connection | None = None
@@ -278,7 +271,7 @@ def _connected(path: Path, mode: str) -> Generator[sqlite3.Connection]:
         connection = sqlite3.connect(
             _uri(path, mode),
             uri=True,
-            isolation_level=None,  # transactions are begun and ended by name
+            isolation_level=None,  # transactions are begun and ended explicitly
             check_same_thread=False,  # opened in one thread, used by exactly one other
         )
         yield connection
@@ -293,22 +286,26 @@ def _connected(path: Path, mode: str) -> Generator[sqlite3.Connection]:
 
 
 def _uri(path: Path, mode: str) -> str:
-    """SQLite keeps the index of a log beside the file. Where it may not, a file without a log is read as it stands."""
+    """The URI of a file. SQLite keeps a log's index beside the file; in a folder that cannot be written to, a file
+    without a log is opened as immutable.
+    """
     log = path.with_name(f"{path.name}-wal")
     is_fixed = mode == "ro" and not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
     return f"{path.absolute().as_uri()}?mode={mode}{'&immutable=1' if is_fixed else ''}"
 
 
 def _version(connection: sqlite3.Connection, path: Path, kind: FileKind) -> int:
-    """The version of a file of this kind. Raises LedgerError for another kind, and for what cannot be upgraded."""
+    """Return the version of a file. Raises LedgerError when it is of another kind or cannot be upgraded."""
     application_id = _pragma(connection, "application_id")
     if application_id not in tuple(FileKind):
-        raise LedgerError(f"{path} is no ledger of areal_agent, or its run ended before it was made; start a new run")
+        raise LedgerError(
+            f"{path} is not a ledger of areal_agent, or its run ended before its tables were made; start a new run"
+        )
     if application_id != kind:
         raise LedgerError(
-            f"{path} is a worker's shard, not the ledger that it belongs to; name that"
+            f"{path} is a worker's shard, not the ledger that it belongs to; name that ledger"
             if kind is FileKind.COORDINATOR
-            else f"{path} is a whole ledger, not a worker's shard of one; give the worker a file of its own"
+            else f"{path} is a whole ledger, not a worker's shard; give the worker a file of its own"
         )
     version = _pragma(connection, "user_version")
     if version > VERSION:
@@ -333,39 +330,41 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 Snapshot = Sequence[sqlite3.Connection]
-"""A connection a file, the coordinator's first. A session is in one of them, and each sees the bookkeeping too."""
+"""One connection per file, the coordinator's first. Each session is in one file, and every connection sees the
+bookkeeping.
+"""
 
 
 SHARD_NAME = re.compile(r"w\d+")
-"""How shards are told from other files beside the ledger: a copy that somebody made of it is none."""
+"""The name of a shard. Other files beside the ledger, for example copies of it, do not match."""
 
 
 def shard_path(ledger: Path, name: str) -> Path:
-    """Where the shard of a worker lies.
+    """The path of a worker's shard.
 
     >>> shard_path(Path("runs/quickstart/ledger.sqlite"), "w0").name
     'ledger-w0.sqlite'
     """
     if not SHARD_NAME.fullmatch(name):
-        raise LedgerError(f"{name!r} is no name of a shard; name it 'w' and a number, for example 'w0'")
+        raise LedgerError(f"{name!r} is not the name of a shard; use 'w' and a number, for example 'w0'")
     return ledger.with_name(f"{ledger.stem}-{name}{ledger.suffix}")
 
 
 def shard_paths(ledger: Path) -> Mapping[str, Path]:
-    """The shards that are there now, by name."""
+    """The existing shards, by name."""
     prefix = f"{ledger.stem}-"
     named = {path.stem.removeprefix(prefix): path for path in sorted(ledger.parent.glob(f"*{ledger.suffix}"))}
     return {name: path for name, path in named.items() if SHARD_NAME.fullmatch(name)}
 
 
 class LedgerFiles:
-    """Connections to all files of a ledger that cannot write. Use it from one thread at a time.
+    """Read-only connections to all files of a ledger. Use it from one thread at a time.
 
-    Of a file of an older version it reads an upgraded copy in a temporary folder, as the file was when it was opened.
+    A file of an older version is read from an upgraded copy in a temporary folder, made when the file is first opened.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises LedgerError when the coordinator's file is missing, damaged, or of a version that cannot be read."""
+        """Open the coordinator's file. Raises LedgerError when it is missing, damaged or of an unsupported version."""
         self._path = path
         self._copies: TemporaryDirectory[str] | None = None
         self._connections: dict[Path, sqlite3.Connection] = {}  # by file, the coordinator's first
@@ -378,16 +377,16 @@ class LedgerFiles:
 
     @contextmanager
     def snapshot(self) -> Generator[Snapshot]:
-        """One state of every file that is there now, whatever is written meanwhile.
+        """Hold one state of every existing file, whatever is written meanwhile.
 
-        The bookkeeping is at most as new as any file of sessions, so that all it speaks of is there.
+        The bookkeeping is read first, so every session that it refers to is in the snapshot.
         """
         self._open_new_shards()
         connections = tuple(self._connections.values())
         try:
             for connection in connections:
                 connection.execute("BEGIN")
-                connection.execute("SELECT 1 FROM leases LIMIT 1").fetchall()  # from here on its bookkeeping stands
+                connection.execute("SELECT 1 FROM leases LIMIT 1").fetchall()  # the first read fixes the snapshot
             for connection in connections:
                 connection.execute("SELECT 1 FROM sessions LIMIT 1").fetchall()
             yield connections
@@ -397,7 +396,7 @@ class LedgerFiles:
                     connection.execute("COMMIT")
 
     def close(self) -> None:
-        """Harmless when repeated."""
+        """Close all connections and delete the copies. Harmless when repeated."""
         for connection in self._connections.values():
             connection.close()
         if self._copies is not None:
@@ -410,7 +409,7 @@ class LedgerFiles:
                 self._connections[path] = open_for_reading(shard, FileKind.SHARD, self._coordinator)
 
     def _current(self, path: Path, kind: FileKind) -> Path:
-        """The file itself, or its copy when it is of an older version."""
+        """The path of the file itself, or of its upgraded copy when it is of an older version."""
         if not is_older(path, kind):
             return path
         if self._copies is None:

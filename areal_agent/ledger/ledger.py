@@ -1,7 +1,8 @@
-"""The ledger as everybody else uses it: asyncio calls over the files of a run.
+"""The ledger of a run: asyncio calls over all of its files.
 
-`Ledger` writes what becomes of a trajectory, in whatever file its session is: waiting, leased, trained or dropped.
-Every write checks the rules first and returns when it is durable. What is read is asked by a function of questions.py.
+`Ledger` records what becomes of each trajectory (waiting, leased, trained or dropped), whichever file its session is
+in. Every write checks the rules first and returns once it is durable. Read by passing a function of `questions.py` to
+`Ledger.ask`.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Ledger:
-    """The one live writer of a run's bookkeeping, and of the sessions in the coordinator's file.
+    """The only live writer of a run's bookkeeping and of the sessions in the coordinator's file.
 
     ::
 
@@ -34,9 +35,9 @@ class Ledger:
         ...
         await ledger.aclose()
 
-    `own` is the coordinator's file: a `protocols.Journal` for a gateway in the same process. `ask` reads the sessions
-    of every shard beside it, also of those that a worker makes later (`LedgerShard`). All methods raise LedgerError:
-    for what would break a rule, when a file cannot be written, and once it is closed.
+    `own` is the coordinator's file: a `protocols.Journal` for a gateway in the same process. `ask` also reads every
+    shard beside it, including those that workers create later (`LedgerShard`). All methods raise LedgerError when a
+    rule would be broken, when a file cannot be written, and once the ledger is closed.
     """
 
     def __init__(self, path: Path, own: LedgerShard, reader: SnapshotReader) -> None:
@@ -46,10 +47,10 @@ class Ledger:
 
     @classmethod
     async def open(cls, path: str | Path, *, create: bool) -> Self:
-        """Open the ledger at `path`; with `create` it is made when there is none, without that is an error.
+        """Open the ledger at `path`. If there is none, `create` makes it; otherwise that is an error.
 
-        A ledger of an older version is upgraded, with all its shards. Raises LedgerError when another live process
-        writes to it, or when a file is of a version that cannot be upgraded.
+        A ledger of an older version is upgraded with all its shards. Raises LedgerError when another live process
+        writes to it, or when a file's version cannot be upgraded.
         """
         path = Path(path)
         own = await LedgerShard.open(path, create=create, kind=FileKind.COORDINATOR)
@@ -62,13 +63,13 @@ class Ledger:
         return cls(path, own, SnapshotReader(files))
 
     async def aclose(self) -> None:
-        """Commit what is queued, close the files and free the lock. Idempotent, and finished even when cancelled."""
+        """Commit what is queued, close the files and free the lock. Idempotent, and completed even when cancelled."""
         self._reader.stop()
         self.own.writer.stop()
         await asyncio.shield(asyncio.to_thread(self._close))
 
     def _close(self) -> None:
-        self._reader.close()  # first: the last connection to close folds the write-ahead log into its file
+        self._reader.close()  # before the writer: the last connection to close folds the write-ahead log into its file
         fold(shard_paths(self._path).values())
         self.own.close()
 
@@ -77,27 +78,26 @@ class Ledger:
     async def ask(
         self, question: Callable[Concatenate[Snapshot, Given], Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
-        """The answer to a function of questions.py, from what is committed in all files now."""
+        """Answer a function of `questions.py` from what is committed in all files now."""
         return await self._reader.run(lambda snapshot: question(snapshot, *args, **kwargs))
 
     async def trajectory(self, session_id: str) -> Trajectory:
-        """A closed session, with its turns and its fate."""
+        """The trajectory of a closed session, with its turns and its fate."""
         return await self.ask(questions.trajectory, session_id)
 
     async def session_with_key(self, key_hash: str) -> str | None:
-        """The id of the session, open or closed, that has this key; None when there is none."""
+        """The id of the session, open or closed, with this key, or None."""
         return await self.ask(questions.session_with_key, key_hash)
 
     # ------------------------------------------------------------------------------------ starts and ends
 
     async def begin_incarnation(self, checkpoint_step: int | None) -> Incarnation:
-        """Start a process of the run at the checkpoint of `checkpoint_step` (0: at the initial weights).
+        """Record that a process of the run starts from the checkpoint of `checkpoint_step` (0: the initial weights).
 
-        None: at whatever step a trainer elsewhere is; what it has leased stays leased.
-
-        Sessions that dead processes left open end as orphans, in every shard; leases up to the checkpoint are trained,
-        for it may have been published and not yet committed; what came after it waits again. Call it first, before any
-        worker writes: one that still does is an error, and nothing has happened.
+        Call it first, before any worker writes; it raises LedgerError, with nothing changed, if one still does.
+        Sessions that dead processes left open, in any shard, end as orphans. What was leased up to the checkpoint
+        becomes trained, since the checkpoint may have been published but not committed here; what was leased later
+        waits again. With None (the trainer runs elsewhere), all leases stay.
         """
         orphans = await asyncio.to_thread(end_orphans_of, shard_paths(self._path).values())
         return await self.own.writer.run(
@@ -110,13 +110,13 @@ class Ledger:
         )
 
     def shard_path(self, shard_name: str) -> Path:
-        """Where the shard of a worker lies, made or not."""
+        """The path of a worker's shard, whether it exists or not."""
         return shard_path(self._path, shard_name)
 
     async def end_orphans(self, shard_name: str) -> tuple[str, ...]:
-        """End what a worker that died left open in its shard, for example `w0`; the ids of those sessions.
+        """End the sessions that a dead worker left open in its shard, for example `w0`, and return their ids.
 
-        Call it before the worker is started again. Nothing has happened when it never made its shard.
+        Call it before the worker is started again. It does nothing when the worker never made its shard.
         """
         path = shard_path(self._path, shard_name)
         return await asyncio.to_thread(end_orphans_of, [path] if path.is_file() else [])
@@ -124,38 +124,38 @@ class Ledger:
     # ------------------------------------------------------------------------------ what becomes of trajectories
 
     async def lease(self, step: int, leases: Sequence[Lease]) -> None:
-        """Lease waiting trajectories for train step `step`, all or none."""
+        """Lease waiting trajectories for train step `step`, all of them or none."""
         await self.ask(questions.require_trainable, [one.session_id for one in leases], what="leased")
         await self.own.writer.run(partial(writes.lease, step=step, leases=leases))
 
     async def drop(self, drops: Mapping[str, Drop]) -> None:
-        """Give waiting trajectories their fate, by session id, all or none. What is leased cannot be dropped.
+        """Drop waiting trajectories, by session id, all of them or none. Leased ones cannot be dropped.
 
-        What is dropped for the same reason already stays so.
+        A trajectory that was already dropped for the same reason stays so.
         """
         drops = await self.ask(questions.droppable, dict(drops))
         await self.own.writer.run(partial(writes.drop, drops=drops))
 
     async def commit_checkpoint(self, step: int, path: str) -> None:
-        """A checkpoint that contains every step up to `step` is published: what was leased for those is trained."""
+        """Record that the checkpoint of `step` is published: everything leased up to that step is now trained."""
         await self.own.writer.run(partial(writes.commit_checkpoint, step=step, path=path))
 
     async def return_leases(self, after_step: int) -> int:
-        """A trainer goes on from the checkpoint of `after_step`: what it leased later waits again; how many.
+        """Return the leases of steps after `after_step`, where a trainer resumes; return their number.
 
-        What that checkpoint holds is trained: it may have been published and not yet committed.
+        What was leased up to that step becomes trained, since its checkpoint may have been published but not committed.
         """
         return await self.own.writer.run(partial(writes.return_leases, after_step=after_step))
 
     async def set_rewards(self, session_id: str, rewards: Rewards) -> None:
-        """Replace what a waiting trajectory of the coordinator's file (no shard's) has earned, after its end.
+        """Replace the rewards of a waiting trajectory in the coordinator's file (not in a shard), after its end.
 
-        One whose status is `missing_reward` is completed by it.
+        A trajectory whose status is `missing_reward` becomes `completed`.
         """
         await self.ask(questions.require_trainable, [session_id], what="rewarded")
         await self.own.writer.run(
             partial(
-                writes.set_late_rewards,
+                writes.set_rewards,
                 session_id=session_id,
                 rewards=encode_rewards(rewards),
                 is_missing=rewards.is_missing,
@@ -163,9 +163,9 @@ class Ledger:
         )
 
     async def set_note(self, key: str, value: Any) -> None:
-        """Keep a value of JSON's kinds about the run.
+        """Keep a JSON value about the run.
 
-        `status` is read by `verify`: in a run that is `"completed"` nothing may be left over. It is `"running"` from
-        `begin_incarnation` until it is set.
+        `verify` reads the note `status`: a run that is `"completed"` may leave nothing over. `begin_incarnation`
+        sets it to `"running"`.
         """
         await self.own.writer.run(partial(writes.set_note, key=key, text=encode_note(key, value)))

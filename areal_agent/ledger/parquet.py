@@ -1,4 +1,4 @@
-"""Writes an export as a Parquet file, whole or not at all. It needs the extra `parquet`."""
+"""Writes an export to a Parquet file, completely or not at all. Needs the extra `parquet`."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from areal_agent.ledger.export import CompletionExport
 from areal_agent.types import VersionSpan
 
 MAX_BATCH_TOKENS = 2_000_000
-"""A row group is written when it holds this many tokens: it bounds the memory, whatever the ledger's size."""
+"""A row group is written once it holds this many tokens, which bounds the memory for a ledger of any size."""
 
 SCHEMA = pa.schema(
     [
@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
 
 
 def write_parquet(path: Path, exports: Iterable[CompletionExport]) -> int:
-    """Write them to `path`, in one move at the end; how many rows. A failure leaves what was there before."""
+    """Write the rows to `path` and return their number. On failure, an existing file stays as it was."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with pq.ParquetWriter(scratch, SCHEMA, compression="zstd") as writer:
@@ -84,7 +84,7 @@ def _record_batch(rows: Sequence[CompletionExport]) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """A field as pyarrow takes it: a mapping as pairs, spans as dicts."""
+    """A field's value as pyarrow takes it: a mapping as pairs, version spans as dicts."""
     if isinstance(value, Mapping):
         return list(cast(Mapping[str, float], value).items())
     if isinstance(value, tuple):

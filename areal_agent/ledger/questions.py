@@ -1,7 +1,4 @@
-"""Answers questions about a whole ledger, whichever file a session is in.
-
-These are functions over a snapshot of its files, which `Ledger.ask` calls in the reader thread.
-"""
+"""Functions over a snapshot of a whole ledger, whichever file a session is in. `Ledger.ask` calls them."""
 
 import heapq
 import json
@@ -20,7 +17,7 @@ from areal_agent.types import Drop, SessionPurpose, Status, Trajectory
 
 
 def trajectory(snapshot: Snapshot, session_id: str) -> Trajectory:
-    """Raises LedgerError when the session is unknown or still open."""
+    """The trajectory of a closed session. Raises LedgerError when the session is unknown or still open."""
     for connection in snapshot:
         found = reads.trajectory(connection, session_id)
         if found is not None:
@@ -29,22 +26,19 @@ def trajectory(snapshot: Snapshot, session_id: str) -> Trajectory:
 
 
 def waiting(snapshot: Snapshot, limit: int | None = None) -> tuple[Trajectory, ...]:
-    """What could be leased or dropped now, in the order of closing: the oldest `limit`, or all.
-
-    Between the sessions of two files the clock decides.
-    """
+    """The oldest `limit` trajectories that wait (or all), in the order of closing; between files the clock decides."""
     query = f"SELECT e.ended_s, s.id {reads.WAITING} ORDER BY e.number"
     closed = heapq.merge(*(connection.execute(query) for connection in snapshot), key=itemgetter(0))
     return tuple(trajectory(snapshot, session_id) for _, session_id in islice(closed, limit))
 
 
 def num_waiting(snapshot: Snapshot) -> int:
-    """How many could be leased or dropped now. No trajectory is loaded."""
+    """The number of waiting trajectories. None is loaded."""
     return sum(reads.number(connection, f"count(*) {reads.WAITING}") for connection in snapshot)
 
 
 def leased(snapshot: Snapshot, step: int) -> tuple[Trajectory, ...]:
-    """Leased for a train step and not trained yet, by session id."""
+    """The trajectories leased for a step and not yet trained, in the order of session ids."""
     ids = snapshot[0].execute(
         "SELECT session FROM leases WHERE step = ? AND session NOT IN (SELECT session FROM fates) ORDER BY session",
         (step,),
@@ -53,7 +47,7 @@ def leased(snapshot: Snapshot, step: int) -> tuple[Trajectory, ...]:
 
 
 def siblings(snapshot: Snapshot, group_ids: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """By group: the sessions of it that have ended for training, orphans left out. Reads through all sessions."""
+    """The ended training sessions of each group, without orphans, by group id. Scans all sessions."""
     found: dict[str, list[str]] = {group_id: [] for group_id in group_ids}
     for connection in snapshot:
         for group_id, session_id in connection.execute(
@@ -67,19 +61,19 @@ def siblings(snapshot: Snapshot, group_ids: Iterable[str]) -> Mapping[str, tuple
 
 
 def leased_groups(snapshot: Snapshot) -> frozenset[str]:
-    """The groups of which something is leased or trained. Reads through all sessions."""
+    """The groups with at least one leased or trained session. Scans all sessions."""
     query = "SELECT DISTINCT group_id FROM sessions WHERE id IN (SELECT session FROM leases)"
     return frozenset(group_id for connection in snapshot for (group_id,) in connection.execute(query))
 
 
 def leases(snapshot: Snapshot, after: int, up_to: int) -> Mapping[str, int]:
-    """The step of each session that is leased or trained for one of the steps `after < step <= up_to`."""
+    """The step of each session that is leased or trained for a step with `after < step <= up_to`."""
     rows = snapshot[0].execute("SELECT session, step FROM leases WHERE step > ? AND step <= ?", (after, up_to))
     return dict(rows.fetchall())
 
 
 def last_checkpoint(snapshot: Snapshot, before: int | None = None) -> int:
-    """The step of the newest checkpoint that is committed, or of those before a step; 0 when there is none."""
+    """The step of the newest committed checkpoint, optionally before a given step; 0 when there is none."""
     rows = snapshot[0].execute(
         "SELECT coalesce(max(step), 0) FROM checkpoints WHERE step < ? OR ? IS NULL", (before,) * 2
     )
@@ -87,7 +81,7 @@ def last_checkpoint(snapshot: Snapshot, before: int | None = None) -> int:
 
 
 def session_with_key(snapshot: Snapshot, key_hash: str) -> str | None:
-    """The id of the session that has this key; None when there is none."""
+    """The id of the session with this key, or None."""
     for connection in snapshot:
         found = connection.execute("SELECT id FROM sessions WHERE key_hash = ?", (key_hash,)).fetchone()
         if found is not None:
@@ -96,7 +90,10 @@ def session_with_key(snapshot: Snapshot, key_hash: str) -> str | None:
 
 
 def require_trainable(snapshot: Snapshot, session_ids: Iterable[str], what: str) -> None:
-    """Each has ended, as no orphan, and is for training; else LedgerError says that it cannot be `what`."""
+    """Check that each session is for training and has ended, not as an orphan.
+
+    Otherwise raises LedgerError: the session cannot be `what`.
+    """
     for session_id in session_ids:
         objection = _objection(_standing(snapshot, session_id))
         if objection:
@@ -104,7 +101,7 @@ def require_trainable(snapshot: Snapshot, session_ids: Iterable[str], what: str)
 
 
 def droppable(snapshot: Snapshot, drops: Mapping[str, Drop]) -> Mapping[str, Drop]:
-    """Those without the ones that are dropped orphans already. Raises LedgerError for what cannot be dropped."""
+    """The drops without those of orphans, whose status is their fate. Raises LedgerError if one cannot be dropped."""
     rest = {
         session_id: reason
         for session_id, reason in drops.items()
@@ -143,17 +140,18 @@ _GROUPS = (
     "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN fates f ON f.session = s.id "
     "WHERE s.purpose = ?) GROUP BY group_id"
 )
-"""Of each group for training: whether a session of it was cut off, and whether another one completed.
+"""For each training group: whether one of its sessions was cut off, and whether another one completed.
 
-A session was cut off when it is open, an orphan or cancelled, or was left over when the run ended, or when it failed
-and has no fate, which its group would have given it.
+A session was cut off when it is open, an orphan or cancelled, when it was left over at the end of the run, or when it
+failed and has no fate, since its group would have given it one.
 """
 
 
 def drawn_groups(snapshot: Snapshot) -> Mapping[str, bool]:
-    """By the id of a group for training: whether it was cut off, with nothing of it that has completed.
+    """For each training group: whether it was cut off with no completed session, so that it is drawn again.
 
-    Its process died, or the run ended before the group did, or before somebody trained it. Reads all sessions.
+    A group is cut off when its process died, or when the run ended before the group did or was trained. Scans all
+    sessions.
     """
     given = (Status.COMPLETED, Status.ORPHAN, Status.CANCELLED, Drop.ORPHAN, Status.COMPLETED, SessionPurpose.TRAIN)
     cut_off: set[str] = set()
@@ -167,13 +165,13 @@ def drawn_groups(snapshot: Snapshot) -> Mapping[str, bool]:
 
 
 def note(snapshot: Snapshot, key: str) -> Any:
-    """The value that was set, or None."""
+    """The value of a note, or None."""
     found = snapshot[0].execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
     return None if found is None else decode_note(key, found[0])
 
 
 def count_tokens(snapshot: Snapshot) -> tuple[int, int]:
-    """Tokens sampled in training sessions, and loss tokens of the trajectories that are trained."""
+    """The numbers of tokens sampled in training sessions, and of loss tokens in trained trajectories."""
     num_bytes = sum(
         reads.number(
             connection,

@@ -1,8 +1,6 @@
-"""Reads sessions, turns and endings from one file.
+"""Functions that read sessions, turns and endings from one file, and the records of the bookkeeping.
 
-These are functions over a connection that sees a file of sessions and the bookkeeping; the caller owns the snapshot.
-
-The records of the bookkeeping: a lease, an incarnation, and the counts of a ledger.
+Each takes a connection that sees the file and the bookkeeping; the caller owns the snapshot.
 """
 
 import sqlite3
@@ -34,7 +32,7 @@ WAITING = (
     f"WHERE s.purpose = '{SessionPurpose.TRAIN}' AND e.status != '{Status.ORPHAN}' "
     "AND s.id NOT IN (SELECT session FROM leases) AND s.id NOT IN (SELECT session FROM fates)"
 )
-"""Closed, for training, neither leased nor of any fate. An orphan's fate is its status."""
+"""Selects training sessions that are closed and have neither a lease nor a fate. An orphan's status is its fate."""
 
 DROPPED_ORPHANS = (
     "FROM endings e JOIN sessions s ON s.number = e.session "
@@ -43,7 +41,7 @@ DROPPED_ORPHANS = (
 
 
 class SessionHead(NamedTuple):
-    """What identifies a session, and whether it has ended."""
+    """A session's identity, and whether it has ended."""
 
     number: int
     id: str
@@ -54,7 +52,7 @@ class SessionHead(NamedTuple):
 
 
 def sessions(connection: sqlite3.Connection) -> Iterator[SessionHead]:
-    """In the order in which they were opened."""
+    """Yield all sessions in the order of opening."""
     for row in connection.execute(
         "SELECT s.number, s.id, s.group_id, s.task_id, s.purpose, e.number IS NOT NULL "
         "FROM sessions s LEFT JOIN endings e ON e.session = s.number ORDER BY s.number"
@@ -63,14 +61,14 @@ def sessions(connection: sqlite3.Connection) -> Iterator[SessionHead]:
 
 
 class Standing(NamedTuple):
-    """What of a session never changes again: its purpose, and once it has ended, its status."""
+    """A session's purpose, and its status once it has ended. Neither changes again, but for a late reward."""
 
     purpose: str
     status: str | None
 
 
 def standing(connection: sqlite3.Connection, session_id: str) -> Standing | None:
-    """None when this file does not have the session."""
+    """The standing of a session, or None when it is not in this file."""
     found = connection.execute(
         "SELECT s.purpose, e.status FROM sessions s LEFT JOIN endings e ON e.session = s.number WHERE s.id = ?",
         (session_id,),
@@ -79,7 +77,7 @@ def standing(connection: sqlite3.Connection, session_id: str) -> Standing | None
 
 
 def trajectory(connection: sqlite3.Connection, session_id: str) -> Trajectory | None:
-    """None when this file does not have the session. Raises LedgerError when it is still open."""
+    """The trajectory of a session, or None when it is not in this file. Raises LedgerError when it is still open."""
     found = connection.execute(
         "SELECT s.number, s.group_id, s.task_id, s.purpose, s.started_s, f.trained_step, f.dropped, e.number, "
         f"{', '.join('e.' + name for name in EndingRow._fields)} "
@@ -112,19 +110,19 @@ def trajectory(connection: sqlite3.Connection, session_id: str) -> Trajectory | 
 
 
 class Ending(NamedTuple):
-    """How a session ended, as it stands in the file."""
+    """The stored ending of a session."""
 
     row: EndingRow
-    digest: str  # NO_DIGEST: version 2 of the tables wrote it
+    digest: str  # NO_DIGEST when version 2 of the tables wrote it
 
     @property
     def is_altered(self) -> bool:
-        """Whether it is proved that it was changed since it was written."""
+        """True when the digest proves that the ending was changed after it was written."""
         return self.digest not in (NO_DIGEST, row_digest(self.row))
 
 
 def ending(connection: sqlite3.Connection, session_id: str) -> Ending | None:
-    """None when this file does not have the session, or while that is open."""
+    """The ending of a session, or None when it is not in this file or still open."""
     found = connection.execute(
         f"SELECT {', '.join('e.' + name for name in EndingRow._fields)}, e.digest "
         "FROM endings e JOIN sessions s ON s.number = e.session WHERE s.id = ?",
@@ -134,7 +132,7 @@ def ending(connection: sqlite3.Connection, session_id: str) -> Ending | None:
 
 
 def turns(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:
-    """The turns of a session, by its number, in the order in which they were appended."""
+    """The turns of the session with this number, in the order of recording."""
     completion_rows = connection.execute(
         f"SELECT c.turn, {', '.join('c.' + name for name in CompletionRow._fields)} "
         "FROM turns t JOIN completions c ON c.turn = t.number WHERE t.session = ? ORDER BY t.number, c.number",
@@ -151,12 +149,12 @@ def turns(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:
 
 
 def number(connection: sqlite3.Connection, query: str) -> int:
-    """The one number that `SELECT query` gives."""
+    """The single number that `SELECT query` returns."""
     return connection.execute(f"SELECT {query}").fetchone()[0]
 
 
 def count_by(connection: sqlite3.Connection, column: str, table: str) -> Mapping[str, int]:
-    """How many rows have each value of a column; NULLs are left out."""
+    """The number of rows for each value of a column, without NULLs."""
     return dict(
         connection.execute(
             f"SELECT {column}, count(*) FROM {table} WHERE {column} IS NOT NULL GROUP BY {column}"
@@ -165,12 +163,12 @@ def count_by(connection: sqlite3.Connection, column: str, table: str) -> Mapping
 
 
 STATUS_NOTE = "status"
-"""The note that says how far the run is: `running`, `interrupted`, `failed`, `completed`."""
+"""The note that holds the state of the run: `running`, `interrupted`, `failed` or `completed`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """What the ledger keeps of a trajectory that goes into a train step."""
+    """The ledger's record of one trajectory in a train step."""
 
     session_id: str
     digest: str
@@ -178,29 +176,29 @@ class Lease:
 
     @classmethod
     def of(cls, trajectory: Trajectory, num_loss_tokens: int) -> Self:
-        """Takes milliseconds for a long trajectory."""
+        """Make the lease of a trajectory. Takes milliseconds for a long one, to compute the digest."""
         digest = lease_digest(trajectory, num_loss_tokens)
         return cls(session_id=trajectory.session_id, digest=digest, num_loss_tokens=num_loss_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incarnation:
-    """One process of a run, from its start to its end or crash: 0 for the first, one more for each restart.
+    """One process of a run, from its start to its end or crash. The first has number 0, each restart one more.
 
     >>> Incarnation(number=1, num_orphans=3, num_returned=16).number
     1
     """
 
     number: int
-    num_orphans: int  # sessions that the process before left open
-    num_returned: int  # trajectories of steps that no checkpoint holds: they wait again
+    num_orphans: int  # sessions that the previous process left open
+    num_returned: int  # trajectories whose steps no checkpoint covers: they wait again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerCounts:
-    """How many trajectories there are, by how they ended and by what became of them.
+    """The numbers of trajectories by how they ended and what became of them.
 
-    Of the trajectories for training, each is exactly one of waiting, leased, trained or dropped.
+    Every training trajectory is exactly one of waiting, leased, trained or dropped.
     """
 
     num_open: int  # sessions that have not ended

@@ -1,18 +1,15 @@
-"""One file of sessions and its one writer, which is all that a gateway needs.
+"""One file of sessions and its writer thread (all that a gateway needs), the reader thread, and care of dead shards.
 
-The writer thread puts everything that is queued into one transaction and answers the callers after the commit.
+The writer thread puts everything that is queued into one transaction and answers the callers after the commit::
 
     callers (event loop) ── work, future ──▶ group ──▶ writer thread: BEGIN, work*, COMMIT ──▶ futures resolve
 
-One commit serves everybody who waited for it (group commit). Work that comes while a commit is under way, in the same
-turn of the event loop, or within GROUP_S of the last group goes into the next group. So a quiet ledger answers at once,
-and a busy one spends no more on commits. Work that fails is undone alone; its neighbours stay.
+One commit serves everybody in the group (group commit). Work that arrives during a commit, in the same turn of the
+event loop, or within GROUP_S of the last group goes into the next group: a quiet ledger answers at once, and a busy
+one commits no more often. Work that fails is undone alone; the rest of its group stays.
 
-The reader thread: each question sees one consistent state of all files, and never holds up a writer.
-
-Settles the shards of workers that are gone: upgrades them, ends what they left open, and folds in their logs.
-
-These functions block, so call them in a thread.
+The reader thread answers each question from one consistent state of all files, and never holds up a writer. The
+functions at the end settle shards whose workers are gone; they block, so call them in a thread.
 """
 
 import asyncio
@@ -31,14 +28,13 @@ from areal_agent.errors import LedgerError
 from areal_agent.ledger import writes
 from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_turn
 from areal_agent.ledger.files import FileKind, FileLock, LedgerFiles, Snapshot, has_tables, is_older, open_for_writing
-from areal_agent.ledger.writes import end_orphans
 from areal_agent.types import SessionRecord, Trajectory, Turn
 
 Result = TypeVar("Result")
 
 
 GROUP_S = 0.002
-"""The least time between two groups: each costs a commit, two threads' turns and a wake-up."""
+"""The least time between two groups. Each group costs a commit, two thread switches and a wake-up."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,7 +45,7 @@ class _Request:
 
 @dataclass(kw_only=True, slots=True)
 class _Outcome:
-    """What a request came to: `error` when it failed, else `result`."""
+    """The outcome of one request: `error` when it failed, otherwise `result`."""
 
     request: _Request
     result: Any = None
@@ -57,24 +53,24 @@ class _Outcome:
 
 
 class GroupCommitWriter:
-    """Owns the thread and its connection. Belongs to the event loop that made it; end it with `stop`, then `close`."""
+    """The writer thread and its connection. Use it from the event loop that made it; end it by `stop`, then `close`."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Sequence[_Request] | None] = queue.SimpleQueue()
         self._waiting: list[_Request] = []
-        self._is_busy = False  # a group is on its way, or about to leave
-        self._sent_s = -GROUP_S  # when the last group left, by the loop's clock
+        self._is_busy = False  # a group is being committed, or about to be sent
+        self._sent_s = -GROUP_S  # when the last group was sent, by the loop's clock
         self._is_closed = False
-        # A daemon: what it has not committed was promised to nobody, so it must not keep a dying process alive.
+        # A daemon, so that it does not keep a dying process alive: nobody was promised what it has not committed.
         self._thread = threading.Thread(target=self._serve, name="ledger-writer", daemon=True)
         self._thread.start()
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Do `work` in the next transaction; what it returns, or raises, arrives when that is decided and durable.
+        """Run `work` in the next transaction; return its result, or raise its error, once that is durable.
 
-        A caller that is cancelled while it waits does not know: the work may be done or not.
+        When the caller is cancelled meanwhile, the work may be done or not.
         """
         if self._is_closed:
             raise LedgerError("the ledger is closed: nothing can be written any more; open it again")
@@ -86,14 +82,14 @@ class GroupCommitWriter:
         return await future
 
     def stop(self) -> None:
-        """Take no more work. Called in the event loop, so that nothing slips in behind the end of the queue."""
+        """Accept no more work. Call it in the event loop, so that nothing is queued behind the end mark."""
         if not self._is_closed:
             self._is_closed = True
             self._send()
             self._queue.put(None)
 
     def close(self) -> None:
-        """After `stop`: block until what is queued is committed and the file is closed. Harmless when repeated."""
+        """Block until everything is committed and the file is closed; call `stop` first. Harmless when repeated."""
         self._thread.join()
         self._connection.close()
 
@@ -101,7 +97,7 @@ class GroupCommitWriter:
         self._loop.call_at(self._sent_s + GROUP_S, self._send)
 
     def _send(self) -> None:
-        """In the event loop: let the writer have all who wait."""
+        """Hand all waiting requests to the writer thread. Runs in the event loop."""
         group, self._waiting = self._waiting, []
         self._is_busy = bool(group)
         if group:
@@ -113,13 +109,13 @@ class GroupCommitWriter:
             self._loop.call_soon_threadsafe(self._deliver, self._commit(group))
 
     def _deliver(self, outcomes: Sequence[_Outcome]) -> None:
-        """In the event loop: answer those who still wait, and send those who came meanwhile."""
+        """Answer the callers of a group, and send the requests that arrived meanwhile. Runs in the event loop."""
         self._is_busy = bool(self._waiting)
         if self._is_busy:
             self._send_soon()
         for outcome in outcomes:
             future = outcome.request.future
-            if future.done():  # its caller was cancelled
+            if future.done():  # the caller was cancelled
                 continue
             if outcome.error is None:
                 future.set_result(outcome.result)
@@ -127,7 +123,7 @@ class GroupCommitWriter:
                 future.set_exception(outcome.error)
 
     def _commit(self, group: Sequence[_Request]) -> Sequence[_Outcome]:
-        """Perform a group in one transaction. When that fails (a full disk, say), nothing of it has happened."""
+        """Run a group in one transaction. If that fails (a full disk, for example), none of it has happened."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             outcomes = [_perform(self._connection, request) for request in group]
@@ -141,12 +137,12 @@ class GroupCommitWriter:
 
 
 def _perform(connection: sqlite3.Connection, request: _Request) -> _Outcome:
-    """Do one request's work. If it fails it is undone; the boundary at which an exception becomes its answer."""
+    """Run one request's work inside a savepoint. If it fails, it is undone and its exception becomes the answer."""
     connection.execute("SAVEPOINT request")
     try:
         outcome = _Outcome(request=request, result=request.work(connection))
     except Exception as error:
-        if not connection.in_transaction:  # SQLite gave up all of it, as on a full disk
+        if not connection.in_transaction:  # SQLite rolled the whole transaction back, as on a full disk
             raise
         connection.execute("ROLLBACK TO request")
         outcome = _Outcome(request=request, error=_explain(error))
@@ -156,16 +152,14 @@ def _perform(connection: sqlite3.Connection, request: _Request) -> _Outcome:
 
 def _explain(error: Exception) -> Exception:
     if isinstance(error, sqlite3.IntegrityError):
-        return LedgerError(
-            f"the ledger refuses a contradiction: {error}; each session, turn and answer is written once"
-        )
+        return LedgerError(f"this write contradicts the ledger: {error}; each session, turn and answer is written once")
     if isinstance(error, sqlite3.Error):
         return LedgerError(f"the ledger could not be written: {error}")
     return error
 
 
 class LedgerShard:
-    """A `protocols.Journal` in a file of its own: what a rollout worker writes, beside the ledger of its run.
+    """One file of sessions: the `protocols.Journal` of a rollout worker, beside the ledger of its run.
 
     ::
 
@@ -173,7 +167,7 @@ class LedgerShard:
         ...
         await shard.aclose()
 
-    All methods raise LedgerError: for what would break a rule, when the file cannot be written, and once it is closed.
+    All methods raise LedgerError when a rule would be broken, when the file cannot be written, and once it is closed.
     """
 
     def __init__(self, lock: FileLock, writer: GroupCommitWriter) -> None:
@@ -182,10 +176,10 @@ class LedgerShard:
 
     @classmethod
     async def open(cls, path: str | Path, *, create: bool, kind: FileKind = FileKind.SHARD) -> Self:
-        """Open the file; with `create` it is made when there is none, without that is an error.
+        """Open the file. If there is none, `create` makes it; otherwise that is an error.
 
-        A file of an older version is upgraded. Raises LedgerError when another live process writes to it, or when it is
-        of a version that cannot be upgraded.
+        A file of an older version is upgraded. Raises LedgerError when another live process writes to it, or when its
+        version cannot be upgraded.
         """
         path = Path(path)
         lock = await asyncio.to_thread(FileLock.take, path, is_shard=kind is FileKind.SHARD)
@@ -197,12 +191,12 @@ class LedgerShard:
         return cls(lock, GroupCommitWriter(connection))
 
     async def aclose(self) -> None:
-        """Commit what is queued, close the file and free the lock. Idempotent, and finished even when cancelled."""
+        """Commit what is queued, close the file and free the lock. Idempotent, and completed even when cancelled."""
         self.writer.stop()
         await asyncio.shield(asyncio.to_thread(self.close))
 
     def close(self) -> None:
-        """After `writer.stop`: block until all is committed and closed."""
+        """Block until everything is committed and the file is closed; call `writer.stop` first."""
         self.writer.close()
         self._lock.release()
 
@@ -210,20 +204,20 @@ class LedgerShard:
         await self.writer.run(partial(writes.open_session, session=session))
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
-        """Add a turn to an open session. The cost is that of its new tokens and messages, whatever the history."""
+        """Add a turn to an open session. The cost depends on its new tokens and messages only, not on the history."""
         completions = [encode_completion(completion) for completion in turn.completions]
         await self.writer.run(
             partial(writes.append_turn, session_id=session_id, turn=encode_turn(turn), completions=completions)
         )
 
     async def close_session(self, trajectory: Trajectory) -> None:
-        """End a session. A trajectory for training waits from now on, whatever its status."""
+        """End a session. A training trajectory waits from now on, whatever its status."""
         ending = encode_ending(trajectory)
         await self.writer.run(partial(writes.close_session, session_id=trajectory.session_id, ending=ending))
 
 
 class SnapshotReader:
-    """Owns a thread and the files that it reads. End it with `stop`, then `close`."""
+    """The reader thread and the files that it reads. End it with `stop`, then `close`."""
 
     def __init__(self, files: LedgerFiles) -> None:
         self._files = files
@@ -237,11 +231,11 @@ class SnapshotReader:
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._answer, question)
 
     def stop(self) -> None:
-        """Take no more questions."""
+        """Accept no more questions."""
         self._is_closed = True
 
     def close(self) -> None:
-        """After `stop`: block until the last question is answered. Harmless when repeated."""
+        """Block until the last question is answered and close the files; call `stop` first. Harmless when repeated."""
         self._executor.shutdown()
         self._files.close()
 
@@ -256,14 +250,14 @@ class SnapshotReader:
 
 
 def upgrade_shards(shards: Iterable[Path]) -> None:
-    """Bring shards of an older version to today's. Raises LedgerError when a worker still writes to one of them."""
+    """Upgrade shards of an older version. Raises LedgerError when a worker still writes to one of them."""
     for path in shards:
         if has_tables(path) and is_older(path, FileKind.SHARD):
             _open_and_close(path, FileLock.take(path, is_shard=True))
 
 
 def end_orphans_of(shards: Iterable[Path]) -> tuple[str, ...]:
-    """End what is open in shards whose workers are gone; the ids of those sessions.
+    """End the open sessions in shards whose workers are gone, and return their ids.
 
     Raises LedgerError, with nothing changed, when a worker still writes to one of them.
     """
@@ -277,17 +271,17 @@ def end_orphans_of(shards: Iterable[Path]) -> tuple[str, ...]:
 def _end_orphans_in(path: Path) -> tuple[str, ...]:
     with closing(open_for_writing(path, FileKind.SHARD, create=True)) as connection:
         connection.execute("BEGIN IMMEDIATE")
-        ended = end_orphans(connection)
+        ended = writes.end_orphans(connection)
         connection.execute("COMMIT")
         return ended
 
 
 def fold(shards: Iterable[Path]) -> None:
-    """Leave one file of each shard that nobody writes to any more: the last connection to close folds in its log."""
+    """Fold the write-ahead log of each shard without a writer into its file, as closing the last connection does."""
     for path in shards:
         try:
             lock = FileLock.take(path, is_shard=True)
-        except LedgerError:  # a worker outlives its run; the log beside the file is read as well as the file
+        except LedgerError:  # the worker outlives its run; readers read the log along with the file
             continue
         _open_and_close(path, lock)
 

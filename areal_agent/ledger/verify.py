@@ -1,12 +1,7 @@
-"""Proves the invariants of a ledger, or names what breaks them. It reads one state of its files, also of a live run.
+"""Checks the invariants of a ledger and names every violation. It reads one snapshot of the files, even of a live run.
 
-What must be true of every ledger, and what a breach of it looks like.
-
-Checks the invariants that tables can break against each other, within a file and between files.
-
-Most checks are a query that finds the offenders.
-
-Checks the invariants that one session can break by itself, over its records.
+`check_files` and `check_tables` check tables within a file and across files, mostly by queries that find offenders;
+`check_turns`, `check_delivery` and `check_completion` check the records of one session.
 """
 
 import heapq
@@ -28,13 +23,19 @@ from areal_agent.ledger.files import NO_DIGEST, TOKENS_ONLY, LedgerFiles, Snapsh
 from areal_agent.ledger.reads import STATUS_NOTE, LedgerCounts
 from areal_agent.types import Completion, SessionPurpose, Status, Trajectory, Turn
 
+LOGPROB_SLACK = 1e-4
+"""A probability of 1 may come out slightly above 1 in float32."""
+
+CLOCK_SLACK_S = 1.0
+"""The clock may be set back a little during a run; larger differences are violations."""
+
 
 class Invariant(StrEnum):
-    """A promise, in words that `verify` prints."""
+    """A promise of the ledger, in the words that `verify` prints."""
 
     INTACT = "the files are intact and every reference leads somewhere"
     UNIQUE = "a session and an answer are in one file only"
-    READABLE = "every row is a record"
+    READABLE = "every row can be decoded"
     ONE_FATE = "a closed training trajectory is exactly one of trained, dropped, leased, waiting"
     KNOWN = "leases and fates are of sessions that exist"
     TRAINED = "what is trained was leased for that step, and a committed checkpoint holds it"
@@ -51,7 +52,7 @@ class Invariant(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Violation:
-    """A breach: of which promise, by what, and how."""
+    """A violated invariant: by what, and how."""
 
     invariant: Invariant
     subject: str
@@ -62,7 +63,7 @@ class Violation:
 
 
 class _Search(NamedTuple):
-    """A query of two columns: a session's id and what is wrong with it."""
+    """A query with two columns: a session's id, and what is wrong with it."""
 
     invariant: Invariant
     query: str
@@ -74,22 +75,22 @@ _IS_OF_DIGESTS = (
     "((SELECT dflt_value FROM pragma_table_info('endings') WHERE name = 'digest') IS NULL "
     f"OR e.number > (SELECT min(number) FROM endings WHERE digest != '{NO_DIGEST}'))"
 )
-"""The ending was written with a digest: its file was never upgraded, or an ending before it has one."""
+"""True for an ending that must have a digest: its file was never upgraded, or an earlier ending in it has one."""
 
 _OF_SESSIONS = (
     _Search(
         Invariant.ONE_FATE,
-        "SELECT s.id, 'it is open, yet leased or of some fate' FROM sessions s "
+        "SELECT s.id, 'it is open, yet it is leased or has a fate' FROM sessions s "
         f"WHERE s.number NOT IN (SELECT session FROM endings) AND {_HAS_BOOKKEEPING}",
     ),
     _Search(
         Invariant.ONE_FATE,
-        "SELECT s.id, 'it is for ' || s.purpose || ', yet leased or of some fate' FROM sessions s "
+        "SELECT s.id, 'it is for ' || s.purpose || ', yet it is leased or has a fate' FROM sessions s "
         f"WHERE s.purpose != '{SessionPurpose.TRAIN}' AND {_HAS_BOOKKEEPING}",
     ),
     _Search(
         Invariant.ONE_FATE,
-        "SELECT s.id, 'it is an orphan, yet leased or of another fate' "
+        "SELECT s.id, 'it is an orphan, yet it is leased or has another fate' "
         "FROM sessions s JOIN endings e ON e.session = s.number "
         f"WHERE e.status = '{Status.ORPHAN}' AND {_HAS_BOOKKEEPING}",
     ),
@@ -99,7 +100,7 @@ _OF_SESSIONS = (
         f"WHERE e.digest = '{NO_DIGEST}' AND {_IS_OF_DIGESTS}",
     ),
 )
-"""What a file of sessions can break against the bookkeeping."""
+"""Contradictions between a file of sessions and the bookkeeping."""
 
 _OF_BOOKKEEPING = (
     _Search(
@@ -131,23 +132,23 @@ _OF_BOOKKEEPING = (
         "FROM leases WHERE step <= (SELECT max(step) FROM checkpoints) AND session NOT IN (SELECT session FROM fates)",
     ),
 )
-"""What the bookkeeping can break by itself."""
+"""Contradictions within the bookkeeping."""
 
 
 def check_files(snapshot: Snapshot) -> Iterator[Violation]:
-    """SQLite's own checks, of each file."""
+    """Run SQLite's own checks on each file."""
     for connection in snapshot:
         name = Path(connection.execute("PRAGMA database_list").fetchone()[2]).name
         for (message,) in connection.execute("PRAGMA main.integrity_check"):
             if message != "ok":
                 yield Violation(invariant=Invariant.INTACT, subject=name, detail=message)
         for table, row, referred, _ in connection.execute("PRAGMA main.foreign_key_check"):
-            detail = f"it refers to one of {referred} that is not there"
+            detail = f"it refers to a missing row of {referred}"
             yield Violation(invariant=Invariant.INTACT, subject=f"row {row} of {table} in {name}", detail=detail)
 
 
 def check_tables(snapshot: Snapshot) -> Iterator[Violation]:
-    """Sessions, leases, fates and checkpoints against each other."""
+    """Check sessions, leases, fates and checkpoints against each other."""
     yield from _search(snapshot[0], _OF_BOOKKEEPING)
     for connection in snapshot:
         yield from _search(connection, _OF_SESSIONS)
@@ -166,12 +167,12 @@ def _check_known(snapshot: Snapshot) -> Iterator[Violation]:
     for what in ("leases", "fates"):
         for (session_id,) in snapshot[0].execute(f"SELECT session FROM {what}"):
             if not any(reads.standing(connection, session_id) for connection in snapshot):
-                detail = f"it is among the {what}, and no file has it"
+                detail = f"it has a row in {what}, yet no file has the session"
                 yield Violation(invariant=Invariant.KNOWN, subject=f"session {session_id!r}", detail=detail)
 
 
 def _check_unique(snapshot: Snapshot, noun: str, table: str) -> Iterator[Violation]:
-    """A merge of the files' indexes: no more than one id a file is held."""
+    """Merge the files' indexes, holding only one id per file in memory."""
     by_file = [connection.execute(f"SELECT id FROM {table} ORDER BY id") for connection in snapshot]
     for (earlier,), (later,) in pairwise(heapq.merge(*by_file)):
         if earlier == later:
@@ -179,7 +180,7 @@ def _check_unique(snapshot: Snapshot, noun: str, table: str) -> Iterator[Violati
 
 
 def check_finished(snapshot: Snapshot, counts: LedgerCounts) -> Iterator[Violation]:
-    """What a run that says it is completed has left over."""
+    """Check that a run whose status is completed has left nothing over."""
     try:
         status = questions.note(snapshot, STATUS_NOTE)
     except LedgerError as error:
@@ -194,15 +195,8 @@ def check_finished(snapshot: Snapshot, counts: LedgerCounts) -> Iterator[Violati
             yield Violation(invariant=Invariant.FINISHED, subject="the run", detail=detail)
 
 
-LOGPROB_SLACK = 1e-4
-"""A probability of 1 may come out a little above it in float32."""
-
-CLOCK_SLACK_S = 1.0
-"""The wall clock may be set back a little during a run; what is out of order by more is."""
-
-
 def check_turns(turns: Sequence[Turn]) -> Iterator[Violation]:
-    """All that the turns of a session, in the order of recording, can break."""
+    """Check the turns of one session, given in the order of recording."""
     yield from _check_lineage(turns)
     yield from _check_times(turns)
     for turn in turns:
@@ -211,11 +205,11 @@ def check_turns(turns: Sequence[Turn]) -> Iterator[Violation]:
 
 
 def check_delivery(trajectory: Trajectory) -> Iterator[Violation]:
-    """What never reached the agent was sampled in its session."""
+    """Check that completions recorded as undelivered were sampled in this session."""
     sampled = {completion.id for turn in trajectory.turns for completion in turn.completions}
     for completion_id in trajectory.undelivered:
         if completion_id not in sampled:
-            detail = f"it never delivered {completion_id!r}, which no turn of it has"
+            detail = f"its undelivered completion {completion_id!r} is in none of its turns"
             yield Violation(invariant=Invariant.DELIVERY, subject=f"session {trajectory.session_id!r}", detail=detail)
 
 
@@ -251,7 +245,7 @@ def _fault_of_spans(completion: Completion) -> str | None:
 
 
 def _check_lineage(turns: Sequence[Turn]) -> Iterator[Violation]:
-    path_lengths: dict[str, int] = {}  # by completion: prompt and answer
+    path_lengths: dict[str, int] = {}  # by completion id: prompt and answer
     for turn in turns:
         detail = _fault_of_parent(turn, path_lengths)
         if detail:
@@ -262,7 +256,7 @@ def _check_lineage(turns: Sequence[Turn]) -> Iterator[Violation]:
 
 def _fault_of_parent(turn: Turn, path_lengths: dict[str, int]) -> str | None:
     if turn.parent is not None and turn.parent not in path_lengths:
-        return f"it continues {turn.parent!r}, which no earlier turn of its session has"
+        return f"it continues {turn.parent!r}, which is in no earlier turn of its session"
     room = 0 if turn.parent is None else path_lengths[turn.parent]
     if not 0 <= turn.fork_at <= room:
         return f"it keeps {turn.fork_at} tokens of a path of {room}"
@@ -270,7 +264,7 @@ def _fault_of_parent(turn: Turn, path_lengths: dict[str, int]) -> str | None:
 
 
 def _check_times(turns: Sequence[Turn]) -> Iterator[Violation]:
-    ended_s: dict[str, float] = {}  # by completion
+    ended_s: dict[str, float] = {}  # by completion id
     for turn in turns:
         parent_s = -math.inf if turn.parent is None else ended_s.get(turn.parent, -math.inf)
         for what, earlier_s, later_s in (
@@ -285,35 +279,35 @@ def _check_times(turns: Sequence[Turn]) -> Iterator[Violation]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What was looked at, and every breach that was found. `counts` is None when the file is too damaged to count."""
+    """The result of `verify`. `counts` is None when a file is too damaged to count."""
 
     counts: LedgerCounts | None
     num_turns: int
     num_sampled_tokens: int
-    num_trained_tokens: int  # of trained trajectories, in the loss
+    num_trained_tokens: int  # loss tokens of trained trajectories
     violations: tuple[Violation, ...]
-    unproved: Mapping[Invariant, int]  # sessions of which version 2 of the tables kept too little to prove it
+    unproved: Mapping[Invariant, int]  # sessions that version 2 wrote, which kept too little to prove the invariant
 
     @property
     def is_ok(self) -> bool:
         return not self.violations
 
     def of(self, invariant: Invariant) -> tuple[Violation, ...]:
-        """The breaches of one invariant."""
+        """The violations of one invariant."""
         return tuple(violation for violation in self.violations if violation.invariant is invariant)
 
 
 def verify(path: Path, on_session: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Check everything. `on_session` hears how many sessions are done, of how many.
+    """Check everything. `on_session` is called with the number of sessions done and their total.
 
-    Raises LedgerError when a file cannot be opened at all; damage inside it is a violation.
+    Raises LedgerError when a file cannot be opened at all; damage inside a file is a violation.
     """
     examination = _Examination()
     with closing(LedgerFiles(path)) as files:
         try:
             with files.snapshot() as snapshot:
                 examination.run(snapshot, on_session)
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # even what SQLite says of a fault may hold the damage
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's own error message may contain damaged bytes
             examination.add(Violation(invariant=Invariant.INTACT, subject="the files", detail=str(error)))
     return examination.report()
 
@@ -329,7 +323,7 @@ class _SessionRow(NamedTuple):
 
 
 class _Examination:
-    """One pass over a ledger, and what it has found so far."""
+    """One pass over a ledger, and its findings so far."""
 
     def __init__(self) -> None:
         self._violations: list[Violation] = []
@@ -369,7 +363,7 @@ class _Examination:
     def _check_session(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
         try:
             self._check_readable(connection, session)
-        except (LedgerError, TypeError, ValueError) as error:  # the latter: values of another type than their column's
+        except (LedgerError, TypeError, ValueError) as error:  # a column's value may have the wrong type
             self.add(Violation(invariant=Invariant.READABLE, subject=f"session {session.id!r}", detail=str(error)))
 
     def _check_readable(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
@@ -394,7 +388,7 @@ class _Examination:
             self._unproved[Invariant.ENDED] += 1
         if ending.is_altered:
             detail = (
-                f"its status, rewards or what else ended it was changed since: its digest was {ending.digest!r:.14}..."
+                f"its ending (status, rewards, ...) was changed after its digest {ending.digest!r:.14}... was written"
             )
             self.add(Violation(invariant=Invariant.ENDED, subject=f"session {session.id!r}", detail=detail))
 
@@ -410,12 +404,12 @@ class _Examination:
         subject = f"session {session.id!r}"
         if session.digest != digest:
             detail = (
-                f"its lease has the digest {session.digest!r:.14}..., its tokens, rewards and {num_loss_tokens} tokens "
-                f"in the loss have {digest!r:.14}..."
+                f"its lease has the digest {session.digest!r:.14}..., while its tokens, rewards and {num_loss_tokens} "
+                f"loss tokens have {digest!r:.14}..."
             )
             self.add(Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail))
         if not 0 < num_loss_tokens <= trajectory.num_sampled_tokens:
-            detail = f"{session.num_loss_tokens} tokens in the loss of {trajectory.num_sampled_tokens} sampled"
+            detail = f"{session.num_loss_tokens} of its {trajectory.num_sampled_tokens} sampled tokens are in the loss"
             self.add(Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail))
 
 
@@ -429,11 +423,13 @@ def _sessions_of(connection: sqlite3.Connection) -> Iterator[_SessionRow]:
 
 
 def _check_span_of(session: _SessionRow, turns: Sequence[Turn]) -> Iterator[Violation]:
-    """The turns lie within their session's time."""
+    """Check that the turns lie within their session's time."""
     subject = f"session {session.id!r}"
     first_s = min((turn.started_s for turn in turns), default=session.started_s)
     last_s = max((turn.ended_s for turn in turns), default=session.started_s)
     if first_s < session.started_s - CLOCK_SLACK_S:
-        yield Violation(invariant=Invariant.TIMES, subject=subject, detail="a turn started before it did")
+        yield Violation(invariant=Invariant.TIMES, subject=subject, detail="it started after one of its turns")
     if session.ended_s is not None and session.ended_s < last_s - CLOCK_SLACK_S:
-        yield Violation(invariant=Invariant.TIMES, subject=subject, detail="it ended before one of its turns, or began")
+        yield Violation(
+            invariant=Invariant.TIMES, subject=subject, detail="it ended before its start or one of its turns"
+        )

@@ -1,15 +1,8 @@
-"""Writes a session, its turns and its ending into the file that it lives in.
+"""Functions that write to one file: sessions and their turns; in the coordinator's also leases, fates, checkpoints.
 
-These are functions over a connection; the caller owns the transaction. Each checks the rules before it writes, and
-raises LedgerError when one would be broken.
-
-Writes leases, fates, checkpoints, incarnations and notes into the coordinator's file.
-
-These are functions over a connection; the caller owns the transaction. Each checks the rules before it writes, and
-raises LedgerError when one would be broken. `Ledger` has checked before that a session has ended and is for training
-(questions.py), which never changes again.
-
-The fate of a rollout that ended with nothing to train, by its status.
+Each takes a connection, and the caller owns the transaction. Each checks the rules before it writes and raises
+LedgerError when one would be broken. Where a session must have ended and be for training, which never changes again,
+`Ledger` has checked that before (questions.py).
 """
 
 import sqlite3
@@ -29,6 +22,17 @@ from areal_agent.ledger.encoding import (
 from areal_agent.ledger.files import NO_DIGEST
 from areal_agent.ledger.reads import STATUS_NOTE, Incarnation, Lease
 from areal_agent.types import Drop, Fate, SessionRecord, Status
+
+FATE_OF_STATUS: Mapping[Status, Drop] = {
+    Status.MISSING_REWARD: Drop.MISSING_REWARD,
+    Status.REJECTED: Drop.REJECTED,
+    Status.INFRA: Drop.INFRA,
+    Status.ERROR: Drop.ERROR,
+    Status.TIMEOUT: Drop.ERROR,
+    Status.CANCELLED: Drop.ORPHAN,
+    Status.ORPHAN: Drop.ORPHAN,
+}
+"""The fate of a rollout that ended with nothing to train, for every status but `completed`."""
 
 
 def _insert(table: str, columns: Iterable[str]) -> str:
@@ -79,13 +83,14 @@ def _open_session_number(connection: sqlite3.Connection, session_id: str) -> int
 
 
 def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow, *, is_missing: bool) -> None:
-    """Replace what a session that has ended has earned. One that only lacked a reward is completed by it."""
+    """Replace the rewards of an ended session in this file, while it waits; `missing_reward` becomes `completed`."""
+    _require_waiting(connection, session_id, "rewarded")
     ending = reads.ending(connection, session_id)
     if ending is None:
         raise LedgerError(f"session {session_id!r} has not ended in this file: its rewards cannot be set")
     if ending.is_altered:
         raise LedgerError(
-            f"the ending of session {session_id!r} is not as it was written: its rewards cannot be set; "
+            f"the ending of session {session_id!r} was changed after it was written: its rewards cannot be set; "
             "run `python -m areal_agent.ledger verify`"
         )
     row = ending.row._replace(**rewards._asdict())
@@ -96,7 +101,7 @@ def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: Reward
 
 
 def end_orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
-    """Close what is open, ended when its last answer did; the ids of those sessions."""
+    """End every open session as an orphan, at the end of its last answer, and return their ids."""
     orphans = connection.execute(
         "SELECT s.number, s.id, max(s.started_s, coalesce(max(t.ended_s), s.started_s)) "
         "FROM sessions s LEFT JOIN turns t ON t.session = s.number "
@@ -118,7 +123,7 @@ def end_orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
 
 
 def lease(connection: sqlite3.Connection, step: int, leases: Sequence[Lease]) -> None:
-    """Lease them all or none."""
+    """Lease trajectories for a step, all of them or none."""
     newest = connection.execute("SELECT max(step) FROM checkpoints").fetchone()[0]
     if newest is not None and step <= newest:
         raise LedgerError(f"step {step} cannot be leased for: the checkpoint of step {newest} is committed already")
@@ -131,17 +136,11 @@ def lease(connection: sqlite3.Connection, step: int, leases: Sequence[Lease]) ->
 
 
 def drop(connection: sqlite3.Connection, drops: Mapping[str, Drop]) -> None:
-    """Drop them all or none. What is dropped for that reason already stays so."""
+    """Drop trajectories, all of them or none. One already dropped for the same reason stays so."""
     for session_id, reason in drops.items():
         if _fate(connection, session_id) != Fate(dropped=reason):
             _require_waiting(connection, session_id, "dropped")
             connection.execute("INSERT INTO fates (session, dropped) VALUES (?, ?)", (session_id, reason))
-
-
-def set_late_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow, *, is_missing: bool) -> None:
-    """Set what a session in this file has earned, while it has neither a lease nor a fate."""
-    _require_waiting(connection, session_id, "rewarded")
-    set_rewards(connection, session_id, rewards, is_missing=is_missing)
 
 
 def _require_waiting(connection: sqlite3.Connection, session_id: str, what: str) -> None:
@@ -159,7 +158,7 @@ def _fate(connection: sqlite3.Connection, session_id: str) -> Fate | None:
 
 
 def commit_checkpoint(connection: sqlite3.Connection, step: int, path: str | None) -> None:
-    """Turn leases for steps up to `step` into fates. Repeating it only fills in a path that was unknown."""
+    """Turn leases up to `step` into fates. Repeating it only fills in a path that was unknown."""
     connection.execute(
         "INSERT INTO checkpoints (step, path) VALUES (?, ?) "
         "ON CONFLICT (step) DO UPDATE SET path = coalesce(excluded.path, path)",
@@ -175,7 +174,7 @@ def commit_checkpoint(connection: sqlite3.Connection, step: int, path: str | Non
 def begin_incarnation(
     connection: sqlite3.Connection, checkpoint_step: int | None, num_orphans_of_shards: int, now_s: float
 ) -> Incarnation:
-    """Settle what the process before left behind, and count a new one. Without a step, all leases stand."""
+    """Settle what the previous process left behind, and count a new incarnation. Without a step, all leases stay."""
     num_orphans = num_orphans_of_shards + len(end_orphans(connection))
     num_returned = 0 if checkpoint_step is None else return_leases(connection, checkpoint_step)
     if checkpoint_step is None:
@@ -191,9 +190,9 @@ def begin_incarnation(
 
 
 def return_leases(connection: sqlite3.Connection, after_step: int) -> int:
-    """Go on from the checkpoint of `after_step`: what it holds is trained, what was leased later waits again; how many.
+    """Resume from the checkpoint of `after_step`: its leases become trained, and later ones are deleted and counted.
 
-    Fates of later steps are there only when a later checkpoint was committed and then lost or given up.
+    Fates of later steps exist only when a later checkpoint was committed and then lost or given up.
     """
     if after_step > 0:
         commit_checkpoint(connection, after_step, path=None)
@@ -207,15 +206,3 @@ def set_note(connection: sqlite3.Connection, key: str, text: str) -> None:
         "INSERT INTO notes (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
         (key, text),
     )
-
-
-FATE_OF_STATUS: Mapping[Status, Drop] = {
-    Status.MISSING_REWARD: Drop.MISSING_REWARD,
-    Status.REJECTED: Drop.REJECTED,
-    Status.INFRA: Drop.INFRA,
-    Status.ERROR: Drop.ERROR,
-    Status.TIMEOUT: Drop.ERROR,
-    Status.CANCELLED: Drop.ORPHAN,
-    Status.ORPHAN: Drop.ORPHAN,
-}
-"""Every status but `completed`."""

@@ -1,4 +1,4 @@
-"""A tiny random model, its plain transformers forward as the truth, and the embedded engine served over real HTTP."""
+"""A tiny random model, transformers' plain forward as the reference, and the embedded engine served over real HTTP."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Save a random model and answer with its folder. Weights are large enough for peaked, distinct distributions."""
+    """Save a random model and return its folder. Its weights are large enough for peaked, distinct distributions."""
 
     def make(family: str = "qwen3", seed: int = 0, *, is_shaken: bool = False, **overrides: object) -> Path:
         kind = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}[family]
@@ -53,7 +53,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         model = AutoModelForCausalLM.from_config(kind(**(shape | overrides)))
         model.generation_config.eos_token_id = model.config.eos_token_id
         for parameter in model.parameters() if is_shaken else ():
-            if parameter.dim() == 1:  # biases begin at 0 and norms at 1: whoever left them out would not be seen
+            if parameter.dim() == 1:  # biases start at 0 and norms at 1, so leaving them out would go unnoticed
                 parameter.data.add_(torch.randn_like(parameter) * 0.3)
         folder = tmp_path_factory.mktemp(f"{family}_{seed}")
         model.save_pretrained(folder)
@@ -64,7 +64,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny(make_model: Callable[..., Path]) -> Path:
-    """The model that most tests serve; it has no end token, so lengths are what a test asks for."""
+    """The model of most tests. It has no end token, so that answers are as long as a test asks."""
     return make_model(seed=0)
 
 
@@ -87,7 +87,7 @@ class Truth:
             return torch.log_softmax(self.model(torch.tensor([list(ids)])).logits[0] / temperature, dim=-1)
 
     def logprobs(self, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Of each sampled token after prompt and the tokens before it."""
+        """The log-probability of each sampled token, given the prompt and the tokens before it."""
         rows = self.distribution([*prompt, *sampled], temperature)[len(prompt) - 1 : -1]
         return rows.gather(1, torch.tensor(list(sampled))[:, None])[:, 0].tolist()
 
@@ -121,7 +121,7 @@ class Gate:
         return self._runner.decode(*args)
 
     def shut(self) -> None:
-        """From now on every decode step needs a permit."""
+        """Make every decode step wait for a permit from now on."""
         self._is_open = False
 
     def open(self) -> None:
@@ -137,7 +137,7 @@ class Gate:
         await asyncio.to_thread(self.is_blocked.wait, DEADLINE_S)
 
     async def meanwhile(self, call: Awaitable):
-        """Await a call that needs the model thread, while the model takes as few steps as it needs to."""
+        """Await a call that needs the model thread, and let through only as many steps as that takes."""
         task = asyncio.ensure_future(call)
         while not task.done():
             if self.is_blocked.is_set():
@@ -148,7 +148,7 @@ class Gate:
 
 
 class Served:
-    """An engine behind HTTP with everything that a test may want to hold."""
+    """An engine behind HTTP, with everything that a test may need."""
 
     def __init__(self, engine: HttpEngine, server: EngineServer, gate: Gate) -> None:
         self.engine = engine
@@ -194,7 +194,7 @@ def serve() -> Serve:
 
 @pytest.fixture
 def schedule():
-    """A model thread without a server: what is called from one thread is obeyed in that order."""
+    """Start a model thread without a server. Calls from one thread are obeyed in their order."""
 
     @contextmanager
     def scheduling(folder: Path, *, num_slots: int = 8, kv_tokens: int | None = None):
@@ -214,7 +214,7 @@ def schedule():
 
 @pytest.fixture
 def ask() -> Callable[..., GenerateRequest]:
-    """A request; its prompt is drawn from its number."""
+    """Make a request whose prompt is drawn from its number."""
 
     def make(number: int = 0, *, prompt_length: int = 10, **sampling: object) -> GenerateRequest:
         generator = torch.Generator().manual_seed(number)

@@ -1,4 +1,4 @@
-"""Which weights sampled an answer, proved by transformers' own log-probabilities. Not a test."""
+"""Proves which weights sampled an answer by transformers' own log-probabilities. A helper of tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from areal_agent.types import GenerateRequest, GenerateResult, VersionSpan, Weig
 TOLERANCE = 1e-4
 
 Truth = Callable[[Path], Any]
-"""The fixture `truth`."""
+"""The type of the fixture `truth`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A model, and the version that its tokens bear."""
+    """A model, and the version stamped on its tokens."""
 
     model: Path
     version: WeightVersion
 
 
 def assert_sampled_by(weights: Weights, request: GenerateRequest, result: GenerateResult, truth: Truth) -> None:
-    """All of it."""
+    """Assert that these weights sampled the whole answer."""
     expected = truth(weights.model).logprobs(request.input_ids, result.token_ids)
     assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
     assert result.versions == (VersionSpan(version=weights.version, start=0, end=len(result.token_ids)),)
 
 
 def assert_swapped(old: Weights, new: Weights, request: GenerateRequest, result: GenerateResult, truth: Truth) -> int:
-    """The one set of weights sampled its beginning, and the other the rest; from which token on."""
+    """Assert that one set of weights sampled the beginning and the other the rest; return where the rest begins."""
     (cut,) = {span.start for span in result.versions} - {0}
     assert result.versions == (
         VersionSpan(version=old.version, start=0, end=cut),

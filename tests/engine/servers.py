@@ -1,4 +1,4 @@
-"""Real servers for tests, in the environments that have them. Not a test."""
+"""Real servers for tests, where their environments exist. A helper of tests."""
 
 import asyncio
 from collections.abc import Callable, Generator
@@ -17,7 +17,7 @@ BEGUN_WITH = WeightVersion(step=7)
 
 @contextmanager
 def running_server(start: Start, python: str, model: Path, logs: Path, **options: object) -> Generator[str]:
-    """The URL of a server that serves `model`, with an event loop of its own: tests of any loop share it."""
+    """Yield the URL of a server for `model` with an event loop of its own, so that tests with any loop can share it."""
     settings = {"python": python, "max_running_requests": 16, "startup_timeout_s": STARTUP_S}
     config = EngineConfig.model_validate(settings | options)
     with asyncio.Runner() as runner:

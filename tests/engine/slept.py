@@ -1,4 +1,4 @@
-"""An event loop that has slept when a test says so: it was kept from running, and time went on."""
+"""An event loop that sleeps when a test says so: it does not run while time goes on."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class SleptLoop(asyncio.SelectorEventLoop):
-    """Its time is ahead of the machine's by what it has slept."""
+    """A loop whose clock is ahead of the machine's by the time that it has slept."""
 
     slept_s = 0.0
 
@@ -16,7 +16,7 @@ class SleptLoop(asyncio.SelectorEventLoop):
         return super().time() + self.slept_s
 
     def sleep(self, seconds: float) -> None:
-        """All that is due within that time is late now."""
+        """Sleep: everything due within that time is late afterwards."""
         self.slept_s += seconds
 
 

@@ -1,10 +1,10 @@
-"""An abort always answers, with what was sampled, and frees what the request held:
+"""An abort always answers with what was sampled, and frees what the request held:
 
 - while running, queued, retracted, and frozen in place
 - of an unknown id, and of one request among others with similar ids
 - while its grammar is compiled: by its id, and of all requests
 - by cancelling `generate`, and by a client that just disconnects
-- whoever leaves with an answer that was refused, or that it had, ends no other request of that id
+- a client that leaves after its answer or its refusal ends no other request with that id
 """
 
 import asyncio
@@ -80,7 +80,7 @@ async def test_matches_the_whole_id(tiny, serve, ask):
 
 
 class SlowGrammars(Grammars):
-    """Compiled when a test says so, into nothing that holds an answer."""
+    """Grammars that are compiled when a test says so, and constrain nothing."""
 
     def __init__(self) -> None:
         super().__init__(None, None, vocab_size=0)

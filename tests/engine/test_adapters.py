@@ -1,9 +1,9 @@
 """Folders of adapters, without a server.
 
-- those to begin with change nothing, or are those that were saved; PEFT's names and fields
-- they are proved against the model: of another rank, of other layers, lacking one, cut short, or unreadable, none fits
-- a folder that has a model, too, is a model; who applies adapters takes them alone, and nobody else does
-- a run starts its servers with them only where it pushes them
+- initial adapters change nothing, or are the saved ones; names and fields are PEFT's
+- they are checked against the model: another rank, other layers, missing ones, cut or unreadable files are refused
+- a folder that also has a model counts as a model; only an engine that applies adapters takes them, and nothing else
+- a run starts its servers with adapters only if it pushes adapters
 """
 
 import json

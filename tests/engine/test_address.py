@@ -1,8 +1,8 @@
-"""Where an engine is, for a process that nobody tells of pushes:
+"""The address of an engine, for a process that is not told of pushes:
 
 - SGLang's and vLLM's servers may be silent for as long as their pusher lets them load the model
-- weights that nobody has labelled yet are the first version, in whole answers and in chunks; elsewhere a stranger's
-- the embedded engine answers while it loads: for it nothing changes
+- unlabelled weights are the first version, in whole answers and in chunks; for other processes they are unknown
+- the embedded engine answers while it loads, so nothing changes for it
 """
 
 from contextlib import aclosing

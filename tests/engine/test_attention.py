@@ -1,8 +1,8 @@
 """Attention over the slots:
 
-- in two parts, over what is cached and over a piece's own tokens, and under a mask over both, it is causal attention
-  over all of them: for any lengths, groups of heads and scales of the scores, over views of a larger cache
-- a prefill of several pieces under masks, as on a GPU, is that in parts, as on a CPU
+- computed in two parts (cached tokens and a piece's own), or under one mask, it equals causal attention over all of
+  them, for any lengths, groups of heads and scales of scores, over views of a larger cache
+- a prefill of several pieces under masks, as on a GPU, equals one in parts, as on a CPU
 """
 
 import numpy as np
@@ -38,7 +38,7 @@ def test_two_parts_and_a_mask_are_the_whole(num_tokens, num_past, num_kv_heads, 
 
 
 def test_a_prefill_under_masks_is_that_in_parts():
-    """Of pieces without a past, with one, and of one token."""
+    """Prefill pieces without a past, with one, and of a single token."""
     shape, generator = KVShape(num_layers=1, num_kv_heads=2, head_dim=8), torch.Generator().manual_seed(0)
     queries, keys, values = (torch.randn(33, heads, 8, generator=generator) for heads in (6, 2, 2))
     past = torch.randn(2, 3, 2, 64, 8, generator=generator)

@@ -1,8 +1,8 @@
-"""A time limit in which the time that this process has slept does not count:
+"""A time limit that does not count the time in which this process slept:
 
-- one that has passed while the process slept is no end: what came meanwhile is read
-- one that passes while it is awake is an end, also after it has slept; so is one that it sleeps through again and again
-- a new connection is no failure of a server because this process slept while it was made, for samples and for calls
+- a limit that passes during sleep does not expire: what came meanwhile is read
+- one that passes while awake does, also after a sleep, and so does one that is slept through again and again
+- a new connection does not fail because this process slept while it was made, for samples and for calls
 """
 
 import asyncio
@@ -19,7 +19,7 @@ LONG_S = 2 * CONNECT_TIMEOUT_S
 
 
 async def some_steps(num_steps: int = 10) -> None:
-    """Let the loop do what it has to do by now."""
+    """Let the loop do everything that is due."""
     for _ in range(num_steps):
         await asyncio.sleep(0)
 

@@ -1,7 +1,7 @@
-"""Which kind of server listens at a URL, asked of the server:
+"""The kind of a server is found out by asking it:
 
-- the embedded one, SGLang's and vLLM's are told apart
-- what is no engine, and what is not there, is an EngineUnreachable that says so
+- the embedded engine, SGLang and vLLM are told apart
+- anything else, or nothing, is an EngineUnreachable that says so
 """
 
 from contextlib import asynccontextmanager
@@ -29,7 +29,7 @@ async def test_servers_that_are_not_ours(kind, scripted, tiny):
 
 @asynccontextmanager
 async def answering(body: object):
-    """A server that says the same to everything."""
+    """A server with the same answer to everything."""
 
     async def answer(_: web.Request) -> web.Response:
         return web.json_response(body)

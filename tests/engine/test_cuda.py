@@ -52,7 +52,7 @@ def answers(work: Workload, *requests: GenerateRequest) -> Sequence[GenerateResu
 
 @pytest.fixture
 def requests(ask):
-    """Of different lengths, more than there are slots."""
+    """Requests of different lengths, more than there are slots."""
     return [ask(number, prompt_length=1 + 37 * number % 150, max_tokens=1 + 17 * number % 60) for number in range(20)]
 
 

@@ -1,10 +1,10 @@
 """Weights by torch.distributed, into a real server of the embedded engine:
 
-- what was sent serves from the commit on; answers go on while it is sent, and their spans say which weights sampled
-- it is proved before: what is damaged leaves the old version serving, and the next push works
-- a trainer that is killed, or stands still, before or after the offer: the same, and another one may push
-- engines of one fleet are sent the weights each, one that joins later alone, and one that hangs costs no other
-- SGLang and a device that cannot do it are refused, with the remedy; options of it have no effect elsewhere
+- they serve from the commit on; answers go on while they are sent, and spans say which weights sampled
+- damaged weights leave the old version serving, and the next push works
+- so does a trainer that is killed, or frozen, before or after the offer; another one may push
+- each engine of a fleet is sent the weights, also one that joins later; one that hangs affects no other
+- SGLang, and a device that cannot do it, are refused with the remedy; its options have no effect elsewhere
 """
 
 import asyncio
@@ -84,7 +84,7 @@ async def test_what_is_damaged_leaves_the_old_version_serving(channel, tiny, oth
 
 @contextlib.contextmanager
 def trainer_process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], DistributedWeights]]:
-    """A trainer that has made an offer."""
+    """A trainer process that has made an offer."""
     process = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,7 +1,7 @@
 """An engine that drains, over HTTP:
 
-- it takes no new weights: whoever finds that it does not serve does not swap them under answers that are about to end
-- a push that is under way when it begins to drain, pauses and continues, does not cut it short
+- it takes no new weights, which would be swapped under answers that are about to end
+- a push that is under way when the drain begins, with its pause and resume, does not cut it short
 """
 
 import asyncio
@@ -18,7 +18,7 @@ SERVED, NEW = WeightVersion(step=7), WeightVersion(step=8)
 
 @dataclass(kw_only=True)
 class Scene:
-    """An engine with an answer that cannot end before its memory is there again."""
+    """An engine with an answer that cannot end until its memory is back."""
 
     served: object
     answer: asyncio.Future[GenerateResult]
@@ -32,13 +32,13 @@ class Scene:
         return cls(served=served, answer=answer)
 
     async def drain(self) -> None:
-        """From now on."""
+        """Begin to drain."""
         self.draining = asyncio.ensure_future(self.served.server.drain(DRAIN_S))
         while await self.served.engine.health():
             pass
 
     async def end(self) -> GenerateResult:
-        """It drains until its answer has ended, and no shorter."""
+        """Check that the drain lasts exactly until the answer has ended."""
         await self.served.engine.info()
         assert not self.draining.done()
         await self.served.engine.resume_memory()

@@ -1,6 +1,6 @@
-"""A model thread that dies in the middle of a step, and what was asked of it meanwhile:
+"""A model thread that dies in the middle of a step:
 
-- whoever waits for its commands is told, pauses that wait for rows to end and a drain among them
+- everybody who waits for its commands gets an error, also pauses that wait for rows to end, and a drain
 - a row that was just being answered is answered, too
 """
 
@@ -22,7 +22,7 @@ def runner(tiny) -> ModelRunner:
 
 
 class Dying:
-    """A ModelRunner whose first prefill stands until it is told to fail."""
+    """A ModelRunner whose first prefill blocks until it is told to fail."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -59,7 +59,7 @@ def test_who_waits_for_a_command_is_told(command, runner, ask):
 
 
 class Full:
-    """A ModelRunner, and its own SlotStore, which has no memory to keep anything once it is full."""
+    """A ModelRunner, and its own SlotStore, that runs out of memory once it is full."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -1,11 +1,11 @@
-"""FakeEngine keeps the promises of `protocols.Engine` and does what its script says:
+"""FakeEngine keeps the promises of `protocols.Engine` and follows its script:
 
-- replies in order or by function; stop, length and script end; scripted errors
+- replies in order or by function; stop, length and end of the script; scripted errors
 - a stepped completion is interrupted between any two tokens and says which version sampled what
-- chunks as tokens are sampled, one a token unless stepped; scripted likeliest tokens; a grammar if it is told so
-- pauses hold back, aborts and cancelled calls return or drop what there is
+- chunks as tokens are sampled, one token each unless stepped; scripted likeliest tokens; a grammar if configured
+- pauses hold requests back; aborts and cancelled calls return or drop what there is
 - faults, once each: dying in mid-turn, hanging, garbage in an answer, a damaged push
-- on a virtual clock, tokens come at their time
+- on a virtual clock, tokens come on time
 """
 
 import asyncio
@@ -242,7 +242,7 @@ async def test_a_damaged_push_leaves_the_old_version(stored, ask, tmp_path):
 
 
 def stored_weights(stored: str, folder: Path) -> tuple[SharedMemoryWeights | DiskWeights, str]:
-    """Weights of eight bytes, and what tells that they were damaged."""
+    """Weights of eight bytes, with the checksum that shows damage."""
     data = bytes(range(8))
     if stored == "nothing":
         return DiskWeights(path="no_such_folder"), "the whole push counts as damaged"

@@ -1,6 +1,6 @@
-"""What takes the keys and values of all rows away does not wait for the step under way, whose result would be lost:
+"""A command that discards the keys and values of all rows does not wait for the current step:
 
-- a chunk of prefill or a decode step is given up: it samples nothing, and the rows go on where they were
+- a prefill chunk or a decode step is given up: it samples nothing, and the rows go on from where they were
 - an abort of all, and the end of the engine, answer with the tokens from before that step
 """
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 
 class Held:
-    """A ModelRunner one of whose steps stands until it is not needed any more, and only then begins to compute."""
+    """A ModelRunner that blocks in one step until that is unneeded, and only then begins to compute."""
 
     def __init__(self, runner: ModelRunner, held_step: int) -> None:
         self._runner = runner
@@ -50,7 +50,7 @@ class Held:
 
 @pytest.fixture
 def hold(tiny):
-    """A model thread that stands in a step: the first is the prefill of all prompts, each samples one token a row."""
+    """Start a model thread and hold it in a step. The first prefills all prompts; each samples one token per row."""
 
     @contextmanager
     def holding(held_step: int):
@@ -65,7 +65,7 @@ def hold(tiny):
 
 
 def submit_together(scheduler: Scheduler, requests) -> list[Future]:
-    """All of them are there when the first step begins."""
+    """Submit requests that are all queued when the first step begins."""
     scheduler.pause(PauseMode.IN_PLACE)
     answers = [scheduler.submit(request) for request in requests]
     scheduler.resume()

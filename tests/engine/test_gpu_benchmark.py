@@ -1,4 +1,4 @@
-"""The benchmark of the engine on a GPU runs to its end on a CPU: the same code and a small model."""
+"""The GPU benchmark of the engine runs on a CPU, with the same code and a small model."""
 
 import subprocess
 import sys

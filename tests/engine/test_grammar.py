@@ -1,11 +1,10 @@
-"""Answers held to a JSON schema, a regular expression or a grammar, with llguidance installed:
+"""Answers constrained to a JSON schema, a regular expression or a grammar, with llguidance installed:
 
-- every answer that ends is JSON of the schema, matches the expression as a whole, or is a sentence of the grammar,
-  whoever else is in the batch, over retractions for a pause and for want of room, and over a swap of weights; others
-  are free
+- every answer that ends is valid: JSON of the schema, a full match, or a sentence of the grammar, in any batch, over
+  retractions for a pause or for lack of room, and over a swap of weights; other requests are unconstrained
 - the recorded probability is the one that was sampled from; a seed gives the same answer
-- what cannot be followed is refused, as are two at once, and the engine goes on; what becomes too much in the middle of
-  an answer is refused there, and never ends as if it were whole
+- an invalid grammar, or two at once, are refused and the engine goes on; an answer whose grammar becomes too complex
+  is refused in the middle, and never looks complete
 """
 
 import asyncio
@@ -37,7 +36,7 @@ END = 256
 
 @pytest.fixture(scope="module")
 def spelling(make_model):
-    """A model whose tokens are bytes, and one end token."""
+    """A model whose tokens are bytes and one end token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

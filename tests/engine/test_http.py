@@ -1,5 +1,6 @@
-"""The client's failures: an engine that is not there, hangs up, redirects, does not answer in time, or answers with
-something else. It has as much more time as its weights take from a slow disk.
+"""Failures that the client reports: an engine that is missing, hangs up, redirects, or answers late or with nonsense.
+
+Its time limit grows with the time that its weights take from a slow disk.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_conte
 
 @asynccontextmanager
 async def answering(path: str, handler, **settings):
-    """A client of a server whose `path` is answered by `handler`."""
+    """Yield a client of a server whose `path` is answered by `handler`."""
 
     async def info(_: web.Request) -> web.Response:
         return web.json_response(INFO)
@@ -60,7 +61,7 @@ async def test_large_weights_have_more_time_than_other_calls():
     has_run_out = asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
-        """A load ends when a call that began after it was waited for in vain; other calls never do."""
+        """A load counts as ended when a call that began after it goes unanswered; other calls never end one."""
         if request.path == wire.SEND_PUSH:
             is_loading.set()
             await has_run_out.wait()

@@ -1,12 +1,12 @@
-"""Interruption and weight swaps, through HTTP, at a token boundary in the middle of a completion:
+"""Interruption and weight swaps, over HTTP, at a token boundary in the middle of a completion:
 
-- retract: tokens before the swap are the old model's, those after it the new model's over prompt and sampled tokens;
-  spans say which; by shared memory and from disk
-- in place: the completion goes on with its old KV; the spans still tell the versions
-- abort: what is in flight returns partial; what arrives while paused waits
+- retract: tokens before the swap are the old model's, later ones the new model's over prompt and sampled tokens; spans
+  say which; by shared memory and from disk
+- in place: the completion goes on with its old KV; the spans still give the versions
+- abort: requests under way return what they have; new ones wait during the pause
 - wait: what has begun ends on the old version first, and nothing begins
 - an update without a pause recomputes; no request is lost; new requests run on the new version only
-- a pause holds requests back, twice pausing and twice resuming are harmless
+- a pause holds requests back; pausing twice and resuming twice are harmless
 """
 
 import asyncio
@@ -22,7 +22,7 @@ OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 
 
 def spans(*ends: int) -> tuple[VersionSpan, ...]:
-    """Spans of version 7, 8, ... that end there."""
+    """The spans of versions 7, 8, ... with these ends."""
     starts = [0, *ends[:-1]]
     return tuple(
         VersionSpan(version=WeightVersion(step=7 + i), start=start, end=end)

@@ -1,7 +1,7 @@
-"""Two thousand requests at once, over HTTP to the engine as a process, where a fraction of them has room:
+"""Two thousand requests at once, over HTTP to the engine process, which has room for a fraction of them:
 
-- every one is answered whole
-- a second wave takes no more memory than the first, beyond what an allocator strews about
+- every request is answered in full
+- a second wave takes no more memory than the first, apart from fragmentation
 """
 
 import asyncio
@@ -39,7 +39,7 @@ async def test_two_thousand_queued_requests_over_http(tiny, ask):
 
 
 async def answer_wave(engine: HttpEngine, requests: list[GenerateRequest]) -> None:
-    """All of them wait in the engine before the first is answered."""
+    """Send all requests, and let the first be answered only when all of them wait in the engine."""
     await engine.pause(PauseMode.RETRACT)
     answers = [asyncio.create_task(engine.generate(request)) for request in requests]
     while (await engine.stats()).num_queued < len(requests):

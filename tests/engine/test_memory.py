@@ -1,12 +1,12 @@
-"""The memory of keys and values, released and taken again:
+"""The memory of keys and values, released and taken back:
 
 - a release gives it back to the machine
-- requests under way wait and lose nothing: the same tokens and log-probabilities as undisturbed; those that arrive wait
-- weights that come meanwhile are those under which they go on
+- requests under way wait and lose nothing: tokens and log-probabilities are the same; new ones wait
+- they go on under weights that come meanwhile
 - an abort answers at once with what was sampled
-- releasing twice is harmless; resuming what was not released too, and keeps what the prefix cache has
-- where the memory is not there, resuming is refused, the engine lives, and it may be tried again
-- of keys and values alone: weights are not released
+- releasing twice is harmless; so is resuming what was not released, which keeps the prefix cache
+- without enough memory, resuming is refused, the engine lives, and it may be tried again
+- only keys and values can be released, not weights
 """
 
 import asyncio
@@ -116,7 +116,7 @@ async def test_releasing_and_resuming_twice_is_harmless(tiny, serve, ask):
 
 
 class Short:
-    """A ModelRunner whose memory is taken by somebody else the first time that it is wanted back."""
+    """A ModelRunner whose memory is taken by somebody else at the first attempt to resume."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -1,5 +1,5 @@
-"""`GET /metrics` tells, under SGLang's names, what runs and waits, the room, the prefix cache, what was sampled, and
-how long that took, and how many tokens that is a second.
+"""`GET /metrics` reports under SGLang's names: running and waiting requests, the room, the prefix cache, sampled tokens
+and their rate, latencies.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""A folder that the engine cannot serve is refused before it serves, with the reason in one line:
+"""A folder that the engine cannot serve is refused at the start, with the reason in one line:
 
-- none at all, damaged, without safetensors, incomplete, quantised, with weights that are not finite
-- models of another kind, longer contexts than the model's, sliding windows, rotary embeddings that move what is cached
-- end tokens outside the vocabulary are none
+- missing, damaged, without safetensors, incomplete, quantised, or with weights that are not finite
+- other kinds of models, contexts longer than the model's, sliding windows, rotary embeddings that move cached keys
+- end tokens outside the vocabulary are ignored
 """
 
 import json
@@ -22,7 +22,7 @@ def load(folder, max_context: int = 128) -> ModelRunner:
 
 @pytest.fixture
 def copied(tiny, tmp_path):
-    """A copy of the model, to be spoiled."""
+    """Copy the model, to be damaged."""
     return shutil.copytree(tiny, tmp_path / "copy")
 
 

@@ -1,9 +1,9 @@
-"""Numbers that overflow stay where they arise:
+"""Overflowing numbers affect only the row in which they arise:
 
-- a row whose logits are not finite gets no token, and the other rows of the batch are as without it
-- weights under which a model overflows are answered with an error for each request; the engine lives, and under the
-  next weights nothing of it is left
-- so is a long prompt, at its first chunk: aborted before the last one, it would leave what it has to others
+- a row whose logits are not finite gets no token, and the rest of the batch is as without it
+- under weights that overflow, each request is answered with an error; the engine lives, and the next weights show no
+  trace of it
+- a long prompt fails at its first chunk: aborted before the last one, it would leave bad values to others
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def test_the_other_rows_are_as_without_it(spoilt, spoil):
 
 
 class Overflowing:
-    """A ModelRunner that gives logits of NaN to the decoding row in one slot, once."""
+    """A ModelRunner that once gives logits of NaN to the decoding row in one slot."""
 
     def __init__(self, runner, slot: int) -> None:
         self._runner = runner
@@ -82,7 +82,7 @@ def test_one_row_is_answered_with_an_error_and_the_others_go_on(slot, tiny, ask,
 
 @pytest.fixture
 def overflowing(tiny, tmp_path) -> DiskWeights:
-    """Finite weights, whose products are not: keys and values of the second layer become NaN."""
+    """Finite weights with infinite products: keys and values of the second layer become NaN."""
     folder = tmp_path / "overflowing"
     folder.mkdir()
     weights = load_file(tiny / "model.safetensors")

@@ -1,9 +1,9 @@
 """Every sampling parameter of the embedded engine does what a plain torch computation of its definition does:
 
 - frequency, presence and repetition penalty, logit bias: the log-probability of every sampled token, alone and together
-- min-p keeps the tokens that it says, and does not renormalise
+- min-p keeps the right tokens, and does not renormalise
 - the likeliest tokens are those of the adjusted, temperature-scaled distribution, also under top-k
-- none of it depends on who else is in the batch, changes the others, or is forgotten over an interruption
+- none of it depends on the batch, affects other rows, or is lost in an interruption
 """
 
 import asyncio
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def adjusted(model, request: GenerateRequest, sampled: Sequence[int]) -> torch.Tensor:
-    """The logits that each sampled token is drawn from, `[C, V]`: the definitions, a token at a time."""
+    """The logits `[C, V]` from which each token is drawn, computed from the definitions one token at a time."""
     params, prompt = request.sampling, list(request.input_ids)
     with torch.no_grad():
         rows = model(torch.tensor([[*prompt, *sampled]])).logits[0][len(prompt) - 1 : -1].clone()

@@ -1,8 +1,8 @@
 """The prefix cache:
 
-- whatever was held, matched, split and let go: a match is a beginning of the ids, as long as any that is held, with the
-  keys and values of exactly those ids; what is counted is what is there
-- the least recently used goes first, and never what others go on from
+- after any holds, matches, splits and drops, a match is the longest held beginning of the ids, with the keys and values
+  of exactly those ids, and the token count is right
+- the least recently used goes first, and never a node that others continue
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ def ids_of(*values: int) -> np.ndarray:
 
 
 def keys_of(ids: np.ndarray) -> torch.Tensor:
-    """Distinct for every prefix, `[1, 1, T, 1]`: of each token, a hash of all up to it."""
+    """Keys that differ for every prefix, `[1, 1, T, 1]`: for each token, a hash of all tokens up to it."""
     hashes, running = [], 7
     for value in ids.tolist():
         running = (running * 31 + value + 1) % 1_000_003
@@ -31,7 +31,7 @@ def hold(cache: PrefixCache, ids: np.ndarray) -> None:
 
 
 def held(cache: PrefixCache, ids: np.ndarray) -> int:
-    """How much of `ids` is held, after checking that it is right."""
+    """Check that the match of `ids` is right, and return its length."""
     prefix = cache.match(ids)
     keys = torch.cat([*prefix.parts, torch.empty(1, 1, 0, 1, dtype=torch.float64)], dim=2)
     assert torch.equal(keys, keys_of(ids[: prefix.num_tokens]))

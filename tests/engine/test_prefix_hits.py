@@ -1,8 +1,8 @@
-"""Turns that go on from what was computed before, log-probabilities within 1e-4 of transformers' plain forward:
+"""Turns that continue computed ones, with log-probabilities within 1e-4 of transformers' plain forward:
 
-- a conversation's next turn computes its new tokens only, and says how many it did not
+- the next turn of a conversation computes only its new tokens, and reports how many were cached
 - siblings that arrive together compute their prompt once
-- a swap of weights forgets what was computed under the old ones, also while answers keep their keys (in place)
+- a swap of weights clears what the old ones computed, also while answers keep their keys (in place)
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """`python -m areal_agent.engine` as a process:
 
-- it says where it serves; SIGTERM lets what is in flight end, queued and paused or not, and takes nothing more
-- without a time to drain, on Ctrl-C and on a second SIGTERM what is in flight is answered with what it has
-- a port that is taken is told at once, and a folder without a model is one line and exit code 2
-- engines that share its memory count, itself at least; where too many do, it says so
+- it prints where it serves; on SIGTERM it lets requests end, queued and paused or not, and takes no new ones
+- without time to drain, on Ctrl-C and on a second SIGTERM, requests are answered with what they have
+- a port in use is reported at once, and a folder without a model is one line and exit code 2
+- the number of engines that share its memory counts, itself included; if they are too many, it says so
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from areal_agent.types import FinishReason, PauseMode, WeightVersion
 
 @asynccontextmanager
 async def process(folder: Path, *options: str):
-    """The command, with its output piped."""
+    """Start the command, with its output piped."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "areal_agent.engine", "--model", str(folder), "--device", "cpu"),
         *("--max-context", "512", *options),
@@ -42,7 +42,7 @@ async def process(folder: Path, *options: str):
 
 
 async def engine_of(child) -> HttpEngine:
-    """The client of a process that has just been started."""
+    """Yield the client of a newly started process."""
     line = (await child.stdout.readline()).decode()
     return HttpEngine(line.split()[-1])
 

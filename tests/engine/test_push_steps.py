@@ -1,7 +1,7 @@
-"""Whatever the order in which senders call, what serves is what one of them has sent and committed, whole:
+"""In whatever order senders call, the weights that serve are one push, sent and committed as a whole:
 
-- a version never goes back, and changes by a commit alone; a step that fails changes nothing
-- an abort of what is open always makes room for the next push
+- a version never goes back, and only a commit changes it; a step that fails changes nothing
+- an abort of the open push always makes room for the next one
 """
 
 import asyncio
@@ -25,7 +25,7 @@ STEPS = st.one_of(
 
 @dataclass
 class Model:
-    """Takes any weights but `bad` ones, and says what serves."""
+    """A push target that takes any weights but `bad` ones, and records what serves."""
 
     version: WeightVersion
     serving: str = "initial"
@@ -44,7 +44,7 @@ class Model:
 
 
 async def take_step(pushes: Pushes[str], step: tuple) -> bool:
-    """Whether it was accepted."""
+    """Return whether the step was accepted."""
     try:
         match step:
             case ("begin", sender):

@@ -1,12 +1,12 @@
-"""Weights that come in a push, through a real server:
+"""Pushes of weights, to a real server:
 
-- until the commit the old version serves, also answers under way; from then on the new one
-- a transfer that is damaged, incomplete or foreign is refused by `send`; the old version serves, the next push works
-- what becomes of the sender or of its files after the send changes nothing
-- a sender that dies: its push holds up the next one until it has been silent for the time-out, and is never served
-- one push at a time, each step once and in its order: all else is a PushConflict, and serves nothing
-- versions only go up; the one that serves may come again with its own weights
-- a commit that nobody waits for any more happens all the same
+- the old version serves until the commit, also answers under way; after it the new one serves
+- `send` refuses a damaged, incomplete or foreign transfer; the old version serves, and the next push works
+- whatever happens to the sender or its files after the send changes nothing
+- the push of a dead sender is never served, and blocks the next push only until the time-out
+- there is one push at a time, with each step once and in order; anything else is a PushConflict and serves nothing
+- versions only go up; the serving version may be pushed again with its own weights
+- a commit that nobody waits for any more still happens
 """
 
 import asyncio
@@ -95,7 +95,7 @@ def flip(data: bytearray) -> None:
 
 
 def with_entries(weights: SharedMemoryWeights, *entries) -> SharedMemoryWeights:
-    """These entries, under the checksum of their bytes."""
+    """Replace the manifest's entries, with the checksum of their bytes."""
     data = Path(weights.path).read_bytes()
     crc32 = 0
     for entry in entries:
@@ -104,7 +104,7 @@ def with_entries(weights: SharedMemoryWeights, *entries) -> SharedMemoryWeights:
 
 
 def with_nan(weights: SharedMemoryWeights) -> SharedMemoryWeights:
-    """In the last number of the file, under the right checksum."""
+    """Put NaN into the last number of the file, under the right checksum."""
     nan = np.array([np.nan], dtype=np.float32).tobytes()
     return with_entries(with_bytes(weights, lambda data: data.__setitem__(slice(-4, None), nan)), *weights.entries)
 
@@ -152,7 +152,7 @@ def spoiled_file(weights: DiskWeights, name: str, change: Callable[[bytearray], 
 
 
 def with_tensors(weights: DiskWeights, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Other tensors, under the right digests."""
+    """Write other tensors, with the right digests."""
     path = Path(weights.path)
     tensors = load_file(path / "model.safetensors")
     change(tensors)
@@ -330,7 +330,7 @@ async def test_a_commit_that_nobody_waits_for_happens_all_the_same(tiny, other, 
 
 
 async def until_accepted(call: Callable[[], Awaitable[None]]) -> None:
-    """Another push can begin as soon as the commit of the open one has begun."""
+    """Wait until another push may begin, which is as soon as the commit of the open one has begun."""
     while True:
         with contextlib.suppress(PushConflict):
             return await call()

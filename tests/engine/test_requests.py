@@ -1,11 +1,11 @@
-"""A wrong request is refused with a message that names the value, and the engine goes on serving:
+"""A wrong request is refused with a message that contains the value, and the engine goes on serving:
 
-- ids outside the vocabulary, prompts and lengths beyond the context, ids in flight twice, by client and by server
-- likeliest tokens beyond a thousand, whatever the vocabulary: their answers would take all memory
-- one of ids alone is served: `rid` and `sampling_params` are given it
+- ids outside the vocabulary, prompts and lengths beyond the context, ids already in flight; by client and server
+- more than a thousand likeliest tokens, whatever the vocabulary: their answers would take all memory
+- a request with only ids is served: it gets `rid` and `sampling_params`
 - a call that needs no field needs no body
 - bodies that are not JSON, lack fields, have wrong types or unknown ones; unknown paths and methods
-- a model thread that dies answers everyone, and the engine says that it is not healthy
+- when the model thread dies, everybody is answered, and the engine reports that it is not healthy
 - options out of bounds and a port in use are refused
 """
 

@@ -1,11 +1,11 @@
 """Room for keys and values:
 
-- a prompt longer than a chunk is prefilled in chunks, between which other rows decode; those of a GPU are longer
+- a long prompt is prefilled in chunks, between which other rows decode; chunks on a GPU are longer
 - a prompt that is prefilled again is counted once
-- rows that outgrow the room are retracted and computed again: same log-probabilities, nothing lost
+- rows that outgrow the room are retracted and recomputed: log-probabilities are the same, and nothing is lost
 - what is kept never exceeds the room; slots give their memory back
-- the room is what was asked for or what fits beside what is left free, and at least one context; on a GPU, whose slots
-  take their whole contexts, the prefix cache has the rest of it
+- the room is what was asked for, or what fits beside what is left free, and at least one context; on a GPU slots take
+  whole contexts, and the prefix cache has the rest
 - 2,000 requests at once are all answered
 """
 
@@ -84,7 +84,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_decode_steps(long, truth):
 
 
 class OnGpu(Noted):
-    """What it says of itself; it computes on a CPU."""
+    """A device that calls itself a GPU and computes on the CPU."""
 
     device = torch.device("cuda")
 
@@ -167,7 +167,7 @@ def test_the_room_is_two_contexts_a_slot_where_memory_allows():
 
 
 def test_engines_that_share_the_memory_divide_it():
-    """Of tokens so large that the memory is what bounds them."""
+    """Tokens are so large here that the memory is the limit."""
     alone, of_three = (
         plan_room(
             num_slots=2**40,
@@ -208,7 +208,7 @@ def test_two_thousand_rows_are_all_answered(tiny, ask):
 
 
 def test_the_room_is_what_is_left_free_by_order():
-    """Whatever is free now: leaving all of the machine's memory free leaves nothing."""
+    """Leaving all of the machine's memory free leaves none, whatever is free now."""
     with pytest.raises(ConfigError, match="leave_gib"):
         plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=2**60, token_bytes=1000, device=CPU)
     room = plan_room(num_slots=4, max_context_tokens=100, kv_tokens=None, leave_bytes=0, token_bytes=1000, device=CPU)

@@ -1,5 +1,5 @@
 """The sampler: uniform numbers are uniform and a pure function of seed and index; draws follow the probabilities;
-nothing of probability zero is ever drawn; top-k and top-p keep what they say.
+nothing of probability zero is ever drawn; top-k and top-p keep the right tokens.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
-"""The client reads streams of either shape, however they arrive:
+"""The client reads streams of either form, however they arrive:
 
 - events cut anywhere; lines of any length; comments, carriage returns and empty lines between them
-- events that hold the new tokens, and events that hold all so far (SGLang): the same chunks, the same result
-- events that contradict themselves, errors in mid-stream, connections lost, streams that end early: one clear error
+- events with only the new tokens, and events with all tokens so far (SGLang): the same chunks, the same result
+- contradictory events, errors in mid-stream, lost connections and streams that end early: one clear error
 - cancelling in mid-stream sends an abort
 """
 
@@ -46,7 +46,7 @@ RESULT = GenerateResult(
 
 
 def event(start: int, end: int, *, is_last: bool = False, **meta: object) -> dict[str, object]:
-    """Tokens `[start, end)` in an event after which there are `end`."""
+    """An event with tokens `[start, end)`, of `end` tokens so far."""
     tokens = list(zip(LOGPROBS, IDS, strict=True))[start:end]
     last = {"finish_reason": {"type": "length", "length": 4}, "weight_versions": SPANS, "cached_tokens": 3}
     return {
@@ -154,7 +154,7 @@ def test_events_that_contradict_themselves_are_not_read(events, message):
 
 @pytest.fixture
 async def scripted():
-    """A client of a server that answers `/generate` with these pieces of bytes, then does `after`."""
+    """Yield a client of a server that answers `/generate` with these pieces of bytes, then does `after`."""
     running: list[tuple[HttpEngine, web.AppRunner]] = []
 
     async def start(pieces: list[bytes], after=None) -> tuple[HttpEngine, list[object]]:

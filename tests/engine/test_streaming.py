@@ -1,10 +1,10 @@
 """The embedded engine streams:
 
-- the chunks, put together, are the result, and that is the result of the same request in one piece
+- the joined chunks are the result, which equals that of the same request without streaming
 - also over a retraction and a weight swap, with spans of both versions
 - tokens leave before the completion has ended
-- an abort ends a stream with what there is; a client that hangs up or is cancelled frees the slot
-- what is refused is refused as it is without streaming; a model thread that dies in mid-stream is EngineUnreachable
+- an abort ends a stream with what there is; a client that hangs up or cancels frees the slot
+- refusals are as without streaming; a model thread that dies in mid-stream is EngineUnreachable
 """
 
 import asyncio

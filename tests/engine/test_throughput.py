@@ -1,5 +1,5 @@
-"""Sampled tokens a second: since the start at first, then since the last question, over the window at least; 0 where
-nothing was sampled, and where no time has passed.
+"""Sampled tokens per second: since the start at first, then since the last reading, and over at least the window; 0
+when nothing was sampled or no time has passed.
 """
 
 from areal_agent.engine.embedded.metrics import WINDOW_S, Throughput
@@ -13,7 +13,7 @@ class Clock:
 
 
 def rates(*steps: tuple[float, int]) -> list[float]:
-    """Asked after so many seconds each, when so many tokens more were sampled."""
+    """The rates read after so many seconds each, when so many more tokens were sampled."""
     clock, num_tokens, told = Clock(), 0, list[float]()
     throughput = Throughput(clock)
     for seconds, more in steps:

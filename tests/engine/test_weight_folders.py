@@ -1,9 +1,9 @@
-"""The folders that servers load, of weights that were pushed as a folder on a disk.
+"""The folders that servers load, made of weights that were pushed as a folder on a disk.
 
-- It has what was pushed, costs the disk nothing, and stays when that is removed; what lies on another disk is copied.
-- Servers share the one of a push; it goes with the last of them, and what was pushed stays.
-- What is damaged, has no manifest or is not there is refused, and leaves nothing.
-- A call that is cancelled leaves nothing, and the same push may come again.
+- It has the pushed files, takes no space, and stays when they are removed; files on another disk are copied.
+- Servers share the folder of a push; it goes with the last of them, and the pushed one stays.
+- A damaged or missing folder, or one without a manifest, is refused and leaves nothing behind.
+- A cancelled call leaves nothing behind, and the same push may come again.
 """
 
 import asyncio

@@ -1,6 +1,5 @@
-"""The size of weights: of what is pushed in memory, of a transfer, of a folder with all that is in it.
-
-What is not there has none.
+"""The size of weights: pushed in memory, in a transfer, or as a folder with everything in it. A missing folder has size
+0.
 """
 
 from pathlib import Path

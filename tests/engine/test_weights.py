@@ -1,9 +1,9 @@
 """A weight update is all or nothing:
 
 - a damaged, incomplete or foreign set of weights raises WeightUpdateError, and the old version goes on unchanged
-- what fits is loaded: sharded folders, weights stored in another float type, tied heads stored twice
-- weights for which there is no memory are refused, and the next are taken
-- an engine that has nothing to do does not hold what was copied: a GPU's memory twice over
+- fitting weights are loaded: sharded folders, other float types, tied heads that are stored twice
+- weights for which there is no memory are refused, and the next ones are taken
+- an idle engine does not hold on to the copied weights, which would take a GPU's memory twice
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ FAULTS = {
 
 
 def check_same(result: GenerateResult, before: GenerateResult) -> None:
-    """The prefix cache may have begun the second answer: that changes log-probabilities by rounding only."""
+    """The second answer may begin from the prefix cache, which changes log-probabilities only by rounding."""
     assert (result.token_ids, result.versions) == (before.token_ids, before.versions)
     assert result.logprobs == pytest.approx(before.logprobs, abs=1e-5)
 
@@ -147,7 +147,7 @@ async def check_serves(served_folder, weights, expected_folder, serve, ask, trut
 
 
 class Full:
-    """A WeightLayout on a device whose memory is short once."""
+    """A WeightLayout on a device that once lacks memory."""
 
     def __init__(self, layout) -> None:
         self._layout = layout

@@ -1,6 +1,4 @@
-"""The wire: what one side writes, the other reads back as the same record; answers that contradict themselves are not
-read; SGLang's own answers are.
-"""
+"""The wire: each side reads a record as the other wrote it; contradictory answers are refused; SGLang's are read."""
 
 import math
 
@@ -127,7 +125,7 @@ def test_top_k_zero_is_sent_as_off():
 
 
 def answer(**meta: object) -> dict[str, object]:
-    """As SGLang 0.5 answers, with fields that we do not need."""
+    """An answer as SGLang 0.5 gives it, with fields that we do not need."""
     return {
         "text": " hi",
         "output_ids": [5, 6],

@@ -1,4 +1,4 @@
-"""Weights by torch.distributed as tests send them, and what may be wrong with them. Not a test."""
+"""Sends weights by torch.distributed for tests, and lists what may be wrong with them. A helper of tests."""
 
 import dataclasses
 import socket
@@ -14,7 +14,7 @@ from areal_agent.types import DistributedWeights
 from areal_agent.weights.channels import DistributedChannel, layout
 
 GONE_S = 0.5
-"""How long somebody who is not there is waited for."""
+"""The time after which somebody who is missing is given up."""
 
 
 def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -22,13 +22,13 @@ def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Receiver(Protocol):
-    """What a push is for. `serves`: weights by name, or the folder that it has loaded."""
+    """A receiver of pushes. `serves`: weights by name, or the folder that it has loaded."""
 
     serves: str | dict[str, torch.Tensor]
 
 
 def serve(receivers: Sequence[Receiver], folder: Path) -> bool:
-    """Whether all of them have exactly the weights of this folder, as they were sent."""
+    """Return whether all receivers have exactly the weights of this folder."""
     expected = parameters_of(folder)
     return all(
         isinstance(one.serves, dict)
@@ -40,7 +40,7 @@ def serve(receivers: Sequence[Receiver], folder: Path) -> bool:
 
 @contextmanager
 def open_channel(model: Path, timeout_s: float = 120.0) -> Generator[DistributedChannel]:
-    """Of a trainer of this model, with many buckets. Only a hang takes as long as `timeout_s`."""
+    """Open the channel of a trainer of this model, with many buckets. Only a hang takes `timeout_s`."""
     entries = layout(parameters_of(model).items(), torch.float32)
     channel = DistributedChannel(
         entries, torch.device("cpu"), host="127.0.0.1", bucket_bytes=2**16, timeout_s=timeout_s
@@ -78,4 +78,4 @@ FAULTS = {
     from_nobody: "did not take the weights: failed",
     written_before: "has newer weights",
 }
-"""What may be wrong, and what the client of a server says of it that is not ours."""
+"""Faults of a transfer, and the error for each that the client of a foreign server reports."""

@@ -1,4 +1,4 @@
-"""Sessions, turns and trajectories to put into a ledger, and a ledger in a folder of its own."""
+"""Makes sessions, turns and trajectories for a ledger, and opens a ledger in a folder of its own."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -43,17 +43,17 @@ SAMPLING = SamplingParams(
     stop=("END",),
     seed=3,
 )
-"""Nothing at its default."""
+"""Parameters of which none has its default."""
 
 SPANS = (
     VersionSpan(version=WeightVersion(step=1), start=0, end=3),
     VersionSpan(version=WeightVersion(incarnation=1, step=2), start=3, end=4),
 )
-"""Of a completion of 4 tokens that two weight versions sampled."""
+"""The spans of a completion of 4 tokens that two weight versions sampled."""
 
 
 class Make:
-    """Small valid records. Turn `n` of a session continues turn `n - 1`."""
+    """Makes small valid records. Turn `n` of a session continues turn `n - 1`."""
 
     START_S = 1_700_000_000.0
 
@@ -110,7 +110,7 @@ class Make:
         return replace(trajectory, **changes)
 
     async def closed(self, journal: Journal, *ids: str, num_turns: int = 2, **changes: object) -> None:
-        """Record whole sessions; `changes` are the session's."""
+        """Record whole sessions; `changes` apply to each session."""
         for id in ids:
             await journal.open_session(self.session(id, **changes))
             for number in range(num_turns):
@@ -118,7 +118,7 @@ class Make:
             await journal.close_session(self.ending(id))
 
     async def leased(self, ledger: Ledger, step: int, *ids: str) -> None:
-        """Lease closed sessions as the producer does."""
+        """Lease closed sessions, as the producer does."""
         await ledger.lease(step, [Lease.of(await ledger.trajectory(id), 8) for id in ids])
 
 

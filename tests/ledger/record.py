@@ -1,7 +1,7 @@
 """Writes a small ledger as SQL text into tests/ledger/versions: `PYTHONPATH=. python tests/ledger/record.py`.
 
-Run it once for every version of the tables, when `VERSION` in `areal_agent/ledger/files.py` has gone up, and commit
-what it writes. It is never written again: test_versions.py reads what the code of that version really wrote.
+Run it once for every version of the tables, after raising `VERSION` in `areal_agent/ledger/files.py`, and commit the
+result. Never write it again: test_versions.py reads what the code of that version really wrote.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from conftest import SAMPLING, SPANS, Make
 
 
 async def record(path: Path) -> None:
-    """A session in every state, one that has a fork, and a shard with a closed session and an open one."""
+    """Record a session in every state, one with a fork, and a shard with one closed and one open session."""
     make = Make()
     ledger = await Ledger.open(path, create=True)
     await ledger.begin_incarnation(0)

@@ -1,8 +1,8 @@
-"""What a SIGKILL may not take. Each test kills real processes, with the ledger's own code in them.
+"""A SIGKILL loses nothing that was acknowledged. Each test kills real processes that run the ledger's own code.
 
-1. every acknowledged turn and end is there after a kill at a random moment, the file is in order, and what was open
-ends as an orphan; 2. a trainer that is killed at one commit point after the other, and restarted each time, ends with
-every trajectory of its checkpoint trained exactly once, and with no other trained.
+1. after a kill at a random moment, every acknowledged turn and end is there, the file is intact, and open sessions
+end as orphans; 2. a trainer that is killed at one commit point after another, and restarted each time, trains every
+trajectory of its checkpoint exactly once, and no other.
 """
 
 import json
@@ -28,7 +28,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def lines_until_killed(path: Path, name: str, num_lines: int) -> list[str]:
-    """Start a worker, kill it after it has kept `num_lines` promises; all that it told."""
+    """Start a worker, kill it after it has kept `num_lines` promises, and return all that it printed."""
     with start("append", path, name) as worker:
         lines = [worker.stdout.readline().strip() for _ in range(num_lines)]
         worker.kill()

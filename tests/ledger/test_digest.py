@@ -1,8 +1,8 @@
-"""The identity of sampled tokens, and of what was earned with them.
+"""Digests of sampled tokens, and of what was earned with them.
 
-1. the documented bytes, by hand; 2. order is of no account; 3. it is the same from a trajectory and from its parts;
-4. any change of an id, a token, a log-probability or a boundary changes it; 5. a lease has rewards and its number of
-loss tokens as well.
+1. the documented bytes, by hand; 2. order does not matter; 3. a trajectory and its parts give the same digest; 4. any
+change of an id, a token, a log-probability or a boundary changes it; 5. a lease's digest also covers rewards and the
+number of loss tokens.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""Records to rows and back, through the file.
+"""Records become rows and come back, through the file.
 
-1. any turn and any ending comes back equal, with the digests that it had; 2. a log-probability comes back as the
-float32 it was; 3. what is no JSON is refused, by name; 4. a token id that is no int32 is refused; 5. a turn costs the
-file its new tokens only.
+1. any turn and any ending comes back equal, with the same digests; 2. a log-probability comes back as the float32
+that it was; 3. values that are not JSON are refused by name; 4. a token id that does not fit int32 is refused; 5. a
+turn costs the file only its new tokens.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ endings = st.fixed_dictionaries(
 
 
 def with_own_ids(turn: Turn, number: int) -> Turn:
-    """The same turn, its ids unique in the ledger."""
+    """Return the same turn with ids that are unique in the ledger."""
     answers = tuple(replace(one, id=f"{number}-{place}-{one.id}") for place, one in enumerate(turn.completions))
     return replace(turn, id=f"{number}-{turn.id}", completions=answers)
 
@@ -156,7 +156,7 @@ async def test_what_is_no_json_is_refused_by_name(ledger: Ledger, make) -> None:
 
 async def test_a_token_id_that_is_no_int32_is_refused(ledger: Ledger, make) -> None:
     await ledger.own.open_session(make.session("s"))
-    with pytest.raises(LedgerError, match="token ids are int32; 2147483648 is none"):
+    with pytest.raises(LedgerError, match="token ids must fit int32, and 2147483648 does not"):
         await ledger.own.append_turn("s", make.turn("s", new_prompt_ids=(2**31,)))
 
 

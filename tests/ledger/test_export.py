@@ -1,9 +1,9 @@
-"""`ledger export --parquet`: what a researcher reads.
+"""`ledger export --parquet` gives a researcher the data of a run.
 
-1. a row a completion, of every file, with all that the ledger knows of it; 2. the prompt is whole, also behind a fork,
-and the tokens are those that were sampled; 3. a session that is open, or never had a reward, has no figures of an end;
-4. what is written holds however many rows a group has; 5. a file that is there is kept, unless it may be replaced;
-6. a failure leaves nothing behind; 7. the command's own errors are one line and exit 2.
+1. there is one row per completion, from every file, with all that the ledger knows of it; 2. prompts are whole, also
+after a fork, and tokens are those that were sampled; 3. a session that is open or has no reward has no figures of its
+end; 4. the result does not depend on the size of row groups; 5. an existing file is kept unless `--force` is given;
+6. a failure leaves nothing behind; 7. the command's own errors are one line and exit code 2.
 """
 
 import os
@@ -24,7 +24,7 @@ from areal_agent.types import Drop, Rewards, VersionSpan, WeightVersion
 
 
 async def recorded(ledger: Ledger, path: Path, make) -> None:
-    """A trained session with a fork and an undelivered answer, a dropped one in a shard, and an open one."""
+    """Record a trained session with a fork and an undelivered answer, a dropped one in a shard, and an open one."""
     spans = (
         VersionSpan(version=WeightVersion(step=1), start=0, end=3),
         VersionSpan(version=WeightVersion(incarnation=1, step=2), start=3, end=4),
@@ -118,7 +118,7 @@ async def test_a_file_that_is_there_is_kept_unless_forced(ledger: Ledger, path: 
     target.write_text("precious")
     refused = command(path.parent, "--parquet", target)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "exists; name another file, or replace it by --force" in refused.stderr
+    assert "exists; name another file, or replace it with --force" in refused.stderr
     assert target.read_text() == "precious"
     assert command(path.parent, "--parquet", target, "--force").returncode == 0
     assert pq.read_table(target).num_rows == 4
@@ -144,8 +144,8 @@ async def test_a_failure_leaves_nothing_behind(ledger: Ledger, path: Path, tmp_p
     ("arguments", "message"),
     [
         ([], "export needs a file to write: --parquet FILE"),
-        (["--parquet", "."], "is no file in a folder that exists"),
-        (["--parquet", "missing/out.parquet"], "is no file in a folder that exists"),
+        (["--parquet", "."], "must be a file in an existing folder"),
+        (["--parquet", "missing/out.parquet"], "must be a file in an existing folder"),
     ],
 )
 async def test_its_own_errors_are_one_line(ledger: Ledger, path: Path, arguments: list[str], message: str) -> None:

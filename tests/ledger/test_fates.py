@@ -1,10 +1,11 @@
-"""What becomes of a trajectory: exactly one of waiting, leased, trained, dropped.
+"""A closed training trajectory is exactly one of waiting, leased, trained, dropped.
 
-1. what waits comes in the order of closing, whatever its status; 2. evaluation never waits and is never leased or
-dropped; 3. lease, then commit: trained by the step of the lease; 4. a commit takes every lease up to its step, and no
-later one; 5. committing twice changes nothing; 6. a lease is refused when open, unknown, leased, trained or dropped,
-7. and with it all of its siblings; 8. so is a drop; 9. no lease for a step that a checkpoint holds; 10. notes hold
-values; 11. group numbers count on; 12. counts add up; 13. dropping twice for one reason is dropping once.
+1. waiting trajectories come in the order of closing, whatever their status; 2. evaluation never waits and is never
+leased or dropped; 3. a lease and a commit: trained by the step of the lease; 4. a commit trains every lease up to its
+step, and no later one; 5. committing twice changes nothing; 6. what is open, unknown, leased, trained or dropped
+cannot be leased, 7. nor can anything in the same call; 8. the same holds for a drop; 9. no lease is for a step that a
+checkpoint holds; 10. notes hold values; 11. group numbers count on; 12. counts add up; 13. dropping twice for one
+reason is dropping once.
 """
 
 import pytest
@@ -70,7 +71,7 @@ async def test_committing_twice_changes_nothing(ledger: Ledger, make) -> None:
 
 
 async def prepared(ledger: Ledger, make) -> None:
-    """One session in each state."""
+    """Record one session in each state."""
     await make.closed(ledger.own, "trained", "leased", "dropped", "waiting")
     await ledger.own.open_session(make.session("open"))
     await make.leased(ledger, 1, "trained")

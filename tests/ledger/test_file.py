@@ -1,9 +1,9 @@
-"""The file and its lock.
+"""The ledger's file and its lock.
 
-1. it is readable by its owner only, and so are the files beside it; 2. a second live writer is refused, with the
-folder's name, in another process too; 3. after the first has closed, it is not; 4. a missing file, 5. an empty one,
-6. another program's database, which is not written to, 7. no database at all: each refused with what to do; 8. opening
-with `create` keeps what is there; 9. a closed ledger is one file.
+1. only its owner can read it and the files beside it; 2. a second live writer is refused, with the folder's name,
+also in another process; 3. it is accepted once the first has closed. 4. A missing file, 5. an empty one, 6. another
+program's database, which is left alone, and 7. a file that is no database are refused with a remedy. 8. opening with
+`create` keeps existing data; 9. a closed ledger is one file.
 """
 
 import asyncio
@@ -79,14 +79,14 @@ def scribble(path: Path) -> Path:
 
 
 async def test_an_empty_file_is_refused_unless_it_is_to_be_made(empty: Path) -> None:
-    with pytest.raises(LedgerError, match="its run ended before it was made"):
+    with pytest.raises(LedgerError, match="its run ended before its tables were made"):
         await Ledger.open(empty, create=False)
     ledger = await Ledger.open(empty, create=True)
     await ledger.aclose()
 
 
 async def test_another_programs_database_is_refused_and_left_alone(foreign: Path) -> None:
-    with pytest.raises(LedgerError, match="is no ledger of areal_agent"):
+    with pytest.raises(LedgerError, match="is not a ledger of areal_agent"):
         await Ledger.open(foreign, create=True)
     connection = sqlite3.connect(foreign)
     tables = connection.execute("SELECT name FROM sqlite_master").fetchall()

@@ -1,9 +1,9 @@
-"""What a restart finds.
+"""A restart settles what the previous process left.
 
-1. incarnations count from 0; 2. what a dead process left open ends as an orphan, with the turns it had; 3. an orphan
-of an evaluation has no fate; 4. leases that the checkpoint holds are trained, although their commit was lost; 5. later
-ones wait again and can be leased again; 6. nothing changes for what has its fate; 7. a run that resumes from an earlier
-checkpoint than the newest trains the lost steps again; 8. a completed run that goes on is running again.
+1. incarnations count from 0; 2. sessions that a dead process left open end as orphans, with their turns; 3. an orphan
+of an evaluation has no fate; 4. leases that the checkpoint covers are trained, although their commit was lost; 5.
+later ones wait and can be leased again; 6. existing fates stay; 7. a run that resumes from an earlier checkpoint than
+the newest trains the lost steps again; 8. a completed run that goes on is running again.
 """
 
 from pathlib import Path

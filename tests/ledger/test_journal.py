@@ -1,10 +1,10 @@
-"""What the gateway relies on.
+"""The journal that a gateway relies on.
 
-1. turns come back in the order of appending, also of many sessions at once; 2. an unknown session is refused; 3. a
-closed one is; 4. so is a second session, turn or completion of one id; 5. a write that is refused leaves its neighbours
-in the same transaction; 6. a trajectory is none while its session is open; 7. a full disk fails the whole group, and
-the ledger goes on when there is room; 8. a cancelled caller harms nobody; 9. a closed ledger refuses, and is closed
-again in peace; 10. closing commits what is queued.
+1. turns come back in the order of appending, also of many sessions at once; 2. an unknown or 3. a closed session is
+refused; 4. so is a second session, turn or completion with the same id; 5. a refused write leaves the others in its
+transaction alone; 6. an open session is not a trajectory; 7. a full disk fails the whole group, and the ledger goes
+on when there is room; 8. a cancelled caller affects nobody else; 9. a closed ledger refuses work, and may be closed
+again; 10. closing commits what is queued.
 """
 
 import asyncio

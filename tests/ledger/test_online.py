@@ -1,9 +1,9 @@
-"""What a gateway that stands alone asks of the ledger.
+"""The questions and writes of a standalone gateway.
 
-1. a late reward is durable and completes what only lacked one; 2. what is leased, dropped or damaged takes none;
-3. what is leased for a step can be asked for until it is trained; 4. leases after a checkpoint return, and what it
-holds is trained; 5. a restart that names no checkpoint ends orphans and leaves leases alone; 6. a session is found by
-its key.
+1. a late reward is durable, and completes a session that only lacked it; 2. a leased, dropped or damaged session
+takes none; 3. the leases of a step can be listed until it is trained; 4. leases after a checkpoint return, and those
+before are trained; 5. a restart that names no checkpoint ends orphans and leaves leases alone; 6. a session is found
+by its key.
 """
 
 import sqlite3
@@ -46,7 +46,7 @@ async def test_an_ending_that_was_changed_takes_no_late_reward(ledger: Ledger, m
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("UPDATE endings SET final_reward = 0.5")
     again = await Ledger.open(path, create=False)
-    with pytest.raises(LedgerError, match="not as it was written"):
+    with pytest.raises(LedgerError, match="was changed after it was written"):
         await again.set_rewards("a", Rewards(final=2.0))
     await again.aclose()
 

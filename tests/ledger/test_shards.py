@@ -1,14 +1,14 @@
 """A ledger whose sessions lie in several files.
 
-1. what a worker wrote is read by the coordinator, also from a shard that was made later; 2. its trajectories are
-leased, trained and dropped like the coordinator's own; 3. what waits comes in the order of closing over all files, as
-many as were asked for; 4. figures are of all files; 5. what a dead worker left open ends as orphans, when the
-coordinator is told, 6. or at the next incarnation; 7. a shard that a live worker writes to is an error, and nothing has
-happened; 8. orphans are dropped: they wait no more, and are neither leased nor dropped for another reason; 9. one file
-has one writer; 10. a shard is no ledger and a ledger is no shard; 11. a run that is over leaves one file a shard, also
-of a worker that died; 12. a shard that has no tables yet holds up nobody; 13. a copy of the ledger beside it is no
-shard, and no worker can write where nobody reads; 14. a late reward of a shard's session is refused; 15. a session of
-a shard is found by its key, and what is leased of a shard can be asked for.
+1. the coordinator reads what a worker wrote, also in a shard that was made later; 2. its trajectories are leased,
+trained and dropped like the coordinator's own; 3. waiting trajectories come in the order of closing over all files,
+up to the limit; 4. counts cover all files; 5. open sessions of a dead worker end as orphans when the coordinator says
+so, 6. or at the next incarnation; 7. a shard with a live writer is an error that changes nothing; 8. orphans are
+dropped: they no longer wait, and are neither leased nor dropped for another reason; 9. one file has one writer; 10. a
+shard is not a ledger, nor a ledger a shard; 11. a finished run leaves one file per shard, also of a dead worker; 12.
+a shard without tables holds up nobody; 13. a copy of the ledger beside it is not a shard, and no worker can write
+where nobody reads; 14. a late reward of a shard's session is refused; 15. a shard's session is found by its key, and
+its leases can be listed.
 """
 
 import os
@@ -32,7 +32,7 @@ OpenShard = Callable[[str], Awaitable[LedgerShard]]
 
 @pytest_asyncio.fixture
 async def open_shard(ledger: Ledger, path: Path) -> AsyncIterator[OpenShard]:
-    """Opens shards beside the ledger, which is there first and closes after them."""
+    """Opens shards beside the ledger, which is made first and closed last."""
     opened: list[LedgerShard] = []
 
     async def open_it(name: str) -> LedgerShard:
@@ -213,5 +213,5 @@ async def test_a_copy_beside_the_ledger_is_no_shard(ledger: Ledger, path: Path, 
     await make.closed(ledger.own, "a")
     shutil.copy(path, path.with_name("ledger-backup.sqlite"))
     assert await ledger.ask(questions.num_waiting) == 1
-    with pytest.raises(LedgerError, match="'backup' is no name of a shard"):
+    with pytest.raises(LedgerError, match="'backup' is not the name of a shard"):
         ledger.shard_path("backup")

@@ -1,10 +1,10 @@
-"""`ledger verify`: proves the invariants, and finds each breach of them.
+"""`ledger verify` checks the invariants and finds each violation.
 
-1. a run in the middle of its life is in order, and so is a completed one, with the right figures; 2. each planted
-corruption is found, as the invariant that it breaks; 3. a file too damaged to read on is a violation, no traceback;
-4. it works beside the live writer, and sees one state; 5. what is wrong in a shard, or between files, is found too;
-6. the command prints a report and exits 0, or 1 with the violation; 7. a folder or ledger that is not there is one line
-and exit 2.
+1. a run in mid-life is in order, and so is a completed one, with the right figures; 2. each planted corruption is
+found under the invariant that it violates; 3. a file too damaged to read on is a violation, not a traceback; 4. it
+works beside the live writer, and sees one state; 5. faults in a shard, or between files, are found too; 6. the
+command prints a report and exits with 0, or with 1 and the violation; 7. a missing folder or ledger is one line and
+exit code 2.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from .conftest import Make
 
 
 async def live(ledger: Ledger, make) -> None:
-    """A session in every state, one with a fork and a completion that two weight versions sampled."""
+    """Record a session in every state, one of them with a fork and a completion of two weight versions."""
     await make.closed(ledger.own, "trained", "leased", "dropped", "waiting")
     await make.closed(ledger.own, "eval", purpose=SessionPurpose.EVAL)
     spans = (
@@ -229,7 +229,7 @@ CORRUPTIONS = {
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ledger with a session in every state, and a shard with one that is leased; nobody has it open."""
+    """Make a closed ledger with a session in every state, and a shard with a leased one."""
     path = tmp_path_factory.mktemp("recorded") / "ledger.sqlite"
 
     async def record() -> None:
@@ -249,7 +249,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(recorded: Path, path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """Copy that ledger, to be damaged."""
     for file in recorded.parent.glob("*.sqlite"):
         shutil.copy(file, path.parent)
     return path
@@ -273,7 +273,7 @@ async def test_a_lease_of_more_tokens_than_were_sampled_is_found(ledger: Ledger,
     await make.closed(ledger.own, "a")
     await ledger.lease(1, [Lease.of(await ledger.trajectory("a"), 9)])
     [violation] = verify(path).violations
-    assert (violation.invariant, violation.detail) == (Invariant.SAMPLED, "9 tokens in the loss of 8 sampled")
+    assert (violation.invariant, violation.detail) == (Invariant.SAMPLED, "9 of its 8 sampled tokens are in the loss")
 
 
 def deface(path: Path) -> None:

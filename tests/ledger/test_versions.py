@@ -1,11 +1,10 @@
-"""Ledgers that other versions of the tables wrote. versions/ has what each release really wrote (record.py).
+"""Ledgers of other versions of the tables. versions/ has what each release really wrote (record.py).
 
 1. a ledger of every version is verified, exported and resumed; 2. reading leaves its files as they are, also beside
-their writer and in a folder that cannot be written to; 3. once it is opened for writing its files have today's tables,
-also when an upgrade was cut off between two files; 4. a shard that a worker of the older release still writes to is an
-error; 5. what version 2 kept no digest of is said to be unproved, what it kept one of is checked, and no digest can be
-left out later; 6. a newer version is refused, and so is one from before all that can be upgraded; 7. tables cannot
-change without a new version.
+their writer and in a read-only folder; 3. once opened for writing its files have today's tables, also when an upgrade
+was interrupted between two files; 4. a shard that a worker of the older release still writes to is an error; 5. what
+version 2 kept no digest of is reported as unproved, what it kept one of is checked, and no digest can be left out
+later; 6. newer versions and versions too old to upgrade are refused; 7. tables cannot change without a new version.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ FOLDER = Path(__file__).parent / "versions"
 
 
 def restore(version: int, folder: Path) -> Path:
-    """Make the files of a ledger of a version anew."""
+    """Rebuild the files of a ledger of one version."""
     for dump in sorted((FOLDER / str(version)).glob("*.sql")):
         with closing(sqlite3.connect(folder / f"{dump.stem}.sqlite")) as connection:
             connection.executescript(dump.read_text())
@@ -75,7 +74,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """The files of a ledger; beside them SQLite leaves the empty log of whoever has read."""
+    """Return the files of a ledger, without the empty log that SQLite leaves for a reader."""
     return {path.name: path.read_bytes() for path in folder.glob("*.sqlite")}
 
 
@@ -138,7 +137,7 @@ print(report.num_turns, report.violations)
 
 @pytest.fixture
 def read_only(recorded: Path) -> Iterator[Path]:
-    """Its files in a folder that everybody may read and nobody may write to."""
+    """Put its files into a folder that everybody may read and nobody may write to."""
     with tempfile.TemporaryDirectory() as folder:
         for path in recorded.parent.iterdir():
             copy = Path(folder) / path.name
@@ -210,7 +209,7 @@ async def test_what_version_2_kept_no_digest_of_is_unproved(old: Path, make) -> 
     assert verify(old).unproved == unproved
     done = command("-m", "areal_agent.ledger", "verify", old)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "? every ending, with its rewards, is as it was written (unproved for 8 sessions" in done.stdout
+    assert "? every ending, with its rewards, is as it was written (cannot be proved for 8 sessions" in done.stdout
     assert done.stdout.endswith("OK: none of 15 invariants is violated, and 2 cannot be proved\n")
     ledger = await Ledger.open(old, create=False)
     await make.closed(ledger.own, "new")

@@ -1,6 +1,6 @@
-"""A process that writes to a ledger until it is killed. Started by test_crash.py; tells each promise that was kept.
+"""A process that writes to a ledger until it is killed, started by test_crash.py. It prints every promise that it kept.
 
-worker.py append LEDGER NAME          sessions side by side, a line `turn ID` after each acknowledged turn
+worker.py append LEDGER NAME          writes sessions side by side, and a line `turn ID` after each acknowledged turn
 worker.py train  LEDGER POINT STEPS   rolls out, leases, "trains", publishes, commits; dies at its POINT-th commit
                                       point, or completes after STEPS (POINT 0: never)
 """
@@ -41,7 +41,7 @@ async def append(path: Path, name: str) -> None:
 
 
 class Mortal:
-    """Counts commit points and dies, as by a power cut of this process, at the chosen one."""
+    """Counts commit points, and at the chosen one dies as if this process lost power."""
 
     def __init__(self, point: int) -> None:
         self._left = point
@@ -53,7 +53,7 @@ class Mortal:
 
 
 async def train(path: Path, point: int, num_steps: int) -> None:
-    """The checkpoint is a file with what the weights were trained on: the lineage that the ledger must agree with."""
+    """Write checkpoints that list what the weights were trained on: the lineage with which the ledger must agree."""
     checkpoint = path.with_name("checkpoint.json")
     step, trained = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, [])
     ledger, make, mortal = await Ledger.open(path, create=True), Make(), Mortal(point)

@@ -1,22 +1,18 @@
-"""The forward pass of a dense decoder in as few operations as it takes. Llama, Mistral, Qwen2 and Qwen3 are one.
+"""The forward pass of a dense decoder in few operations, for Llama, Mistral, Qwen2 and Qwen3, and its attention.
 
     h <- embed(ids)
     h <- h + o(attend(rope(q), rope(k), v))     (q, k, v) = qkv(rms(h)), for Qwen3 with q and k normalised by head
-    h <- h + down(silu(gate) * up)              (gate, up) = gate_up(rms(h)); both lines once a layer
+    h <- h + down(silu(gate) * up)              (gate, up) = gate_up(rms(h)); both lines once per layer
     h <- rms(h)
 
-The weights stay parameters of transformers' model, under transformers' names. Those that multiply the same input lie
-side by side in one tensor, and the parameters become views of it: whoever copies into a parameter changes the product.
-A pass whose result nobody needs any more is given up between two layers.
+The weights stay parameters of transformers' model, under their names. Weights that multiply the same input lie side by
+side in one tensor, and the parameters are views of it, so copying into a parameter changes the product.
 
-Shapes: N tokens, E hidden size, Q query heads, H key-value heads, D head dimension.
+Attention reads the cache's slots with torch's `scaled_dot_product_attention`. It puts a group of query heads on the
+query axis: repeating keys and values is 3 to 13 times slower on a CPU.
 
-Attention over the slots, by torch's `scaled_dot_product_attention`.
-
-Grouped-query attention puts the group on the query axis: repeating keys and values is 3 to 13 times slower on a CPU.
-
-Shapes: n rows, N packed tokens, T tokens of one piece, Q query heads, H key-value heads, G = Q / H, D head dimension,
-W width, P past tokens.
+Shapes: n rows, N packed tokens, T tokens of one piece, E hidden size, Q query heads, H key-value heads, G = Q / H,
+D head dimension, W width, P past tokens.
 """
 
 import threading
@@ -33,14 +29,16 @@ from areal_agent.engine.embedded.kv_cache import Ids, KVCache, KVShape
 
 
 class StepGivenUp(Exception):
-    """A forward pass ended early, as it was told to: keys and values of its tokens are not whole."""
+    """Raised when a forward pass was told to stop: the keys and values of its tokens are incomplete."""
 
 
 class Step(Protocol):
-    """One forward pass, as attention sees it."""
+    """The attention of one forward pass."""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Keep the keys and values of the new tokens, `[N, H, D]`; attend with `[N, Q, D]`; answer `[N, Q * D]`."""
+        """Store the new tokens' keys and values `[N, H, D]` and attend with queries `[N, Q, D]`; the result is `[N, Q *
+        D]`.
+        """
         ...
 
 
@@ -51,7 +49,7 @@ class _Linear:
 
     @classmethod
     def of(cls, *parts: nn.Linear) -> "_Linear":
-        """One product in place of several of the same input. The parts keep their parameters, as views."""
+        """Join layers of the same input into one product. The layers keep their parameters, as views."""
         biases = [cast(Any, part).bias for part in parts]
         return cls(
             weight=_side_by_side([part.weight for part in parts]),
@@ -85,7 +83,7 @@ class _Norm:
 
 
 def normalised(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis; a new tensor."""
+    """x / sqrt(mean(x^2) + eps) over the last axis, as a new tensor."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).to(x.dtype)
@@ -120,7 +118,7 @@ class _Layer:
 
 
 class Decoder:
-    """A transformers model's weights, and the forward pass over them. The model itself is not called any more."""
+    """The weights of a transformers model and the forward pass over them. It never calls the model itself."""
 
     def __init__(self, model: PreTrainedModel, *, max_positions: int) -> None:
         config, inner = model.config, cast(Any, model).model
@@ -136,13 +134,13 @@ class Decoder:
 
     @property
     def kv_shape(self) -> KVShape:
-        """What it needs of a cache."""
+        """The dimensions of its keys and values."""
         return KVShape(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def hidden(self, ids: Tensor, positions: Tensor, step: Step, *, unneeded: threading.Event) -> Tensor:
         """The last hidden states `[N, E]` of tokens `[N]` at `positions` `[N]` of their sequences.
 
-        Raises StepGivenUp once `unneeded` is set.
+        Raises StepGivenUp, between two layers, once `unneeded` is set.
         """
         hidden = embedding(ids, self._embedding)
         cos, sin = self._cos[positions], self._sin[positions]
@@ -156,7 +154,7 @@ class Decoder:
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the next token, `[n, V]` float32."""
+        """The logits of the next token, `[n, V]` float32."""
         return linear(hidden, self._head).float()
 
     def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,8 +181,10 @@ def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _rotations(rotary: nn.Module, max_positions: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, `[P, 1, D]`. rotate_half(x) is roll(x) with its first half negated: the
-    sign is in the sines."""
+    """Cosines and sines of every position, `[P, 1, D]`.
+
+    rotate_half(x) is roll(x) with its first half negated; that sign is folded into the sines.
+    """
     positions = torch.arange(max_positions, device=like.device)[None]
     with torch.inference_mode():
         cos, sin = rotary(like, positions)
@@ -207,7 +207,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Packed tokens `[start, stop)` are positions `[begin, begin + T)` of the sequence in `slot`.
+    """A piece in a packed batch: tokens `[start, stop)` are positions `[begin, begin + T)` of `slot`.
 
     `mask` says which positions each token sees, `[T, begin + T]`; None where attention needs none.
     """
@@ -221,13 +221,13 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillStep:
-    """Pieces of sequences, packed on one axis without padding: only attention tells them apart."""
+    """A prefill of pieces packed on one axis without padding; only attention separates them."""
 
     cache: KVCache
     segments: Sequence[Segment]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """`[N, heads, D]` in, `[N, Q * D]` out."""
+        """Attend with `[N, heads, D]`; the result is `[N, Q * D]`."""
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for segment in self.segments:
             tokens = slice(segment.start, segment.stop)
@@ -247,13 +247,13 @@ class PrefillStep:
 
 
 def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, past_keys: Tensor, past_values: Tensor) -> Tensor:
-    """Causal attention of T tokens after P others, `[1, heads, T, D]`: a fifth quicker than under a mask `[T, P + T]`.
+    """Causal attention of T tokens after P others, `[1, heads, T, D]`: a fifth faster than with a mask `[T, P + T]`.
 
-    Softmax over two parts is the mean of both, weighed by what each adds up to (FlashAttention, Dao et al. 2022):
+    Softmax over two parts is their mean, weighted by the sum of each part (FlashAttention, Dao et al. 2022):
 
         o = w * o_past + (1 - w) * o_own,    w = e^past / (e^past + e^own) = sigmoid(past - own),
 
-    `past` and `own` the log-sum-exp of the scores. Every token sees all of the past, so that part needs no mask.
+    where `past` and `own` are log-sum-exps of scores. Every token sees all of the past, so that part needs no mask.
     """
     shape, num_kv_heads = queries.shape, keys.shape[1]
     group = shape[1] // num_kv_heads
@@ -266,16 +266,15 @@ def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, past_keys: Te
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, is_causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Attention, and the log-sum-exp of the scores, `[1, heads, T]`: what the public function leaves out."""
+    """Attention with the log-sum-exp of the scores, `[1, heads, T]`, which the public function does not return."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, is_causal)
 
 
 def attend_under_mask(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The same over all P + T keys `[1, H, P + T, D]`, of which each token sees those in `mask` `[T, P + T]`.
+    """Compute the same with all keys `[1, H, P + T, D]` under a mask `[T, P + T]` of what each token sees.
 
-    For GPUs, where torch has no kernel that gives the log-sum-exp in every float type. The heads of a group read the
-    same keys and values, which are not repeated in memory: torch's quick kernels take groups of heads, or a mask, and
-    not both.
+    For GPUs, where torch has no kernel that returns the log-sum-exp in every float type. The heads of a group read the
+    same keys and values without repeating them in memory, since torch's fast kernels take either groups or a mask.
     """
     num_heads, num_kv_heads = queries.shape[1], keys.shape[1]
     grouped = queries.reshape(num_kv_heads, num_heads // num_kv_heads, *queries.shape[2:])  # [H, G, T, D]
@@ -284,8 +283,9 @@ def attend_under_mask(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 
 
 def prefill_step(cache: KVCache, pieces: Sequence[Piece], *, in_parts: bool) -> PrefillStep:
-    """The prefill of pieces, packed in this order. Those that go on from a past attend `in_parts`, which works on CPUs
-    alone, or under a mask."""
+    """Prepare the prefill of pieces, packed in this order. Pieces with a past attend `in_parts` (CPU only) or with a
+    mask.
+    """
     segments: list[Segment] = []
     start = 0
     for piece in pieces:
@@ -297,7 +297,7 @@ def prefill_step(cache: KVCache, pieces: Sequence[Piece], *, in_parts: bool) -> 
 
 
 def causal_mask(num_tokens: int, num_past: int, device: torch.device) -> Tensor:
-    """Each of T tokens sees the P before them, those among them up to its own, and no later one, `[T, P + T]`.
+    """The mask `[T, P + T]` by which each of T tokens sees the P before them, and those among them up to itself.
 
     >>> causal_mask(2, 1, torch.device("cpu")).tolist()
     [[True, True, False], [True, True, True]]
@@ -307,9 +307,9 @@ def causal_mask(num_tokens: int, num_past: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Slots `[start, stop)` read together up to position `width`.
+    """Slots `[start, stop)`, read together up to position `width`.
 
-    `mask` is added to the scores, `[rows, 1, 1, W]`; None where all rows are as long.
+    `mask` is added to the scores, `[rows, 1, 1, W]`; None where all rows have the same length.
     """
 
     start: int
@@ -320,14 +320,14 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeStep:
-    """One new token for each of the first n slots, at `positions`."""
+    """A decode step: one new token for each of the first n slots, at `positions`."""
 
     cache: KVCache
     positions: Tensor  # [n]
     buckets: Sequence[Bucket]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """`[n, heads, D]` in, `[n, Q * D]` out."""
+        """Attend with `[n, heads, D]`; the result is `[n, Q * D]`."""
         self.cache.append(layer, self.positions, keys, values)
         num_rows, num_kv_heads, head_dim = keys.shape
         grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)  # [n, H, G, D]
@@ -341,7 +341,7 @@ class DecodeStep:
 
 
 def decode_step(cache: KVCache, lengths: Sequence[int]) -> DecodeStep:
-    """The decode of the first n rows, which have `lengths` tokens, the new one included."""
+    """Prepare a decode step of the first n rows; `lengths` count the new token."""
     length = torch.tensor(lengths, device=cache.device)
     buckets: list[Bucket] = []
     for start, stop in bucket_rows(lengths):
@@ -358,7 +358,7 @@ def _mask(length: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def bucket_rows(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut the rows where reading each part only up to its own longest row pays.
+    """Split the rows into buckets, each read up to its own longest row, where that saves enough.
 
     >>> bucket_rows([100] * 32)
     [(0, 32)]

@@ -1,8 +1,7 @@
-"""Answers that follow a grammar: which tokens may come next, by llguidance (the extra `grammar`).
+"""Constrains answers to a grammar with llguidance (the extra `grammar`): which tokens may come next.
 
-A matcher belongs to one answer and follows it token by token. Without llguidance, or for a model whose folder has no
-fast tokenizer that it reads, there is no grammar, and requests that ask for one are refused. It knows no batch and no
-logits.
+A matcher follows one answer token by token. Without llguidance, or when it cannot read the model's fast tokenizer,
+requests with a grammar are refused.
 """
 
 import importlib
@@ -29,7 +28,7 @@ class Matcher:
         self._eos_token_ids = list(eos_token_ids)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """The tokens that may come next, `[V]`: never none, for where nothing can follow the answer ends."""
+        """The tokens that may come next, `[V]`. Never none: where nothing can follow, the answer ends."""
         allowed = np.zeros(self._vocab_size, dtype=np.bool_)
         if not self._matcher.is_stopped():
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -40,12 +39,12 @@ class Matcher:
         return allowed
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """These tokens have been sampled."""
+        """Advance by sampled tokens."""
         if not self._matcher.is_stopped():
             self._matcher.consume_tokens(list(token_ids))
 
     def failure(self) -> EngineRejected | None:
-        """Why the answer cannot be held to its grammar any more: following it has become too much work."""
+        """The reason why the grammar cannot be followed any further (it has become too much work), or None."""
         return _refused("the grammar", self._matcher.get_error()) if self._matcher.is_error() else None
 
 
@@ -59,7 +58,7 @@ class Grammars:
 
     @classmethod
     def of(cls, folder: Path, *, vocab_size: int, eos_token_ids: Set[int]) -> Self | None:
-        """None where answers cannot be held to a grammar; the log says why."""
+        """The grammars of a model folder; None, with the reason in the log, where there can be none."""
         tokenizer = folder / "tokenizer.json"
         if importlib.util.find_spec("llguidance") is None:
             logger.info("no grammars: install the extra, areal-agent[grammar]")
@@ -69,14 +68,14 @@ class Grammars:
             guidance = importlib.import_module("llguidance")
             try:
                 built = guidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
-            except Exception as error:  # a boundary: what it does not read is not told by type
+            except Exception as error:  # a boundary: its errors share no type
                 logger.warning("no grammars: llguidance does not read %s: %s", tokenizer, error)
                 return None
             return cls(guidance, built, vocab_size=vocab_size)
         return None
 
     def matcher(self, kind: str, text: str) -> Matcher:
-        """For answers that follow a `json_schema`, a `regex` or an `ebnf`. Raises EngineRejected where none can."""
+        """A matcher for answers that follow a `json_schema`, `regex` or `ebnf`. Raises EngineRejected for a bad one."""
         try:
             matcher = self._guidance.LLMatcher(self._tokenizer, self._guidance.grammar_from(kind, text), log_level=0)
         except ValueError as error:
@@ -87,5 +86,5 @@ class Grammars:
 
 
 def _refused(kind: str, reason: str) -> EngineRejected:
-    cause = reason.partition("\n")[0]  # what comes after it is the state of a parser
+    cause = reason.partition("\n")[0]  # the rest is the state of a parser
     return EngineRejected(f"{kind} cannot be followed: {cause[:300]}; correct or simplify it")

@@ -1,32 +1,22 @@
-"""Keys and values of every slot and layer.
+"""Keys and values: the slots of running rows, the prefix cache, and the room that both share.
 
-Slots 0..n-1 are the n running rows, without gaps, so that a decode step reads plain views and gathers nothing. A slot
-reserves addresses for all its positions; on a CPU the memory behind them comes with the first write, and `release`
-gives it back. On a GPU every slot has all of its memory from the start.
+`KVCache` has one slot per running row. Slots 0..n-1 are in use, without gaps, so that a decode step reads plain views
+and gathers nothing. On a CPU a slot reserves addresses for all its positions, and memory comes with the first write
+until `release` gives it back. On a GPU every slot has all of its memory from the start.
 
-Shapes: L layers, S slots, H key-value heads, P positions, D head dimension, T tokens.
-
-How many tokens' keys and values an engine keeps, and how many requests run at once for that.
-
-On a CPU a slot takes the memory that was written in it, so there are as many slots as were asked for. On a GPU each
-slot takes its whole context at once, and the prefix cache lies beside the slots: where memory is short there are fewer
-slots, which take half of it.
-
-Keys and values of sequences that have been computed, to begin others with: a radix tree over token ids.
+`PrefixCache` keeps keys and values of computed sequences, so that others can begin with them: a radix tree over ids.
 
     root ── [system prompt] ─┬─ [question 1] ── [answer, tool output, answer]
                              └─ [question 2] ── [answer]
 
-A node holds what its parent does not, copied out of a slot; the least recently used leaf goes first. All of it belongs
-to one set of weights: whoever changes those clears it. It knows neither models nor slots nor requests.
+A node holds what its parent does not, copied out of a slot; the least recently used leaf goes first. All nodes belong
+to one set of weights: clear the cache when the weights change.
 
-Shapes: L layers, H key-value heads, D head dimension, T tokens.
+`SlotStore` divides the room, counted in tokens: the rows come first, and the prefix cache has the rest. The `lengths`
+that it is given are the tokens of the rows in slots 0..n-1, prompt and sampled, computed or not. `plan_room` decides
+how much room there is; on a GPU, where each slot takes a whole context, it allows fewer slots when memory is short.
 
-The room for keys and values: what running rows have of it, and what is kept for rows that begin alike.
-
-Row i holds slot i, and slots are 0..n-1 without gaps. Room is counted in tokens: that of the rows comes first, and the
-prefix cache has the rest. `lengths` are the tokens of the rows that hold slots 0..n-1: prompt and sampled, computed or
-not.
+Shapes: L layers, S slots, H key-value heads, P positions, D head dimension, T tokens.
 """
 
 import logging
@@ -50,20 +40,27 @@ from areal_agent.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+Ids = NDArray[np.int32]
 
-_NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap names from 3.13 on
+CopyOut = Callable[[int, int], Tensor]
+"""Returns a copy of the keys and values of tokens `[start, stop)`, `[2L, H, T, D]`."""
+
+HEADROOM_TOKENS = 32
+"""Tokens kept free for each running row to grow when another is admitted; otherwise rows would soon be retracted."""
+
+_NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap has from 3.13 on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVShape:
-    """What one model needs of a cache."""
+    """The dimensions of a model's keys and values."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Of one token."""
+        """The bytes of one token's keys and values, in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -80,18 +77,18 @@ class KVCache:
         self.allocate()
 
     def allocate(self) -> None:
-        """Have memory for all slots; they read as zeros. Raises OSError or RuntimeError when there is none."""
+        """Allocate the memory of all slots, as zeros. Raises OSError or RuntimeError when there is none."""
         self._hold(self._size)
 
     def free(self) -> None:
-        """Give all memory back: there are no slots until `allocate`."""
+        """Give all memory back. There are no slots until `allocate`."""
         num_parts, _, *rest = self._size
         self._hold((num_parts, 0, *rest))
 
     def _hold(self, size: Sequence[int]) -> None:
         num_bytes = math.prod(size) * self.dtype.itemsize
         self._memory = _Memory(num_bytes) if num_bytes and _can_release(self.device) else None
-        # Zeros, not empty: a masked position weighs 0, and 0 times a stray NaN would be NaN.
+        # Zeros, because a masked position weighs 0, and 0 times a stray NaN would be NaN.
         self._tensor = (
             torch.zeros(size, device=self.device, dtype=self.dtype)
             if self._memory is None
@@ -101,13 +98,13 @@ class KVCache:
         self._keys, self._values = parts[0::2], parts[1::2]
 
     def append(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """One position of each of the first n slots; positions `[n]`, keys and values `[n, H, D]`."""
+        """Write one position in each of the first n slots; positions `[n]`, keys and values `[n, H, D]`."""
         slots = self._slots[: len(positions)]
         self._keys[layer][slots, :, positions] = keys
         self._values[layer][slots, :, positions] = values
 
     def write(self, layer: int, slot: int, begin: int, keys: Tensor, values: Tensor) -> None:
-        """Positions `[begin, begin + T)` of one slot; keys and values `[H, T, D]`."""
+        """Write positions `[begin, begin + T)` of one slot; keys and values `[H, T, D]`."""
         positions = slice(begin, begin + keys.shape[1])
         self._keys[layer][slot, :, positions] = keys
         self._values[layer][slot, :, positions] = values
@@ -117,11 +114,11 @@ class KVCache:
         return self._keys[layer][start:stop, :, :width], self._values[layer][start:stop, :, :width]
 
     def copy_out(self, slot: int, start: int, stop: int) -> Tensor:
-        """Positions `[start, stop)` of one slot in all layers, `[2L, H, T, D]`."""
+        """A copy of positions `[start, stop)` of one slot in all layers, `[2L, H, T, D]`."""
         return self._tensor[:, slot, :, start:stop].contiguous()
 
     def copy_in(self, slot: int, parts: Sequence[Tensor]) -> None:
-        """What `copy_out` gave, part after part from position 0 on."""
+        """Write the results of `copy_out` one after another, from position 0 on."""
         start = 0
         for part in parts:
             stop = start + part.shape[2]
@@ -137,10 +134,10 @@ class KVCache:
         if self._memory is None:
             self._tensor.zero_()
         else:
-            self.allocate()  # which writes nothing
+            self.allocate()  # mapped anew: nothing has to be written
 
     def release(self, slot: int) -> None:
-        """Give the memory of one slot back, where the device can; it reads as zeros then."""
+        """Give one slot's memory back, where the device can; the slot then reads as zeros."""
         if self._memory is None:
             return
         num_bytes = self._tensor[0, 0].numel() * self._tensor.itemsize
@@ -149,7 +146,7 @@ class KVCache:
 
 
 class _Memory:
-    """Addresses of this process whose memory comes when it is written, and goes when it is released."""
+    """Mapped memory that the system provides page by page at the first write, and takes back on `release`."""
 
     def __init__(self, num_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
@@ -159,7 +156,7 @@ class _Memory:
         return torch.frombuffer(self._map, dtype=dtype).view(*size)
 
     def release(self, start: int, num_bytes: int) -> None:
-        """Whole pages inside the range only."""
+        """Give back the whole pages inside the range."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
@@ -172,11 +169,11 @@ def _can_release(device: torch.device) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVRoom:
-    """Slots and prefix cache together keep at most `kv_tokens`."""
+    """The number of slots, and the tokens that slots and prefix cache hold together."""
 
     num_slots: int
     kv_tokens: int
-    reserved_tokens: int  # of `kv_tokens`: taken by the slots even while they are empty
+    reserved_tokens: int  # the part of `kv_tokens` that the slots take even while empty
 
 
 def plan_room(
@@ -189,12 +186,15 @@ def plan_room(
     device: torch.device,
     num_sharing: int = 1,
 ) -> KVRoom:
-    """As much as was asked for, or what fits when `leave_bytes` stay free: the part of one of `num_sharing` engines on
-    the device. Raises ConfigError where not even one context fits."""
+    """Return the room that was asked for, or that fits when `leave_bytes` stay free.
+
+    When `num_sharing` engines share the device, it is the part of one. Raises ConfigError when not even one context
+    fits.
+    """
     if kv_tokens is None:
         kv_tokens = default_kv_tokens(
             is_gpu=device.type == "cuda",
-            free_bytes=_free_bytes(device) if device.type == "cuda" or leave_bytes is not None else 0,  # else not asked
+            free_bytes=_free_bytes(device) if device.type == "cuda" or leave_bytes is not None else 0,  # else unused
             all_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             leave_bytes=leave_bytes,
             num_sharing=num_sharing,
@@ -229,15 +229,9 @@ def plan_room(
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has left: torch keeps it, and other processes would seem to have it
+        torch.cuda.empty_cache()  # torch keeps freed memory, which would look taken
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-Ids = NDArray[np.int32]
-
-CopyOut = Callable[[int, int], Tensor]
-"""Gives the keys and values of tokens `[start, stop)`, `[2L, H, T, D]`, as a copy."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -245,28 +239,28 @@ class _Node:
     ids: Ids  # [T]
     kv: Tensor | None  # [2L, H, T, D]; None at the root
     parent: Optional["_Node"]
-    children: dict[int, "_Node"] = field(default_factory=dict[int, "_Node"])  # by their first id
+    children: dict[int, "_Node"] = field(default_factory=dict[int, "_Node"])  # by the first id of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefix:
-    """The first `num_tokens` of a sequence, part after part."""
+    """The keys and values of a sequence's first `num_tokens` tokens, in parts."""
 
     num_tokens: int
     parts: list[Tensor]  # each [2L, H, T, D]
 
 
 class PrefixCache:
-    """Holds as many tokens as it is told to. Use it from one thread."""
+    """A radix tree of computed sequences. `shrink` bounds it. Use it from one thread."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self._root = _new_root()
-        # A node is used whenever one below it is, and counts as used after that one: the oldest is always a leaf.
+        # In order of use. A node counts as used whenever one below it is, and after it: the oldest is always a leaf.
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
 
     def match(self, ids: Ids) -> Prefix:
-        """The longest beginning of `ids` that is held. Its parts are views: copy them before anything else is held."""
+        """The longest held beginning of `ids`. Its parts are views: copy them before the cache changes."""
         path, num_tokens = self._walk(ids)
         self._use(path)
         parts: list[Tensor] = []
@@ -278,7 +272,7 @@ class PrefixCache:
         return Prefix(num_tokens=num_tokens, parts=parts)
 
     def hold(self, ids: Ids, copy_out: CopyOut) -> None:
-        """Hold a sequence from now on; what is not held yet is copied."""
+        """Hold a sequence; only the part not held yet is copied."""
         path, num_tokens = self._walk(ids)
         if num_tokens < len(ids):
             if path and (num_shared := num_tokens - sum(len(node.ids) for node in path[:-1])) < len(path[-1].ids):
@@ -287,7 +281,7 @@ class PrefixCache:
         self._use(path)
 
     def shrink(self, num_tokens: int) -> None:
-        """Let the least recently used go until at most `num_tokens` are held."""
+        """Drop the least recently used nodes until at most `num_tokens` are held."""
         while self.num_tokens > max(0, num_tokens):
             node, _ = self._by_use.popitem(last=False)
             assert node.parent is not None and not node.children, "the oldest node is a leaf"
@@ -295,13 +289,13 @@ class PrefixCache:
             self.num_tokens -= len(node.ids)
 
     def clear(self) -> None:
-        """Let everything go: it belongs to weights that are gone."""
+        """Drop everything: it belongs to old weights."""
         self.num_tokens = 0
         self._root = _new_root()
         self._by_use.clear()
 
     def _walk(self, ids: Ids) -> tuple[list[_Node], int]:
-        """The nodes that `ids` begin with, the last one perhaps in part; how many ids that are."""
+        """The nodes along `ids`, the last one perhaps matched in part, and the number of ids matched."""
         node, path, position = self._root, list[_Node](), 0
         while position < len(ids) and (child := node.children.get(int(ids[position]))) is not None:
             num_shared = _num_shared(child.ids, ids[position:])
@@ -324,7 +318,7 @@ class PrefixCache:
         return node
 
     def _split(self, node: _Node, num_tokens: int) -> _Node:
-        """Cut a node in two; the upper one. Both are copies, so that each frees its own memory."""
+        """Cut a node in two and return the upper one. Both are copies, so that each frees its own memory."""
         assert node.kv is not None and node.parent is not None, "the root is never split"
         self.num_tokens -= num_tokens  # `_add` counts them again
         upper = self._add(node.parent, node.ids[:num_tokens], node.kv[:, :, :num_tokens].clone())
@@ -338,15 +332,11 @@ def _new_root() -> _Node:
 
 
 def _num_shared(a: Ids, b: Ids) -> int:
-    """How many ids both begin with."""
+    """The number of ids with which both begin."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length
-
-
-HEADROOM_TOKENS = 32
-"""Room that every running row keeps to grow when another one is admitted; without it they would soon be retracted."""
 
 
 class SlotStore:
@@ -357,36 +347,38 @@ class SlotStore:
         self.prefixes = PrefixCache()
         self.num_tokens = room.kv_tokens
         self._reserved_tokens = room.reserved_tokens
-        # There is room for whole contexts in all slots, so what rows compute is kept while they run.
+        # With room for whole contexts in all slots, the prefix cache keeps what rows compute while they run.
         self.always_keeps = room.kv_tokens - room.reserved_tokens >= room.num_slots * max_context_tokens
 
     def can_begin(self, ids: Ids, lengths: Sequence[int]) -> bool:
-        """Whether one more row has room beside those that run, which keep some to grow."""
+        """Return whether another row fits beside the running ones, with headroom for each to grow."""
         return sum(lengths) + len(ids) + HEADROOM_TOKENS * (len(lengths) + 1) <= self.num_tokens
 
     def begin(self, ids: Ids, lengths: Sequence[int]) -> int:
-        """Fill the next slot with the longest known beginning of a row; returns its number of tokens. The row's last
-        token is never among them."""
+        """Fill the next slot with the longest known beginning of a row, and return its number of tokens.
+
+        It never includes the row's last token.
+        """
         self._make_room([*lengths, len(ids)])
         prefix = self.prefixes.match(ids[:-1])
         self.cache.copy_in(len(lengths), prefix.parts)
         return prefix.num_tokens
 
     def fit(self, lengths: Sequence[int]) -> bool:
-        """Make room for rows of these lengths at the cost of the prefix cache. False: they need more than there is."""
+        """Make room for rows of these lengths by shrinking the prefix cache. False when they need more than all."""
         if sum(lengths) > self.num_tokens:
             return False
         self._make_room(lengths)
         return True
 
     def keep(self, slot: int, ids: Ids, lengths: Sequence[int]) -> None:
-        """Copy the first tokens of a slot, which are `ids`, into the prefix cache if there is room."""
+        """Copy the first tokens of a slot, whose ids are `ids`, into the prefix cache if there is room."""
         if len(ids) <= self._num_left(lengths):
             self.prefixes.hold(ids, partial(self.cache.copy_out, slot))
             self._make_room(lengths)
 
     def drop(self, slot: int) -> None:
-        """The row in this slot is gone: give the slot's memory back where the room is short."""
+        """Give back the memory of a slot whose row is gone, where room is short."""
         if not self.always_keeps:
             self.cache.release(slot)
 
@@ -394,5 +386,5 @@ class SlotStore:
         self.prefixes.shrink(self._num_left(lengths))
 
     def _num_left(self, lengths: Sequence[int]) -> int:
-        """Tokens that the prefix cache may hold beside rows of these lengths."""
+        """The number of tokens that the prefix cache may hold beside rows of these lengths."""
         return self.num_tokens - max(sum(lengths), self._reserved_tokens)

@@ -1,7 +1,4 @@
-"""What an engine does, as Prometheus' text: under SGLang's names where SGLang has one, so that its dashboards fit.
-
-Sampled tokens a second, by what was counted when somebody asked before. It knows no engine and keeps no thread.
-"""
+"""The engine's work as Prometheus text, under SGLang's names where SGLang has one, so that its dashboards fit."""
 
 import time
 from collections import deque
@@ -9,23 +6,22 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from areal_agent.engine.embedded.workload import Latency, Workload
 
 WINDOW_S = 10.0
-"""However often it is asked, the rate is over so long, or over the time since the last question, if that was longer."""
+"""Seconds over which the rate is computed, or since the last reading, if that is longer."""
 
 
 class Throughput:
-    """Of a count that only grows and begins at 0. Use it from one thread."""
+    """The rate of a count that starts at 0 and only grows. Use it from one thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._readings = deque([(now(), 0)])  # when, and how many; the first may be older than the window
+        self._readings = deque([(now(), 0)])  # time and count; the first may be older than the window
 
     def rate(self, num_tokens: int) -> float:
-        """A second, now that so many have been counted."""
+        """Tokens per second over the window, given their number so far."""
         now_s = self._now()
         while len(self._readings) > 1 and self._readings[1][0] <= now_s - WINDOW_S:
             self._readings.popleft()
@@ -34,11 +30,8 @@ class Throughput:
         return (num_tokens - before) / (now_s - since_s) if now_s > since_s else 0.0
 
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
-
-
 class Metrics:
-    """Reads a workload when it is asked; the numbers may be of two steps that follow each other."""
+    """The metrics of one workload. Numbers read during a step may belong to two successive steps."""
 
     def __init__(self, work: Workload, *, model_name: str) -> None:
         self._work = work
@@ -52,7 +45,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """Yield all metrics; the registry calls this."""
         work, counts = self._work, self._work.counts
         used = work.num_used_tokens
         yield self._gauge("sglang:num_running_reqs", "Requests that hold a slot", work.num_running)

@@ -1,12 +1,8 @@
-"""A transformers model as two functions: `prefill` and `decode`, token ids to logits. Owns weights and KV cache.
+"""A transformers model as two functions, `prefill` and `decode`, that turn token ids into logits.
 
-Everything runs in the thread that calls it, under inference_mode; other threads may only say that the step under way is
-not needed.
-
-Loads a Hugging Face folder as a model that this engine serves, or says why it does not. Knows no cache.
-
-Whatever a folder may hold is answered here, before anything is served: architectures of another kind, weights that are
-damaged, incomplete, quantised or not finite.
+`load_model` checks a Hugging Face folder before anything is served, and raises ConfigError for other architectures and
+for weights that are damaged, incomplete, quantised or not finite. `ModelRunner` owns the model's weights and KV cache.
+Use it from one thread, which computes under inference_mode; others may only set `unneeded` to end the current step.
 """
 
 import logging
@@ -29,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Dense decoders of one shape (decoder.py), which have no other state than keys and values."""
+"""Dense decoders of one shape (decoder.py), whose only state is keys and values."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that depend on a token's own position only: others would move keys that are cached already."""
+"""Rotary embeddings that depend only on a token's own position; others would change keys that are already cached."""
 
 
 def load_model(model_path: str, *, device: Literal["auto", "cpu", "cuda"], max_context_tokens: int) -> PreTrainedModel:
-    """A model on its device: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
+    """Load a model on its device: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
     place = _place(device)
     _check_there(model_path)
     try:
@@ -46,13 +42,13 @@ def load_model(model_path: str, *, device: Literal["auto", "cpu", "cuda"], max_c
         model = model.to(place)  # pyright: ignore[reportArgumentType]
     except ConfigError:
         raise
-    except Exception as error:  # a boundary: what transformers makes of damaged files has no type in common
+    except Exception as error:  # a boundary: transformers' errors about damaged files share no type
         cause = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
             f"cannot load the model {model_path!r}: {cause}; it must be a Hugging Face folder or a hub name, with "
             "weights as safetensors"
         ) from error
-    if missing:  # transformers goes on with random numbers in their place
+    if missing:  # transformers would use random numbers in their place
         raise ConfigError(
             f"cannot load the model {model_path!r}: its files lack {len(missing)} weights, {sorted(missing)[:3]}; it "
             "must be a whole causal language model"
@@ -66,7 +62,7 @@ def load_model(model_path: str, *, device: Literal["auto", "cpu", "cuda"], max_c
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The end tokens of the model and of its generation config, as SGLang takes them, if the model has such tokens."""
+    """The end tokens in the model's and its generation config, as SGLang takes them, within the vocabulary."""
     found: set[int] = set()
     for source in (model.config, model.generation_config):
         ids = getattr(source, "eos_token_id", None)
@@ -75,17 +71,19 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _check_there(model_path: str) -> None:
-    """Of a name that is no folder, the hub is asked; a path is no such name."""
+    """Check that a path is a folder. Any other name is asked of the hub."""
     if Path(model_path).is_dir():
         return
     if model_path.startswith(("/", ".", "~")):
-        raise ConfigError(f"cannot load the model {model_path!r}: there is no such folder; name one, or one of the hub")
+        raise ConfigError(
+            f"cannot load the model {model_path!r}: there is no such folder; name an existing one or a hub model"
+        )
     if model_path == "tiny":
         raise ConfigError(
-            "cannot load the model 'tiny': that name is for the key `model` of a config; build the model by "
+            "cannot load the model 'tiny': that name is for the key `model` of a config; build the model with "
             "python -m areal_agent.models.tiny --out FOLDER, and name the folder"
         )
-    logger.info("there is no folder %r here: asking the hub for it", model_path)  # offline, that takes a minute
+    logger.info("there is no folder %r here: asking the hub for it", model_path)  # this takes a minute when offline
 
 
 def _place(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -96,7 +94,7 @@ def _place(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def _read(model_path: str, max_context_tokens: int, dtype: torch.dtype) -> tuple[PreTrainedModel, Collection[str]]:
-    """A model, and the weights that its files lack."""
+    """Return the model, and the names of weights that its files lack."""
     _check_supported(AutoConfig.from_pretrained(model_path), max_context_tokens)
     model, loaded = cast(
         tuple[PreTrainedModel, Mapping[str, Collection[str]]],
@@ -115,8 +113,8 @@ def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
-            "the weights of the model are quantised, and the embedded engine serves, and is pushed, plain floats; take "
-            "the model that they were made from"
+            "the weights of the model are quantised, and the embedded engine serves plain floats only; use the model "
+            "from which they were quantised"
         )
     if config.hidden_act != "silu":
         raise ConfigError(f"the embedded engine does not serve the activation {config.hidden_act!r}; it serves 'silu'")
@@ -159,14 +157,14 @@ class ModelRunner:
         leave_bytes: int | None = None,
         num_sharing: int = 1,
     ) -> None:
-        """Raises ConfigError where there is no room for one context."""
+        """Allocate the KV cache. Raises ConfigError when there is no room for one context."""
         self.model_path = model_path
         self.max_context_tokens = max_context_tokens
         self.vocab_size: int = model.config.vocab_size
         self.eos_token_ids = eos_token_ids(model)
         self.device = model.device
         self.layout = WeightLayout.of(model)
-        self.unneeded = threading.Event()  # set: `prefill` and `decode` raise StepGivenUp between two layers
+        self.unneeded = threading.Event()  # when set, `prefill` and `decode` raise StepGivenUp between two layers
         self._decoder = Decoder(model, max_positions=max_context_tokens)
         shape = self._decoder.kv_shape
         room = plan_room(
@@ -210,7 +208,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        """Compute keys and values of the pieces; the logits after each one's last token, `[n, V]`."""
+        """Compute keys and values of the pieces; return the logits after the last token of each, `[n, V]`."""
         ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces])).to(self.device)
         positions = np.concatenate([np.arange(piece.begin, piece.begin + len(piece.ids)) for piece in pieces])
         step = prefill_step(self.kv.cache, pieces, in_parts=self.device.type == "cpu")
@@ -220,22 +218,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, last_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """One more token for each of the first n slots; `lengths` count that token. The logits after it, `[n, V]`."""
+        """Compute one more token in each of the first n slots, counted by `lengths`; return its logits, `[n, V]`."""
         step = decode_step(self.kv.cache, lengths)
         ids = torch.tensor(last_ids, device=self.device)
         return self._decoder.logits(self._hidden(ids, step.positions, step))
 
     def release_memory(self) -> None:
-        """Give the memory of all keys and values back. Nothing can be computed until `resume_memory`."""
+        """Free the memory of all keys and values. Nothing can be computed until `resume_memory`."""
         self.kv.cache.free()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep it for this process
+            torch.cuda.empty_cache()  # otherwise torch would keep it for this process
 
     def resume_memory(self) -> None:
-        """Take it again. Raises EngineRejected when it is not there."""
+        """Allocate the memory again. Raises EngineRejected when there is not enough."""
         try:
             self.kv.cache.allocate()
-        except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is the latter
+        except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise EngineRejected(
                 f"there is no memory for the keys and values of {self.kv.num_tokens} tokens in the slots of "
                 f"{self.num_slots} requests: {str(error)[:200]}; let the trainer free its memory, and resume again"

@@ -1,26 +1,22 @@
-"""From logits to tokens and their log-probabilities. Pure functions; knows nothing of requests or models.
+"""Turns logits into tokens and their log-probabilities: penalties and biases first, then a draw.
 
-A token is drawn by inverse CDF: one uniform number a row, and the first token whose cumulative probability exceeds it.
-The number is a hash of (seed of the request, position of the token in prompt and answer), so a sample depends neither
-on what else is in the batch nor on how much of an answer is given as prompt: one that moves to another engine goes on
-as it would have.
-
-Recorded is log softmax(logits / temperature) of the token: not renormalised for top-p, top-k and min-p, and at
-temperature 0 (greedy) as at 1, as SGLang does. The likeliest tokens are told by the same distribution. Logits that are
-not finite give some token with the log-probability NaN, and leave the other rows alone.
-
-Shapes: n rows, V vocabulary.
-
-What requests add to their logits before anything is sampled: penalties for repetition, and a bias.
-
-In this order, as SGLang: frequency and presence penalty, over the tokens generated so far (as OpenAI defines them);
-repetition penalty, over prompt and generated tokens (CTRL, Keskar et al. 2019, section 4.1); bias:
+Adjustments follow SGLang's order: frequency and presence penalty over generated tokens (as OpenAI defines them),
+repetition penalty over prompt and generated tokens (CTRL, Keskar et al. 2019, section 4.1), then bias:
 
     l_t <- l_t - frequency * count_t - presence * [count_t > 0]
     l_t <- l_t / repetition if l_t > 0 else l_t * repetition        for t in prompt or generated
     l_t <- l_t + bias_t
 
-Only rows that ask for it are touched. Shapes: n rows of the batch, m of them penalised, V vocabulary.
+A token is drawn by inverse CDF: one uniform number per row selects the first token whose cumulative probability exceeds
+it. The number is a hash of the request's seed and the token's position in prompt and answer, so a sample depends
+neither on the rest of the batch nor on how much of an answer is given as prompt: a request that moves to another engine
+goes on as it would have.
+
+The recorded log-probability is log softmax(logits / temperature): not renormalised for top-p, top-k and min-p, and at
+temperature 0 (greedy) as at 1, as in SGLang. The likeliest tokens come from the same distribution. A row whose logits
+are not finite gets some token with log-probability NaN, and other rows are unaffected.
+
+Shapes: n rows of the batch, m of them penalised, V vocabulary.
 """
 
 from array import array
@@ -36,12 +32,12 @@ from torch import Tensor
 from areal_agent.types import SamplingParams, TopLogprobs
 
 _BLOCK_TOKENS = 64
-_UNIFORM_BITS = 24  # what float32 represents exactly: a uniform is never rounded up to 1
+_UNIFORM_BITS = 24  # float32 represents them exactly, so that a uniform is never rounded up to 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRows:
-    """How each of n rows samples. None where no row asks for it, so the common case pays nothing."""
+    """The sampling parameters of n rows. None where no row needs one, so that the common case pays nothing."""
 
     seeds: NDArray[np.uint64]  # [n]
     temperatures: Tensor | None  # [n, 1], 1 where greedy; None where all are 1
@@ -49,7 +45,7 @@ class SamplingRows:
     top_k: Tensor | None  # [n, 1], V where off
     top_p: Tensor | None  # [n, 1]
     min_p: Tensor | None  # [n, 1], 0 where off
-    num_top: Sequence[int]  # [n], how many of the likeliest tokens to tell; empty where no row asks
+    num_top: Sequence[int]  # [n], the number of likeliest tokens to return; empty where no row asks
 
     @classmethod
     def of(
@@ -85,16 +81,16 @@ class SamplingRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draws:
-    """What a batch has drawn, one entry a row."""
+    """The draws of a batch, one entry per row."""
 
     token_ids: list[int]
     logprobs: list[float]
-    top_logprobs: list[TopLogprobs]  # an empty tuple where a row asks for none
+    top_logprobs: list[TopLogprobs]  # () where a row asks for none
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: SamplingRows, positions: Sequence[int]) -> Draws:
-    """One token a row; logits `[n, V]` float32, `positions` `[n]` are those of the new tokens."""
+    """Draw one token per row from logits `[n, V]` float32; `positions` `[n]` are those of the new tokens."""
     scaled = logits if rows.temperatures is None else logits / rows.temperatures
     probabilities = torch.softmax(scaled, dim=-1)
     uniforms = torch.from_numpy(uniform(rows.seeds, np.array(positions, dtype=np.uint64))).to(logits.device)
@@ -153,11 +149,11 @@ def _likeliest(scaled: Tensor, num_top: Sequence[int]) -> list[TopLogprobs]:
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds `uniform * total`: never one of weight 0. `[n]`
+    """The first token whose cumulative weight exceeds `uniform * total`, never one of weight 0. `[n]`
 
-    First the block of tokens that it falls into, then the token: sums cost a tenth of a running sum over all. Running
-    sums are float64: a GPU adds in trees, by which they differ over a token of weight 0 in their last digit, and no
-    uniform number falls into a gap of that size.
+    It finds the block of tokens first and the token second, since sums cost a tenth of a running sum over all. Running
+    sums are float64: a GPU adds in trees, so over a token of weight 0 they may differ in the last digit, and no uniform
+    number falls into a gap of that size.
     """
     blocks = _in_blocks(weights)  # [n, V / K, K]
     running = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
@@ -176,8 +172,10 @@ def _in_blocks(weights: Tensor) -> Tensor:
 
 
 def _first_beyond(running: Tensor, targets: Tensor) -> Tensor:
-    """Where a running sum exceeds its target first, `[n, 1]`; rounding aside, which may put the target on the total
-    itself: the last entry with any weight is meant then. NaN exceeds nothing and nothing exceeds it: any entry."""
+    """The index at which a running sum first exceeds its target, `[n, 1]`.
+
+    If rounding puts the target on the total, it is the last entry with any weight. With NaN it is any entry.
+    """
     found = torch.searchsorted(running, targets, right=True)
     last = torch.searchsorted(running, running[:, -1:].contiguous())
     return torch.minimum(found, last).clamp_(max=running.shape[-1] - 1)
@@ -185,14 +183,14 @@ def _first_beyond(running: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What one row has so far. The sequences are read when adjustments are made, and not kept."""
+    """The tokens of one row. They are read when adjustments are made, and not kept."""
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
 
 
 class Adjustments:
-    """The adjustments of one batch. They follow what is sampled, so they belong to the batch until its rows change."""
+    """The adjustments of one batch. They count what it samples, so make new ones when its rows change."""
 
     def __init__(self, penalties: "_Penalties | None", bias: "_Bias | None") -> None:
         self._penalties = penalties
@@ -202,13 +200,13 @@ class Adjustments:
     def of(
         cls, params: Sequence[SamplingParams], histories: Sequence[History], *, vocab_size: int, device: torch.device
     ) -> "Adjustments | None":
-        """Gather what the rows ask for; None when none does, so that the common case pays nothing."""
+        """Gather what the rows ask for; None when no row asks, so that the common case pays nothing."""
         penalties = _Penalties.of(params, histories, vocab_size=vocab_size, device=device)
         bias = _Bias.of(params, device=device)
         return None if penalties is None and bias is None else cls(penalties, bias)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The adjusted logits `[n, V]`; those given stay as they are."""
+        """The adjusted logits `[n, V]`, as a new tensor."""
         adjusted = logits.clone()
         if self._penalties is not None:
             self._penalties.apply(adjusted)
@@ -217,7 +215,7 @@ class Adjustments:
         return adjusted
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take note of the token that each row has sampled, `[n]`."""
+        """Count the token that each row has sampled, `[n]`."""
         if self._penalties is not None:
             self._penalties.follow(tokens)
 
@@ -229,7 +227,7 @@ def _is_penalised(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Penalties:
-    rows: Tensor  # [m], which rows of the batch
+    rows: Tensor  # [m], indices of rows in the batch
     frequency: Tensor  # [m, 1]
     presence: Tensor  # [m, 1]
     repetition: Tensor  # [m, 1]
@@ -271,14 +269,14 @@ class _Penalties:
 
 
 def _counts(sequences: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
-    """How often each token is in each sequence, `[m, V]`. By way of arrays: torch reads a list eight times slower."""
+    """The counts of each token in each sequence, `[m, V]`. Uses arrays, since torch reads a list eight times slower."""
     rows = [np.bincount(np.array(array("I", ids)), minlength=vocab_size) for ids in sequences]
     return torch.from_numpy(np.stack(rows).astype(np.float32))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bias:
-    """One entry for each token of each row that is biased."""
+    """One entry for each biased token of each row."""
 
     rows: Tensor
     tokens: Tensor

@@ -1,31 +1,27 @@
-"""The model thread: the only one that touches the model, its KV cache and the rows.
+"""The model thread, the only one that touches the model, its KV cache and the rows; and its ties to the event loop.
 
     any thread ──▶ commands ──▶ ┌─ drain: add, abort, pause, resume, swap ─┐
                                 │  step:  a chunk of prefill, or           │──▶ answers (futures)
                                 └─        one token for every row          ┘
 
 Commands are obeyed between steps, so an interruption always falls on a token boundary, and the version stamped on a
-token is the one that sampled it. The thread blocks on the queue while there is nothing to sample or while paused.
+token is the one that sampled it. The thread blocks on its queue while there is nothing to sample or while paused.
 
 What happens to the rows that hold a slot (workload.py):
 
-    pause abort      answered with what they have
-    pause retract    become waiting; after resume their prompt and sampled tokens are prefilled again
-    pause in_place   keep their slot and their KV
-    pause wait       go on to their end, and the pause is done then; no further row begins
-    swap             become waiting if `flush_cache`, paused or not: their KV belongs to weights that are gone
-    release memory   become waiting, until memory is there again
+    pause abort      they are answered with what they have
+    pause retract    they wait; after resume their prompt and sampled tokens are prefilled again
+    pause in_place   they keep their slot and their KV
+    pause wait       they run to their end, and then the pause is done; no other row begins
+    swap             with `flush_cache` they wait, paused or not, because their KV belongs to the old weights
+    release memory   they wait until the memory is there again
 
-Nothing is lost while paused: new requests wait, and an abort answers at once, with what was sampled. A command that
-takes the rows' KV away does not wait for the step under way, whose result would be lost: that is given up.
+Nothing is lost while paused: new requests wait, and an abort answers at once with what was sampled. A command that
+discards the rows' KV would waste the current step, so it makes the step give up instead of waiting for it.
 
-The tokens of one streamed request on their way from the model thread to the event loop.
-
-A reader that is slower than the model finds all that has gathered, as one chunk: nobody waits for it.
-
-The weights of the model that serves, as pushes see them: what is taken, and how it comes to serve.
-
-Reading and proving happen beside the model thread; only the copy in place happens in it.
+`TokenStream` carries the tokens of one streamed request to the event loop; a slow reader gets everything gathered so
+far as one chunk, and the model never waits. `ModelWeights` is what pushes see of the model: weights are read and proved
+beside the model thread, and only the copy in place happens in it.
 """
 
 import asyncio
@@ -64,16 +60,17 @@ from areal_agent.types import (
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Taken = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Command:
     action: Callable[[], Any]
     done: Future[Any]
-    is_urgent: bool = False  # the step under way is not needed
+    is_urgent: bool = False  # the current step need not finish
 
     def obey(self) -> None:
-        """Run it. A refusal is an answer; anything else ends the thread."""
+        """Run the command. A refusal is its answer; any other error ends the thread."""
         try:
             self.done.set_result(self.action())
         except EngineRejected as error:
@@ -88,14 +85,14 @@ class Scheduler:
 
     def __init__(self, runner: ModelRunner, *, version: WeightVersion, on_failure: Callable[[], object]) -> None:
         self._work = Workload(runner, version)
-        self._metrics = Metrics(self._work, model_name=runner.model_path)
-        self._on_failure = on_failure  # called from the model thread when it dies of an error
-        self._unneeded = runner.unneeded  # of the step under way
+        self.metrics = Metrics(self._work, model_name=runner.model_path)
+        self._on_failure = on_failure  # called in the model thread when it dies of an error
+        self._unneeded = runner.unneeded  # set it to give up the current step
         self._paused: PauseMode | None = None
-        self._at_rest: list[Future[None]] = []  # pauses that wait for rows to end
-        self._at_end: list[Future[None]] = []  # who waits for that whoever pauses meanwhile
+        self._at_rest: list[Future[None]] = []  # pauses that wait for running rows to end
+        self._at_end: list[Future[None]] = []  # waiters for the end of all work, whatever is paused meanwhile
         self._commands: SimpleQueue[_Command] = SimpleQueue()
-        self._lock = threading.Lock()  # between the last command and the end of the thread
+        self._lock = threading.Lock()  # orders the last command before the end of the thread
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
@@ -105,7 +102,7 @@ class Scheduler:
     def submit(
         self, request: GenerateRequest, on_token: TokenSink | None = None, matcher: Matcher | None = None
     ) -> Future[GenerateResult]:
-        """Queue one request. The future fails with EngineRejected when its id is in flight already.
+        """Queue one request. The future fails with EngineRejected when its id is already in flight.
 
         `on_token` gets every token in the model thread, the last one before the future is done; it must not block.
         """
@@ -115,12 +112,14 @@ class Scheduler:
         return row.answer
 
     def abort(self, request_id: str | None) -> Future[None]:
-        """Answer one request, or all of them, with what it has. An unknown id is no error."""
+        """Answer one request, or all of them (None), with what it has. An unknown id is no error."""
         return self._command(lambda: self._work.abort(request_id))
 
     def abandon(self, request_id: str, answer: Future[GenerateResult]) -> Future[None]:
-        """Abort the request of this answer, for which nobody waits any more. Once it is answered or refused, one of
-        its id is somebody else's."""
+        """Abort the request that this answer belongs to, because its client is gone.
+
+        If it is done already, a request of the same id is somebody else's and is left alone.
+        """
         return self._command(lambda: None if answer.done() else self._work.abort(request_id))
 
     def pause(self, mode: PauseMode) -> Future[None]:
@@ -130,27 +129,27 @@ class Scheduler:
         return self._command(lambda: self._pause(mode), is_urgent=mode is not PauseMode.IN_PLACE)
 
     def resume(self) -> Future[None]:
-        """Go on sampling."""
+        """Sample again."""
         return self._command(self._resume)
 
     def finish(self) -> Future[None]:
-        """Go on sampling, paused or not. The future is done once nothing is left to sample."""
+        """Sample to the end, paused or not. The future is done once nothing is left to sample."""
         return self._wait_for(self._go_on_to_the_end)
 
     def swap(self, weights: Mapping[str, Tensor], version: WeightVersion, *, flush_cache: bool) -> Future[None]:
-        """Copy proved weights into the model; every token sampled afterwards bears `version`."""
+        """Copy proved weights into the model. Every token sampled afterwards is stamped with `version`."""
         return self._command(lambda: self._work.swap(weights, version, flush_cache=flush_cache), is_urgent=flush_cache)
 
     def release_memory(self) -> Future[None]:
-        """Give the memory of keys and values back. No token is sampled then until `resume_memory`."""
+        """Free the memory of keys and values. No token is sampled until `resume_memory`."""
         return self._command(self._work.release_memory, is_urgent=True)
 
     def resume_memory(self) -> Future[None]:
-        """Take it again. The future fails with EngineRejected when it is not there: it may be tried again."""
+        """Allocate the memory again. The future fails with EngineRejected when there is not enough; try again later."""
         return self._command(self._work.resume_memory)
 
     def stats(self) -> EngineStats:
-        """What it has done so far."""
+        """The engine's work so far."""
         return EngineStats(
             num_running=self._work.num_running,
             num_queued=self._work.num_waiting,
@@ -159,17 +158,13 @@ class Scheduler:
             weight_version=self._work.version,
         )
 
-    def metrics(self) -> bytes:
-        """The same and more, for Prometheus."""
-        return self._metrics.text()
-
     @property
     def is_alive(self) -> bool:
-        """Whether the model thread still works."""
+        """False once the model thread has ended."""
         return not self._is_closed
 
     def close(self) -> None:
-        """Answer every request with what it has and end the thread. Harmless when done before."""
+        """Answer every request with what it has and end the thread. Harmless when repeated."""
         with self._lock:
             self._put(_Command(action=self._close, done=Future(), is_urgent=True))
         self._thread.join()
@@ -183,7 +178,7 @@ class Scheduler:
         return done
 
     def _wait_for(self, action: Callable[[Future[None]], None]) -> Future[None]:
-        """A command that is done later than it is obeyed; with the thread it fails as others do."""
+        """Queue a command that is done later than it is obeyed. If the thread dies, its future fails as others do."""
         later = _future()
         self._command(lambda: action(later)).add_done_callback(lambda obeyed: _pass_on_failure(obeyed, later))
         return later
@@ -201,7 +196,7 @@ class Scheduler:
                 self._drain()
                 if self._can_step():
                     self._work.step()
-        except Exception as error:  # the boundary of the thread: its end becomes an answer for everyone who waits
+        except Exception as error:  # the boundary of the thread: its death becomes an answer for everyone who waits
             logger.exception("the model thread failed")
             failure = EngineUnreachable(f"the engine failed: {error!r}; see its log")
             self._work.fail(failure)
@@ -210,7 +205,7 @@ class Scheduler:
             self._on_failure()
 
     def _drain(self) -> None:
-        """Obey all commands; wait for one while there is nothing to sample."""
+        """Obey all queued commands; block for one while there is nothing to sample."""
         while not self._is_closed:
             if not self._work.has_work():
                 self._tell_that_it_rests()
@@ -221,7 +216,7 @@ class Scheduler:
             if command.is_urgent:
                 self._unneeded.clear()
             command.obey()
-            del command  # a swap's weights, say, which would stay for as long as nothing else is asked
+            del command  # free what it holds, such as a swap's weights, before waiting again
 
     def _can_step(self) -> bool:
         is_free = self._paused in (None, PauseMode.WAIT) and self._work.has_memory and not self._is_closed
@@ -251,7 +246,7 @@ class Scheduler:
     def _resume(self) -> None:
         self._paused = None
         self._work.admits_new = True
-        _tell(self._at_rest)  # whoever waits for that waits in vain from now on
+        _tell(self._at_rest)  # they wait for rows to end, which a resume makes pointless
 
     def _close(self) -> None:
         self._work.abort(None)
@@ -266,7 +261,7 @@ class Scheduler:
 
 
 def _future() -> Future[Any]:
-    """One that only the model thread ends: it cannot be cancelled."""
+    """A future that only the model thread ends: it cannot be cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -285,30 +280,30 @@ def _pass_on_failure(done: Future[None], answer: Future[Any]) -> None:
 
 
 class TokenStream:
-    """`put` is for the model thread, all else for the loop on which it was made."""
+    """The tokens of one streamed request. `put` is called in the model thread, all else in the loop that made it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._tokens: deque[tuple[int, float, TopLogprobs, WeightVersion]] = deque()
         self._arrived = asyncio.Event()
-        self._is_announced = False  # waking the loop costs a system call: once for all that gathers
+        self._is_announced = False  # waking the loop costs a system call, so it is done once per chunk
 
     def put(self, token_id: int, logprob: float, top: TopLogprobs, version: WeightVersion) -> None:
-        """Hand over one token."""
+        """Hand over one token. Runs in the model thread."""
         self._tokens.append((token_id, logprob, top, version))
         if not self._is_announced:
             self._is_announced = True
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     def end(self) -> None:
-        """No token follows: whoever waits for one is woken."""
+        """Wake the reader: no token follows."""
         self._arrived.set()
 
     async def take(self) -> TokenChunk:
-        """Wait for tokens or the end; all that have come since the last call, perhaps none."""
+        """Wait for tokens or the end, and return all that came since the last call, perhaps none."""
         await self._arrived.wait()
         self._arrived.clear()
-        self._is_announced = False  # before looking: a token that comes from now on announces itself
+        self._is_announced = False  # cleared first, so that a token that comes from now on is announced
         tokens = [self._tokens.popleft() for _ in range(len(self._tokens))]
         return TokenChunk(
             token_ids=tuple(token_id for token_id, _, _, _ in tokens),
@@ -328,11 +323,8 @@ def _spans(versions: Sequence[WeightVersion]) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-Taken = Mapping[str, Tensor]
-
-
 class ModelWeights:
-    """A `pushes.PushTarget`."""
+    """The model as a `pushes.PushTarget`."""
 
     def __init__(self, scheduler: Scheduler, layout: WeightLayout, device: torch.device) -> None:
         self._scheduler = scheduler
@@ -361,7 +353,7 @@ class ModelWeights:
         return await asyncio.to_thread(self._layout.holds, taken)
 
     async def swap(self, taken: Taken, version: WeightVersion, *, flush_cache: bool) -> None:
-        """Once handed over it happens, whether or not anyone waits for it: so it is waited for."""
+        """Swap the weights. Once queued, the swap happens even if the caller is cancelled, so it is always awaited."""
         await uninterrupted(self._swap(taken, version, flush_cache))
 
     async def _swap(self, taken: Taken, version: WeightVersion, flush_cache: bool) -> None:

@@ -1,16 +1,8 @@
-"""The embedded engine on SGLang's wire: aiohttp in front of the model thread.
+"""The embedded engine as a server on SGLang's wire: aiohttp in front of the model thread.
 
-It knows paths, status codes and what a disconnected client means; the JSON is `wire/`'s and all state is the
-scheduler's. A request that is wrong is answered with 400 and a message, and everything else goes on.
-
-A streamed answer on its way to the client: events as tokens come, at the pace at which the client reads.
-
-The answer begins with the first token, so that a request which is refused before that is answered with its own status.
-Whatever ends it later is an event. It knows nothing of the model thread; a client that is gone is its caller's matter.
-
-Requests that a server is preparing, and has not handed to its scheduler yet: an abort reaches them, too.
-
-It knows neither what there is to prepare nor how a request ends.
+`wire/` encodes the JSON, and the scheduler holds all state. A wrong request is answered with 400 and a message, and
+everything else goes on; a client that disconnects aborts its request. A streamed answer begins with the first token, so
+that a request refused before that gets a status of its own; a later failure is an event.
 """
 
 import asyncio
@@ -24,10 +16,10 @@ from typing import Any, Self
 
 import orjson
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from areal_agent.engine import wire
 from areal_agent.engine.embedded.grammar import Grammars, Matcher
-from areal_agent.engine.embedded.metrics import CONTENT_TYPE
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.scheduler import ModelWeights, Scheduler, TokenStream
 from areal_agent.engine.embedded.weights import read_weights
@@ -48,76 +40,11 @@ from areal_agent.types import EngineInfo, GenerateRequest, GenerateResult, Weigh
 logger = logging.getLogger(__name__)
 
 
-HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-
-
-async def stream_answer(
-    http: web.Request, request: GenerateRequest, tokens: TokenStream, answer: asyncio.Future[GenerateResult]
-) -> web.StreamResponse:
-    """Send what `tokens` has until `answer` is done. Raises ConnectionError when the client is gone."""
-    response = web.StreamResponse(headers=HEADERS)
-    num_sent = 0
-    while True:
-        chunk = await tokens.take()
-        if answer.done():
-            break  # the last event has all that was not sent
-        if not chunk.token_ids:
-            continue
-        if not response.prepared:
-            await response.prepare(http)
-        num_sent += len(chunk.token_ids)
-        await response.write(wire.encode_event(wire.encode_chunk(request.request_id, chunk, num_tokens=num_sent)))
-    if not response.prepared:
-        answer.result()  # a failure is answered in one piece
-        await response.prepare(http)
-    await response.write(_last_event(request, answer, num_sent) + wire.STREAM_END)
-    await response.write_eof()
-    return response
-
-
-def _last_event(request: GenerateRequest, answer: asyncio.Future[GenerateResult], num_sent: int) -> bytes:
-    try:
-        return wire.encode_event(wire.encode_result(request, answer.result(), num_sent=num_sent))
-    except EngineError as error:
-        status = 400 if isinstance(error, EngineRejected) else 503
-        return wire.encode_event(wire.encode_failure(wire.Failure(message=str(error), status=status)))
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Preparation:
-    """Of one request."""
-
-    request_id: str
-    is_aborted: bool = False
-
-
-class Preparations:
-    """All that are under way. Use it from one event loop."""
-
-    def __init__(self) -> None:
-        self._under_way: set[Preparation] = set()
-
-    @contextlib.contextmanager
-    def begin(self, request_id: str) -> Generator[Preparation]:
-        """Inside, an abort of this request is remembered."""
-        one = Preparation(request_id=request_id)
-        self._under_way.add(one)
-        try:
-            yield one
-        finally:
-            self._under_way.remove(one)
-
-    def abort(self, request_id: str | None) -> None:
-        """One request, or all of them. An unknown id is no error."""
-        for one in self._under_way:
-            one.is_aborted |= request_id in (None, one.request_id)
-
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 64 * 2**20
 SHUTDOWN_GRACE_S = 2.0
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class EngineServer:
@@ -156,7 +83,7 @@ class EngineServer:
         push_timeout_s: float = PUSH_TIMEOUT_S,
         grammars: Grammars | None = None,
     ) -> Self:
-        """Serve; port 0 picks a free one. Without `grammars`, those of the model's tokenizer.
+        """Serve on a port; 0 picks a free one. Without `grammars`, use those of the model's tokenizer.
 
         Raises ConfigError when the address cannot be bound.
         """
@@ -178,20 +105,20 @@ class EngineServer:
         await self._failed.wait()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let all requests that are here end by themselves, for so long; none is taken any more."""
+        """Accept no more requests, and wait up to `timeout_s` for those under way to end."""
         self._is_draining = True
         with contextlib.suppress(TimeoutError, EngineUnreachable):
             async with asyncio.timeout(timeout_s):
                 await asyncio.wrap_future(self._scheduler.finish())
 
     async def aclose(self) -> None:
-        """Answer what is in flight with what it has, and end. Harmless when done before."""
+        """Answer requests under way with what they have, and close. Harmless when repeated."""
         await asyncio.to_thread(self._scheduler.close)
         if self._web is not None:
             await self._web.cleanup()
 
     async def _listen(self, host: str, port: int) -> None:
-        # With handler_cancellation a client that disconnects cancels its handler, which aborts its request.
+        # With handler_cancellation, a client that disconnects cancels its handler, which aborts its request.
         self._web = web.AppRunner(
             self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_GRACE_S
         )
@@ -229,7 +156,7 @@ class EngineServer:
         call = wire.decode_call(await _json(http))
         self._check_serves()
         check_request(call.request, self._info())
-        # Thousands may wait: a packed prompt is a ninth of one that is Python's integers.
+        # Thousands may wait, and a packed prompt takes a ninth of the memory of Python integers.
         request = replace(call.request, input_ids=array("i", call.request.input_ids))
         tokens = TokenStream() if call.is_streamed else None
         with self._preparations.begin(request.request_id) as preparation:
@@ -239,7 +166,7 @@ class EngineServer:
             self._scheduler.abort(request.request_id)
         try:
             if tokens is not None:
-                return await _answer_in_events(http, request, tokens, asyncio.wrap_future(answer))
+                return await _stream_answer(http, request, tokens, asyncio.wrap_future(answer))
             result = await asyncio.wrap_future(answer)
         except (asyncio.CancelledError, ConnectionError):
             with contextlib.suppress(EngineUnreachable):  # closed: nothing is sampled any more
@@ -248,7 +175,7 @@ class EngineServer:
         return _answer(wire.encode_result(request, result))
 
     async def _matcher(self, grammar: tuple[str, str] | None) -> Matcher | None:
-        """Beside the loop: a large one takes a while."""
+        """Compile the grammar in a thread, because a large one takes a while."""
         if self._grammars is None or grammar is None:
             return None
         return await asyncio.to_thread(self._grammars.matcher, *grammar)
@@ -287,7 +214,7 @@ class EngineServer:
         return await self._update(wire.decode_shared_memory_update(await _json(http)))
 
     async def _update(self, update: WeightUpdate) -> web.Response:
-        """All at once. Read and prove beside the model thread; only the copy happens in it."""
+        """Update in one call. Reading and proving run beside the model thread; only the copy runs in it."""
         self._check_serves()
         async with self._pushes.exclusive():
             weights = await asyncio.to_thread(read_weights, update.weights, self._runner.layout)
@@ -322,10 +249,10 @@ class EngineServer:
         return _answer(wire.encode_info(self._info(), self._scheduler.stats()))
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._scheduler.metrics(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=self._scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def _check_serves(self) -> None:
-        """Raises EngineUnreachable, so that a fleet goes elsewhere."""
+        """Raises EngineUnreachable when the engine does not serve, so that a fleet goes elsewhere."""
         if not self._scheduler.is_alive:
             raise EngineUnreachable("the model thread has ended; see the engine's log")
         if self._is_draining:
@@ -346,11 +273,74 @@ def _grammars_of(runner: ModelRunner) -> Grammars | None:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    """What to say of an address that cannot be bound."""
+    """The error for an address that cannot be bound."""
     return ConfigError(
         f"the engine cannot listen on {host}:{port}: {error.strerror or error}; "
         "choose another port, or 0 for any free one"
     )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Preparation:
+    """A request that the server prepares before the scheduler has it."""
+
+    request_id: str
+    is_aborted: bool = False
+
+
+class Preparations:
+    """All requests under preparation, so that an abort reaches them, too. Use it from one event loop."""
+
+    def __init__(self) -> None:
+        self._under_way: set[Preparation] = set()
+
+    @contextlib.contextmanager
+    def begin(self, request_id: str) -> Generator[Preparation]:
+        """Remember an abort of this request that comes inside the block."""
+        one = Preparation(request_id=request_id)
+        self._under_way.add(one)
+        try:
+            yield one
+        finally:
+            self._under_way.remove(one)
+
+    def abort(self, request_id: str | None) -> None:
+        """Abort one request, or all of them (None). An unknown id is no error."""
+        for one in self._under_way:
+            one.is_aborted |= request_id in (None, one.request_id)
+
+
+async def _stream_answer(
+    http: web.Request, request: GenerateRequest, tokens: TokenStream, answer: asyncio.Future[GenerateResult]
+) -> web.StreamResponse:
+    """Send tokens as events until `answer` is done, at the client's pace. Raises ConnectionError when it is gone."""
+    answer.add_done_callback(lambda _: tokens.end())
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    num_sent = 0
+    while True:
+        chunk = await tokens.take()
+        if answer.done():
+            break  # the last event holds everything not yet sent
+        if not chunk.token_ids:
+            continue
+        if not response.prepared:
+            await response.prepare(http)
+        num_sent += len(chunk.token_ids)
+        await response.write(wire.encode_event(wire.encode_chunk(request.request_id, chunk, num_tokens=num_sent)))
+    if not response.prepared:
+        answer.result()  # a failure before the first token is answered as usual
+        await response.prepare(http)
+    await response.write(_last_event(request, answer, num_sent) + wire.STREAM_END)
+    await response.write_eof()
+    return response
+
+
+def _last_event(request: GenerateRequest, answer: asyncio.Future[GenerateResult], num_sent: int) -> bytes:
+    try:
+        return wire.encode_event(wire.encode_result(request, answer.result(), num_sent=num_sent))
+    except EngineError as error:
+        status = 400 if isinstance(error, EngineRejected) else 503
+        return wire.encode_event(wire.encode_failure(wire.Failure(message=str(error), status=status)))
 
 
 @web.middleware
@@ -367,7 +357,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except web.HTTPException as error:
         return _failure(_not_served(request, error), error.status)
     except ConnectionError:
-        return _failure("the client is gone", 499)  # nobody reads it; raised, aiohttp would log it as a failure
+        return _failure("the client is gone", 499)  # nobody reads it, but aiohttp would log a raised error as a failure
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return _failure(f"the engine failed: {error!r}; see its log", 500)
@@ -380,15 +370,8 @@ def _not_served(request: web.Request, error: web.HTTPException) -> str:
     return message
 
 
-async def _answer_in_events(
-    http: web.Request, request: GenerateRequest, tokens: TokenStream, answer: asyncio.Future[GenerateResult]
-) -> web.StreamResponse:
-    answer.add_done_callback(lambda _: tokens.end())
-    return await stream_answer(http, request, tokens, answer)
-
-
 async def _json(http: web.Request) -> object:
-    """Of a body; a request without one has no fields, as `curl -X POST` sends it."""
+    """The fields of a body. A request without one, as from `curl -X POST`, has none."""
     return decode_json(await http.read()) if http.can_read_body else {}
 
 

@@ -1,20 +1,17 @@
-"""A process group of the trainer and the processes of one server, for one transfer of bytes (torch.distributed).
+"""Transfers weights as bytes over torch.distributed, in a process group of the trainer and one server's processes.
 
     a server's processes, 1, 2, ...             the trainer's store (TCP)             the trainer, 0
     take a number each                      ─▶  GROUP/members
-    the first one of them asks              ─▶  request/N, the next one free     ─▶   waits for it, NEXT
-    say on which GPU they are               ─▶  GROUP/gpu/NUMBER                 ─▶   NCCL where each has its own; else
+    the first one asks                      ─▶  request/N, the next one free     ─▶   waits for it, NEXT
+    each names its GPU                      ─▶  GROUP/gpu/NUMBER                 ─▶   NCCL if all GPUs differ; else
                                                                                       gloo, over the hosts' memory
-    wait for the answer                     ◀─  GROUP/answer                     ◀─   which of them, or why neither
-        ◀──────────────────────── bytes, a bucket after the other ────────────────────────
+    wait for the answer                     ◀─  GROUP/answer                     ◀─   the backend, or a refusal
+        ◀──────────────────────── bytes, bucket after bucket ────────────────────────
 
-The group is nobody else's: neither torch's default one, nor the trainer's own. Who fails takes its own group along, and
-the next transfer has another one. Nobody waits longer than `timeout_s` for the next step of another.
-Runs in vLLM's workers too, which have no areal_agent: standard library and torch alone. It knows no weights.
-
-Weights as bytes in one piece, on any device: their checksum, and tensors over them.
-
-Runs in vLLM's workers too, which have no areal_agent: standard library and torch alone. It knows no model.
+Each transfer has a group of its own, neither torch's default one nor the trainer's, so that a failure ends only that
+transfer. Nobody waits longer than `timeout_s` for the next step of another. The last functions cover the bytes: their
+checksum, and tensors over them. This file also runs in vLLM's workers, where areal_agent is not installed: use only the
+standard library and torch.
 """
 
 import json
@@ -34,24 +31,28 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+BLOCK_BYTES = 4096
+"""Weights travel as one piece, a whole number of blocks of this size."""
+
 TRAINER = 0
 FROZEN = 2
-"""Times `timeout_s` without a step that should fail by itself after that time: the trainer stands still."""
+"""After this many times `timeout_s` without a step, which should fail by itself sooner, the trainer counts as frozen.
+"""
 POLL_S = 0.001
-"""Between two looks at a transfer from GPU to GPU, for which torch would wait without a time limit."""
+"""Seconds between polls of a GPU transfer, for which torch would wait without a time limit."""
 
 NEXT = "next"
-"""Of the store: the number of the request that the trainer waits for. All before have been written."""
+"""The store's key for the number of the request that the trainer waits for. All earlier requests are written."""
 LONG = timedelta(days=1)
-"""A wait without an end: torch writes two warnings about each that ends without anything."""
+"""A wait without an end. Torch logs two warnings for each wait that ends in vain, so it is long."""
 
-c10d = cast(Any, torch.distributed)  # little of what is used of it has types
+c10d = cast(Any, torch.distributed)  # most of what is used here has no types
 Store = Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """`num_members` processes of one server want to be sent something."""
+    """A request of one server's `num_members` processes to be sent the weights `what`."""
 
     what: str
     group: str
@@ -62,21 +63,21 @@ class Request:
 
 
 def open_store(host: str, timeout_s: float) -> Store:
-    """The trainer's, at a free port of this address alone."""
+    """Open the trainer's store, at a free port of this address only."""
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
     return _store(host, port, timeout_s, is_master=True, master_listen_fd=listening.detach())
 
 
 def connect(host: str, port: int, timeout_s: float) -> Store:
-    """A client of it. One that waits holds up every other user of the same client: so each has its own."""
+    """Connect to the store. A waiting call blocks all other calls of the same client, so each user has its own."""
     return _store(host, port, timeout_s, is_master=False)
 
 
 def ask(store: Store, request: Request | None) -> None:
-    """Put a request behind those that are there; None: nobody has to wait for another one.
+    """Append a request to those in the store. None says that nobody needs to wait for another.
 
-    A number is taken by writing the request: nobody dies in between, and leaves one that never comes.
+    Writing the request takes its number, so a process that dies in between leaves no number without a request.
     """
     told = json.dumps(asdict(request) if request else None).encode()
     number = int(store.get(NEXT))
@@ -85,7 +86,7 @@ def ask(store: Store, request: Request | None) -> None:
 
 
 def next_request(store: Store, number: int) -> Request | None:
-    """Wait for request `number`, which counts from 1, as long as it takes. Raises ValueError for one that is none."""
+    """Wait for request `number`, counted from 1, without a time limit. Raises ValueError for an invalid one."""
     key = f"request/{number}"
     store.set(NEXT, str(number))
     while not _comes(store, key, LONG):
@@ -103,7 +104,7 @@ def _comes(store: Store, key: str, within: timedelta) -> bool:
 
 
 def refuse(store: Store, request: Request, why: str) -> None:
-    """Let its processes know that nothing will come."""
+    """Tell the request's processes that nothing will come."""
     store.set(f"{request.group}/answer", json.dumps({"refused": why}))
 
 
@@ -117,7 +118,7 @@ def _store(host: str, port: int, timeout_s: float, **options: Any) -> Store:
 def receive(
     host: str, port: int, request: Request, data: Tensor, *, bucket_bytes: int, device: torch.device, timeout_s: float
 ) -> None:
-    """One process of a server: fill `data`, which lies where the process computes, `device`, or in memory beside.
+    """Receive `data` in one process of a server. It lies on `device`, where the process computes, or in host memory.
 
     Raises RuntimeError when the trainer does not send it.
     """
@@ -134,7 +135,7 @@ def receive(
 def _received(
     store: Store, request: Request, data: Tensor, bucket_bytes: int, device: torch.device, timeout_s: float
 ) -> Iterator[None]:
-    """The same, a step at a time."""
+    """Receive in steps, so that the caller can watch the progress."""
     number = store.add(f"{request.group}/members", 1)
     if number == 1:
         ask(store, request)
@@ -150,9 +151,9 @@ def _received(
 
 
 def _while_it_goes_on(work: Callable[[Callable[[], None]], None], timeout_s: float) -> None:
-    """Do this, and give up when it has told of nothing for so long.
+    """Run `work` in a thread, and give up when it reports no progress for `timeout_s`.
 
-    For torch waits without a limit for a store whose process stands still; the thread that does so is left behind.
+    Torch waits without a limit for a store whose process is frozen; such a thread is abandoned.
     """
     told: SimpleQueue[Exception | bool] = SimpleQueue()
 
@@ -160,7 +161,7 @@ def _while_it_goes_on(work: Callable[[Callable[[], None]], None], timeout_s: flo
         try:
             work(lambda: told.put(False))
             told.put(True)
-        except Exception as error:  # the boundary of this thread: it is raised where somebody waits
+        except Exception as error:  # the boundary of this thread: the waiting caller raises it
             told.put(error)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
@@ -175,7 +176,7 @@ def _while_it_goes_on(work: Callable[[Callable[[], None]], None], timeout_s: flo
 
 
 def send(store: Store, request: Request, data: Tensor, *, bucket_bytes: int, timeout_s: float) -> None:
-    """The trainer: `data` to all processes of the request. Raises RuntimeError when one of them fails."""
+    """Send `data` from the trainer to all processes of the request. Raises RuntimeError when one of them fails."""
     members = range(1, request.num_members + 1)
     gpus = [_gpu(data.device), *(store.get(f"{request.group}/gpu/{number}").decode() for number in members)]
     backend = "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
@@ -186,7 +187,7 @@ def send(store: Store, request: Request, data: Tensor, *, bucket_bytes: int, tim
 
 
 class _Group:
-    """Broadcasts of the trainer, of memory on one kind of device; what lies elsewhere goes through a buffer there."""
+    """Broadcasts from the trainer on one kind of device; data elsewhere goes through a buffer there."""
 
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
         self._group = group
@@ -216,7 +217,7 @@ class _Group:
         deadline_s = time.monotonic() + self._timeout.total_seconds()
         while not work.is_completed():
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"a bucket was not through after {self._timeout.total_seconds():g} s")
+                raise RuntimeError(f"a bucket was not transferred within {self._timeout.total_seconds():g} s")
             time.sleep(POLL_S)
 
 
@@ -224,7 +225,7 @@ class _Group:
 def _joined(
     store: Store, request: Request, backend: str, number: int, device: torch.device, timeout_s: float
 ) -> Generator[_Group]:
-    """Wait for the others, and be one group with them until the end."""
+    """Wait for the other processes and join their group until the end of the block."""
     ranks = c10d.PrefixStore(f"{request.group}/ranks", store)
     size, timeout = request.num_members + 1, timedelta(seconds=timeout_s)
     if backend == "gloo":
@@ -235,7 +236,7 @@ def _joined(
         with _own_stream(device):
             yield _Group(group, torch.device("cpu"), timeout_s)
         return
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a failure of one side must not end the other
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # one side's failure must not end the other
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group = c10d.ProcessGroupNCCL(ranks, number, size, options)
@@ -243,14 +244,14 @@ def _joined(
         with _own_stream(device):
             yield _Group(group, device, timeout_s)
     finally:
-        group.abort()  # all is done, or nothing will be; a shutdown would wait for who has failed
+        group.abort()  # all is done or has failed; a shutdown would wait for the one that failed
 
 
 @contextmanager
 def _own_stream(device: torch.device) -> Generator[None]:
-    """On a GPU: beside what is computed there. What was begun is done at the end.
+    """Use a CUDA stream of our own on a GPU, and wait for its work at the end.
 
-    What is computed there comes first: it may still use memory that it has freed, and that was taken for this.
+    It starts after what is already queued there, which may still use memory that was freed and taken again for this.
     """
     if device.type != "cuda":
         yield
@@ -263,23 +264,19 @@ def _own_stream(device: torch.device) -> Generator[None]:
 
 
 def _gpu(device: torch.device) -> str:
-    """Its UUID; empty for a CPU."""
+    """The UUID of a GPU; empty for a CPU."""
     return str(cast(Any, torch.cuda.get_device_properties(device)).uuid) if device.type == "cuda" else ""
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine from which that one is reached. Nothing is sent."""
+    """The address of this machine from which that host is reached. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
 
 
-BLOCK_BYTES = 4096
-"""Such a piece is a whole number of blocks."""
-
-
 def whole_blocks(num_bytes: int) -> int:
-    """The size of a piece for so many bytes.
+    """The size of a piece that holds `num_bytes`.
 
     >>> whole_blocks(4097)
     8192
@@ -288,13 +285,13 @@ def whole_blocks(num_bytes: int) -> int:
 
 
 def checksum(data: Tensor) -> int:
-    """Of bytes `[n]`, read once where they lie: a CRC-32 of the sums of all blocks."""
+    """The checksum of bytes `[n]`, read once where they lie: a CRC-32 of the sums of all blocks."""
     words = data.view(torch.int32).view(-1, BLOCK_BYTES // 4)
     return zlib.crc32(words.sum(dim=1, dtype=torch.int64).cpu().numpy().tobytes())
 
 
 def tensors_over(data: Tensor, entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """By name; an entry has the fields of `engine_types.TensorEntry`."""
+    """Yield tensors by name over the bytes; each entry has the fields of `types.TensorEntry`."""
     for entry in entries:
         part = data[entry["offset"] : entry["offset"] + entry["num_bytes"]]
         yield entry["name"], part.view(getattr(torch, entry["dtype"])).view(entry["shape"])

@@ -1,7 +1,7 @@
-"""Reads a new set of weights, proves that it is what the model needs, and copies it in place: all of it or none.
+"""Reads a new set of weights, proves that the model can take it, and copies it in place: all of it or nothing.
 
-Reading and proving may happen in any thread, while the model samples; only `copy` belongs to the model thread. It
-knows nothing of versions or requests.
+Reading and proving may happen in any thread while the model samples; only `WeightLayout.copy` belongs to the model
+thread.
 """
 
 import math
@@ -26,19 +26,19 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""What weights may be stored as; copying casts to the model's own dtype."""
+"""The dtypes of stored weights; copying casts them to the model's own dtype."""
 
 
 class WeightLayout:
-    """What a set of weights must hold: the names and shapes of `model.named_parameters()`, no more and no less."""
+    """The weights of a model: exactly the names and shapes of `model.named_parameters()`."""
 
     def __init__(self, parameters: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
         self._parameters = parameters
-        self._aliases = aliases  # further names of tied parameters
+        self._aliases = aliases  # other names of tied parameters
 
     @classmethod
     def of(cls, model: nn.Module) -> "WeightLayout":
-        """The layout of a model; tied parameters count once, under their first name."""
+        """The layout of a model. Tied parameters count once, under their first name."""
         parameters = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         every_name = model.named_parameters(remove_duplicate=False)
@@ -46,7 +46,7 @@ class WeightLayout:
         return cls(parameters, aliases)
 
     def prove(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The weights by parameter, each known to fit. Raises WeightUpdateError; nothing has been copied then."""
+        """Return the weights by parameter name if they fit. Raises WeightUpdateError; nothing is copied."""
         for alias, name in self._aliases.items():
             if alias in weights and name in weights and not torch.equal(weights[alias], weights[name]):
                 raise WeightUpdateError(
@@ -70,13 +70,13 @@ class WeightLayout:
         return proved
 
     def copy(self, proved: Mapping[str, Tensor]) -> None:
-        """Copy in place: whoever holds the parameters sees the new values."""
+        """Copy weights into the parameters, in place."""
         with torch.no_grad():
             for name, tensor in proved.items():
                 self._parameters[name].copy_(tensor)
 
     def holds(self, proved: Mapping[str, Tensor]) -> bool:
-        """Whether the model has these values already, as far as the narrower of the two float types tells."""
+        """Return whether the model has these values, compared in the narrower of the two float types."""
         return all(_is_same(self._parameters[name], tensor) for name, tensor in proved.items())
 
     def _check_names(self, weights: Mapping[str, Tensor]) -> None:
@@ -90,7 +90,7 @@ class WeightLayout:
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
-    """The names of those that hold NaN or infinity: neither gets lost in a sum, which costs one reading."""
+    """The names of weights with NaN or infinity. Both survive a sum, which costs one reading."""
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in weights.values()]).cpu()
     return [name for name, total in zip(weights, sums.tolist(), strict=True) if not math.isfinite(total)]
 
@@ -101,7 +101,7 @@ def _is_same(held: Tensor, new: Tensor) -> bool:
 
 
 def read_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout) -> Mapping[str, Tensor]:
-    """Read and prove a set of weights; a folder may be any model's. Raises WeightUpdateError."""
+    """Read and prove a set of weights; a folder may come from anywhere. Raises WeightUpdateError."""
     weights = _read_folder(Path(source.path)) if isinstance(source, DiskWeights) else _read_shared_memory(source)
     return layout.prove(weights)
 
@@ -109,13 +109,15 @@ def read_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout
 def take_weights(
     source: SharedMemoryWeights | DiskWeights, layout: WeightLayout, device: torch.device
 ) -> Mapping[str, Tensor]:
-    """As `read_weights`, in memory of our own: it stays as it was proved. A folder must have its manifest."""
+    """Read and prove a set of weights into memory of our own, which cannot change afterwards. A folder needs its
+    manifest.
+    """
     weights = _take_folder(source) if isinstance(source, DiskWeights) else _read_shared_memory(source)
     return layout.prove(_beside_the_model(weights, device))
 
 
 def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """On its device already, so that the swap copies within that: where they leave a GPU as much again for a step."""
+    """Move weights to a GPU in advance, so that the swap copies there, if as much again stays free for a step."""
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < 2 * num_bytes:
         return weights
@@ -125,7 +127,7 @@ def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[
 def take_distributed_weights(
     source: DistributedWeights, layout: WeightLayout, device: torch.device
 ) -> Mapping[str, Tensor]:
-    """As `take_weights`, from the trainer, in a process group of the two; into the memory of `device`."""
+    """Receive weights from the trainer, in a process group of the two, into the memory of `device`, and prove them."""
     _check_parts(source.entries, source.num_bytes)
     data = torch.empty(source.num_bytes, dtype=torch.uint8, device=device)
     request = Request(what=source.name, group=secrets.token_hex(8), num_members=1)
@@ -164,15 +166,11 @@ def _take_folder(source: DiskWeights) -> dict[str, Tensor]:
 
 def _read_folder(folder: Path) -> dict[str, Tensor]:
     try:
-        return {name: tensor for file in _safetensors_files(folder) for name, tensor in _read_file(file).items()}
+        return {name: tensor for file in weight_files(folder) for name, tensor in _read_file(folder / file).items()}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise WeightUpdateError(
             f"cannot read weights from {str(folder)!r}: {error}; it must be a Hugging Face folder with safetensors"
         ) from error
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    return [folder / name for name in weight_files(folder)]
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -206,13 +204,13 @@ def _check_entry(entry: TensorEntry) -> None:
 
 
 def _view(entry: TensorEntry, data: NDArray[np.uint8]) -> Tensor:
-    """A tensor over these bytes; it keeps them alive."""
+    """A tensor over these bytes, which it keeps alive."""
     flat = torch.frombuffer(data.data, dtype=DTYPES[entry.dtype], count=math.prod(entry.shape), offset=entry.offset)
     return flat.view(entry.shape)
 
 
 def _check_parts(entries: Sequence[TensorEntry], num_bytes: int) -> None:
-    """Raises WeightUpdateError unless these lie in so many bytes, which are whole blocks."""
+    """Raises WeightUpdateError unless the entries lie within `num_bytes` bytes, which are whole blocks."""
     for entry in entries:
         _check_entry(entry)
     check_places(entries)
@@ -223,7 +221,7 @@ def _check_parts(entries: Sequence[TensorEntry], num_bytes: int) -> None:
 
 
 def _parts(entries: Sequence[TensorEntry], data: Tensor) -> dict[str, Tensor]:
-    """Tensors over bytes in one piece, which may be in a GPU."""
+    """Tensors over one piece of memory, which may be on a GPU."""
     return {
         entry.name: data[entry.offset : entry.offset + entry.num_bytes].view(DTYPES[entry.dtype]).view(entry.shape)
         for entry in entries

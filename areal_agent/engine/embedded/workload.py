@@ -1,31 +1,15 @@
-"""What one model has to do: the rows in flight, and one step of work on them at a time.
+"""The work of one model: the rows in flight, and one step of work on them at a time.
 
     waiting ──admit──▶ filling ──▶ decoding ──▶ answered
        ▲                  └────┬───────┘
        └── retracted: slot and keys lost, tokens kept
 
-Row i holds slot i. The first rows decode; of those after them, which are still prefilled in chunks, there is one at
-most between two steps. A step is a chunk of prefill or one token for every decoding row, in turns, so that neither a
-long prompt nor a long answer holds the other up.
+A `Row` is one request and what it has so far; row i holds slot i. The first rows decode. Of the rows after them, which
+are still being prefilled in chunks, at most one is left between two steps. A step is a chunk of prefill or one token
+for every decoding row, in turns, so that neither long prompts nor long answers hold up the others.
 
-What rows have of the room for keys and values comes first, the rest is kept for rows that begin alike. When the
-decoding rows outgrow it, the last one goes back to wait. A step that is given up leaves its rows as they were before.
-
-One request and what it has so far. Knows nothing of models, slots or other rows.
-
-How the rows of one batch sample, from one change of its rows to the next: adjust the logits, then draw.
-
-It reads the requests of rows and what they have so far; it gives them nothing but the progress of their grammars.
-
-How long things took, counted in buckets: what Prometheus calls a histogram. Knows no clock and no request.
-
->>> latency = Latency()
->>> latency.add(0.02), latency.add(7.0)
-(None, None)
->>> latency.sum_s, latency.buckets()[:3], latency.buckets()[-1]
-(7.02, [('0.01', 0), ('0.03', 1), ('0.1', 1)], ('+Inf', 2))
-
-What an engine has done since it started.
+Room for the rows' keys and values comes first; the rest keeps prefixes for rows that begin alike. When the decoding
+rows outgrow the room, the last one goes back to waiting. A step that is given up leaves its rows as they were.
 """
 
 import contextlib
@@ -52,9 +36,22 @@ from areal_agent.engine.embedded.sampler import Adjustments, Draws, History, Sam
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TopLogprobs, VersionSpan, WeightVersion
 
+CHUNK_TOKENS = 512
+"""Tokens of one prefill step: enough for matrix products at full speed, few enough to stay in the CPU's caches."""
+
+GPU_CHUNK_TOKENS = 2048
+"""Tokens of one prefill step on a GPU, which computes a small chunk faster than kernels can be launched."""
+
+TURN_TOKENS = 2048
+"""Prefilled tokens after which the decoding rows have their turn."""
+
+SIBLING_TOKENS = 16
+"""Rows whose next tokens agree for this length wait for the first of them, and reuse what it computed."""
+
 TokenSink = Callable[[int, float, TopLogprobs, WeightVersion], None]
-"""Gets every token of a streamed request, its log-probability, the likeliest tokens there and the version that sampled
-it, in the model thread."""
+"""Called in the model thread with every token of a streamed request, its log-probability, the likeliest tokens there,
+and the version that sampled it.
+"""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -66,22 +63,22 @@ class Row:
     seed: int
     answer: Future[GenerateResult]
     on_token: TokenSink | None = None
-    matcher: Matcher | None = None  # of the grammar that holds its answer
+    matcher: Matcher | None = None  # of the grammar that constrains the answer
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])  # empty when none are asked for
-    begun: list[tuple[WeightVersion, int]] = field(default_factory=list[tuple[WeightVersion, int]])  # with which token
-    num_computed: int = 0  # tokens whose keys and values are in its slot, while it is prefilled
-    num_cached: int | None = None  # of the prompt, when it was prefilled first
-    arrived_s: float = 0.0  # by the clock of whoever runs it
-    is_mixed: bool = False  # its keys and values are of more than one set of weights
+    top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])  # empty when none were requested
+    begun: list[tuple[WeightVersion, int]] = field(default_factory=list[tuple[WeightVersion, int]])  # span starts
+    num_computed: int = 0  # tokens whose keys and values are in its slot, during prefill
+    num_cached: int | None = None  # prompt tokens found in the prefix cache, when first prefilled
+    arrived_s: float = 0.0  # by time.perf_counter()
+    is_mixed: bool = False  # its keys and values come from more than one set of weights
     has_waited_for_sibling: bool = False
 
     @classmethod
     def of(cls, request: GenerateRequest, on_token: TokenSink | None = None, matcher: Matcher | None = None) -> "Row":
-        """A row with nothing sampled; a request without a seed gets one here."""
+        """Make a row with nothing sampled. A request without a seed gets one here."""
         answer: Future[GenerateResult] = Future()
-        answer.set_running_or_notify_cancel()  # nobody but the model thread ends it
+        answer.set_running_or_notify_cancel()  # only the model thread ends it
         seed = request.sampling.seed
         return cls(
             request=request,
@@ -94,18 +91,18 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and sampled tokens."""
+        """The number of prompt and sampled tokens."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     def all_ids(self) -> NDArray[np.int32]:
-        """Prompt and sampled ids: what a prefill computes."""
+        """Prompt and sampled ids, which a prefill computes."""
         if not self.token_ids:
             return self.prompt_ids
         return np.concatenate([self.prompt_ids, np.frombuffer(array("i", self.token_ids), dtype=np.int32)])
 
     def append(self, token_id: int, logprob: float, top: TopLogprobs, version: WeightVersion) -> None:
-        """Keep one sampled token, stamped with the version that sampled it, and hand it out if it is streamed."""
-        if not self.begun or self.begun[-1][0] is not version:  # a swap, perhaps to weights of the same label
+        """Keep a sampled token with the version that sampled it, and hand it out if the request is streamed."""
+        if not self.begun or self.begun[-1][0] is not version:  # compared by identity: a swap may reuse the label
             self.begun.append((version, len(self.token_ids)))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
@@ -115,14 +112,14 @@ class Row:
             self.on_token(token_id, logprob, top, version)
 
     def finish_reason(self, eos_token_ids: Set[int]) -> FinishReason | None:
-        """Why the row ends after its last token, or None when it goes on."""
+        """The reason why the row ends at its last token, or None when it goes on."""
         sampling = self.request.sampling
         if self.token_ids[-1] in eos_token_ids or self.token_ids[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= sampling.max_tokens else None
 
     def finish(self, reason: FinishReason) -> None:
-        """Answer with what there is."""
+        """Answer with what the row has."""
         self.answer.set_result(
             GenerateResult(
                 token_ids=tuple(self.token_ids),
@@ -143,7 +140,7 @@ class Row:
 
 
 class SamplingBatch:
-    """The sampling of these rows, in this order. Rows that come, go or move make a new one necessary."""
+    """The sampling of these rows, in this order: adjust the logits, then draw. Make a new one when the rows change."""
 
     def __init__(self, rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> None:
         params = [row.request.sampling for row in rows]
@@ -162,7 +159,7 @@ class SamplingBatch:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor) -> Draws:
-        """The next token of every row; logits `[n, V]`."""
+        """Sample the next token of every row from logits `[n, V]`."""
         adjusted = logits if self._adjustments is None else self._adjustments.apply(logits)
         if self._is_constrained:
             adjusted = adjusted.masked_fill(self._forbidden().to(logits.device), float("-inf"))
@@ -175,7 +172,7 @@ class SamplingBatch:
         return draws
 
     def _forbidden(self) -> Tensor:
-        """The tokens that no grammar lets come next, `[n, V]`."""
+        """A mask `[n, V]` of the tokens that the rows' grammars do not allow next."""
         free = np.ones(self._vocab_size, dtype=np.bool_)
         return torch.from_numpy(
             ~np.stack([free if row.matcher is None else row.matcher.allowed() for row in self._rows])
@@ -186,66 +183,60 @@ BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class Latency:
-    """One thread adds; others may read."""
+    """A histogram of durations, as Prometheus counts them. One thread adds; others may read.
+
+    >>> latency = Latency()
+    >>> latency.add(0.02), latency.add(7.0)
+    (None, None)
+    >>> latency.sum_s, latency.buckets()[:3], latency.buckets()[-1]
+    (7.02, [('0.01', 0), ('0.03', 1), ('0.1', 1)], ('+Inf', 2))
+    """
 
     def __init__(self) -> None:
         self.sum_s = 0.0
-        self._counts = [0] * (len(BOUNDS_S) + 1)  # of each bucket alone; the last is beyond all bounds
+        self._counts = [0] * (len(BOUNDS_S) + 1)  # per bucket, not cumulative; the last one is unbounded
 
     def add(self, seconds: float) -> None:
         self._counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bounds, and how many took no longer."""
+        """The upper bounds, each with the number of durations up to it."""
         return list(zip([*map(str, BOUNDS_S), "+Inf"], accumulate(self._counts), strict=True))
 
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """Sums; the model thread adds to them and others read."""
+    """Totals since the engine started. The model thread adds to them; others read."""
 
-    busy_s: float = 0.0  # in which a step was running
+    busy_s: float = 0.0  # seconds in which a step was running
     requests: int = 0
     aborted_requests: int = 0
-    retracted_requests: int = 0  # for want of room
+    retracted_requests: int = 0  # because the room was too small
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts, found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     generated_tokens: int = 0
-    to_first_token: Latency = field(default_factory=Latency)  # from the arrival of a request
-    to_answer: Latency = field(default_factory=Latency)  # of those that nobody aborted
-
-
-CHUNK_TOKENS = 512
-"""Tokens of one prefill step: enough for matrix products at full speed, few enough to stay in the CPU's caches."""
-
-GPU_CHUNK_TOKENS = 2048
-"""The same on a GPU, which is done with fewer tokens of a small model before it has been told the next kernels."""
-
-TURN_TOKENS = 2048
-"""Tokens that are prefilled before the decoding rows have their turn again."""
-
-SIBLING_TOKENS = 16
-"""Rows that go on with the same so many tokens wait for the first of them, and take what it has computed."""
+    to_first_token: Latency = field(default_factory=Latency)  # measured from a request's arrival
+    to_answer: Latency = field(default_factory=Latency)  # measured from arrival, without aborted requests
 
 
 class Workload:
-    """The rows of one model. Only one thread may use it."""
+    """The rows of one model. Use it from one thread."""
 
     def __init__(self, runner: ModelRunner, version: WeightVersion) -> None:
         self.version = version
         self.kv_tokens = runner.kv.num_tokens
         self.counts = Counts()
-        self.admits_new = True  # False: rows that have sampled nothing go on waiting
-        self.has_memory = True  # for keys and values: without it no row gets a slot
+        self.admits_new = True  # False: rows that have sampled nothing keep waiting
+        self.has_memory = True  # for keys and values; without it no row gets a slot
         self._runner = runner
         self._kv = runner.kv
         self._chunk_tokens = chunk_tokens(runner.device)
         self._rows: dict[str, Row] = {}  # every row in flight
         self._waiting: deque[Row] = deque()
         self._slots: list[Row] = []  # row i holds slot i
-        self._num_decoding = 0  # of `_slots`, from the front
-        self._sampling: SamplingBatch | None = None  # of the decoding rows; None: they have changed
+        self._num_decoding = 0  # the first rows of `_slots`
+        self._sampling: SamplingBatch | None = None  # of the decoding rows; None when they have changed
         self._prefilled_tokens = 0  # since the last decode step
 
     # ------------------------------------------------------------------------------------------------ rows
@@ -257,12 +248,12 @@ class Workload:
 
     @property
     def num_waiting(self) -> int:
-        """Rows that wait for one."""
+        """Rows that wait for a slot."""
         return len(self._waiting)
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens whose keys and values rows hold, or will when they are prefilled."""
+        """Prompt and sampled tokens of the rows that hold a slot."""
         return sum(self._lengths())
 
     @property
@@ -274,7 +265,7 @@ class Workload:
         return bool(self._slots) or self._has_candidate()
 
     def add(self, row: Row) -> None:
-        """Queue a row. Raises EngineRejected when one of its id is in flight."""
+        """Queue a row. Raises EngineRejected when its id is already in flight."""
         request_id = row.request.request_id
         if request_id in self._rows:
             raise EngineRejected(f"rid {request_id!r} is in flight already; make ids unique")
@@ -284,7 +275,7 @@ class Workload:
         row.arrived_s = time.perf_counter()
 
     def abort(self, request_id: str | None) -> None:
-        """Answer one row, or all of them, with what it has."""
+        """Answer one row, or all of them (None), with what it has."""
         if request_id is None:
             rows = list(self._rows.values())
         else:
@@ -300,12 +291,12 @@ class Workload:
         self._rows.clear()
 
     def retract(self) -> None:
-        """Take every slot; the rows wait before all others, in their old order."""
+        """Take all slots back; their rows wait before all others, in their old order."""
         while self._slots:
             self._retract_last()
 
     def swap(self, weights: Mapping[str, Tensor], version: WeightVersion, *, flush_cache: bool) -> None:
-        """Copy new weights into the model. Without `flush_cache` rows go on with the keys and values that they have."""
+        """Copy new weights into the model. Without `flush_cache`, rows keep the keys and values that they have."""
         if flush_cache:
             self.retract()
         for row in self._slots:
@@ -315,14 +306,16 @@ class Workload:
         self.version = version
 
     def release_memory(self) -> None:
-        """Give the memory of keys and values back: rows wait with the tokens that they have."""
+        """Free the memory of keys and values; rows wait and keep their tokens."""
         self.retract()
         self._kv.prefixes.clear()
         self._runner.release_memory()
         self.has_memory = False
 
     def resume_memory(self) -> None:
-        """Take it again, if it was released; rows are computed anew. Raises EngineRejected when it is not there."""
+        """Allocate the memory again if it was released; rows are prefilled anew. Raises EngineRejected when there is
+        none.
+        """
         if not self.has_memory:
             self._runner.resume_memory()
             self.has_memory = True
@@ -330,7 +323,7 @@ class Workload:
     # ----------------------------------------------------------------------------------------------- steps
 
     def step(self) -> None:
-        """A chunk of prefill, or one token for every decoding row."""
+        """Run one step: a chunk of prefill, or one token for every decoding row."""
         started_s = time.perf_counter()
         pieces: Sequence[Piece] = ()
         if self._prefilled_tokens < TURN_TOKENS or not self._num_decoding:
@@ -340,7 +333,7 @@ class Workload:
         self.counts.busy_s += time.perf_counter() - started_s
 
     def _next_pieces(self) -> list[Piece]:
-        """The next chunk: the row that is being filled, then rows that are admitted now, first come first served."""
+        """The next chunk: the row being filled, then newly admitted rows, first come first served."""
         pieces = [self._piece(slot, self._chunk_tokens) for slot in range(self._num_decoding, len(self._slots))]
         num_left = self._chunk_tokens - sum(len(piece.ids) for piece in pieces)
         openings: set[bytes] = set()
@@ -362,11 +355,11 @@ class Workload:
         return not self._slots or self._kv.can_begin(self._waiting[0].all_ids(), self._lengths())
 
     def _has_candidate(self) -> bool:
-        """Rows that have begun stand before those that have not."""
+        """True when a row may begin. Rows that have begun stand before those that have not."""
         return bool(self._waiting) and (self.admits_new or bool(self._waiting[0].token_ids))
 
     def _should_wait_for_sibling(self, row: Row, openings: set[bytes]) -> bool:
-        """Whether a row admitted into this chunk goes on as this one does; it waits once."""
+        """Return whether a row admitted in this chunk begins as this one does. A row waits only once."""
         if row.has_waited_for_sibling or not self._kv.always_keeps or not (openings or self._waiting):
             return False
         ids = row.all_ids()
@@ -395,7 +388,7 @@ class Workload:
         return Piece(slot=slot, begin=row.num_computed, ids=ids)
 
     def _prefill(self, pieces: Sequence[Piece]) -> None:
-        """Compute the pieces; rows that are complete then get their first token and decode from now on."""
+        """Compute the pieces. Rows that are complete then get their first token, and decode from now on."""
         logits = self._runner.prefill(pieces)
         for piece in pieces:
             self._slots[piece.slot].num_computed += len(piece.ids)
@@ -411,7 +404,7 @@ class Workload:
             self._check_filling(self._slots[-1], logits[-1])
 
     def _check_filling(self, row: Row, logits: Tensor) -> None:
-        """Of a long prompt the first chunk tells: aborted before the last one, it would leave its memory to others."""
+        """Refuse a long prompt whose first chunk has no finite logits, before its memory is left to other rows."""
         if not math.isfinite(logits.max().item()):
             self._refuse(row, self._not_finite(row, row.num_computed))
             self._start_over()
@@ -430,7 +423,7 @@ class Workload:
         return SamplingBatch(rows, vocab_size=self._runner.vocab_size, device=self._runner.device)
 
     def _sample(self, rows: Sequence[Row], logits: Tensor, sampling: SamplingBatch) -> None:
-        """Give each row its next token, and answer those that it ends."""
+        """Give each row its next token, and answer the rows that end with it."""
         draws = sampling.sample(logits)
         self.counts.generated_tokens += len(rows)
         eos_token_ids, version = self._runner.eos_token_ids, self.version
@@ -463,7 +456,7 @@ class Workload:
         row.answer.set_exception(failure)
 
     def _failure(self, row: Row, logprob: float) -> EngineError | None:
-        """Why what was drawn for this row is no token of its answer."""
+        """The reason why the drawn token is not part of this row's answer, or None."""
         if math.isnan(logprob):
             return self._not_finite(row, row.num_tokens)
         return None if row.matcher is None else row.matcher.failure()
@@ -475,13 +468,13 @@ class Workload:
         )
 
     def _start_over(self) -> None:
-        """Compute all rows anew: keys and values that are not finite spoil others, even where they are masked."""
+        """Recompute all rows: keys and values that are not finite spoil others, even where they are masked."""
         self.retract()
         self._kv.prefixes.clear()
         self._kv.cache.wipe()
 
     def _take_out(self, row: Row) -> None:
-        """Of wherever it is. Whoever calls this answers it: until then `fail` does, should this fail."""
+        """Remove a row from its place. The caller answers it afterwards, so that `fail` does should this raise."""
         if row in self._slots:
             self._free(self._slots.index(row))
         else:
@@ -489,10 +482,10 @@ class Workload:
         del self._rows[row.request.request_id]
 
     def _free(self, slot: int) -> None:
-        """Keep what the row computed for others, and close the gap: slots stay dense, decoding rows first."""
+        """Keep what the row computed for others, and close the gap: slots stay dense, with decoding rows first."""
         row = self._slots[slot]
         is_decoding = slot < self._num_decoding
-        # The last token that was sampled has not been through the model.
+        # the last sampled token has not been through the model
         self._keep(row, slot, row.num_tokens - 1 if is_decoding else row.num_computed)
         if is_decoding:
             self._num_decoding -= 1
@@ -508,7 +501,7 @@ class Workload:
             self._kv.cache.move(source, target, row.num_tokens)
 
     def _retract_last(self) -> None:
-        """The row in the last slot waits before all others; what it has computed is lost."""
+        """Send the row in the last slot back to wait before all others; what it computed is lost."""
         slot = len(self._slots) - 1
         row = self._slots[slot]
         if self._num_decoding > slot:
@@ -522,7 +515,7 @@ class Workload:
         self._kv.drop(len(self._slots))
 
     def _keep(self, row: Row, slot: int, num_tokens: int) -> None:
-        """Keep the first tokens of a row for others, unless they are of several sets of weights."""
+        """Keep a row's first tokens for others, unless several sets of weights computed them."""
         if not row.is_mixed:
             self._kv.keep(slot, row.all_ids()[:num_tokens], self._lengths())
 
@@ -531,7 +524,7 @@ class Workload:
 
 
 def chunk_tokens(device: torch.device) -> int:
-    """Of one prefill step there.
+    """The number of tokens in one prefill step on a device.
 
     >>> chunk_tokens(torch.device("cuda")) // chunk_tokens(torch.device("cpu"))
     4

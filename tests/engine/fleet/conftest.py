@@ -1,4 +1,4 @@
-"""Fleets of scripted servers. The token at a position is a function of the position: so a continuation is proved."""
+"""Fleets of scripted servers. The token at a position is a function of the position, which proves continuations."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,12 +22,12 @@ URLS = ("http://one", "http://two")
 
 
 def token_at(position: int) -> int:
-    """What every scripted server samples at a position of prompt and answer."""
+    """The token that every scripted server samples at a position of prompt and answer."""
     return 1000 + position
 
 
 def tokens(request: GenerateRequest, num_tokens: int) -> tuple[int, ...]:
-    """The first tokens of the answer to a request, whoever samples them."""
+    """The first tokens of the answer to a request, whichever servers sample them."""
     first = len(request.input_ids)
     return tuple(token_at(position) for position in range(first, first + num_tokens))
 
@@ -38,7 +38,7 @@ def ask(number: int = 0, **sampling: Any) -> GenerateRequest:
 
 
 class Server:
-    """A scripted engine as a member of a fleet. Stepped: it samples when a test says so."""
+    """A scripted engine as a member of a fleet. When stepped, it samples only when a test says so."""
 
     def __init__(self, url: str, *, version: WeightVersion = OLD, is_stepped: bool = True, vocab_size: int = 10**6):
         self.base_url = url
@@ -58,7 +58,7 @@ class Server:
         self.fake.die_after(0)
 
     def restart(self, version: WeightVersion) -> None:
-        """A new process, with what it was started with."""
+        """Become a new process with the initial state."""
         self.is_down = False
         self.fake.recover()
         self.fake.paused = None
@@ -133,7 +133,7 @@ class Stage:
         return self.servers[URLS[0]]
 
     def silence(self, *servers: Server) -> None:
-        """They load weights from now on, and answer nothing else."""
+        """Make servers load weights from now on, and answer nothing else."""
         for server in servers:
             server.answers.clear()
             server.may_load.clear()
@@ -144,7 +144,7 @@ class Stage:
             server.answers.set()
 
     async def looked_at(self, server: Server, times: int = 5) -> None:
-        """Its keeper has asked it so often that it would be taken for one that hangs."""
+        """Wait until the keeper has asked a server so often that it could count as hung."""
         num_infos = server.num_infos
         await self.until(lambda: server.num_infos >= num_infos + times)
 
@@ -189,7 +189,7 @@ def open_stage() -> OpenStage:
 
 @pytest.fixture
 async def stage(open_stage: OpenStage):
-    """Two stepped servers."""
+    """A fleet of two stepped servers."""
     async with open_stage(*map(Server, URLS)) as stage:
         await stage.fleet.info()
         yield stage

@@ -1,8 +1,8 @@
-"""Fleets of real engines, in processes of their own: one is killed or stopped in the middle of answers.
+"""Fleets of real engine processes, of which one is killed or stopped in the middle of answers.
 
-- the answers are those of one engine that nobody killed, token for token, greedy and with a seed, over HTTP too
-- one that stands still (SIGSTOP) is told from a slow one, its answers go on elsewhere; it serves again (SIGCONT) with
-  the weights that it missed
+- the answers equal those of one undisturbed engine, token for token, greedy and with a seed, over HTTP too
+- a frozen server (SIGSTOP) is told from a slow one, and its answers go on elsewhere; after SIGCONT it serves again,
+  with the weights that it missed
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from areal_agent.types import TokenChunk, WeightVersion
 from areal_agent.weights.push import push
 
 DEADLINE_S = 300.0  # only a hang is longer
-LENGTH = 480  # tokens: still being sampled when the blow comes
+LENGTH = 480  # tokens: still being sampled when the signal comes
 
 
 class Process:
@@ -49,7 +49,7 @@ class Process:
 
 
 class Pair:
-    """Two engine processes, which take seconds to start: they serve test after test until one of them has ended."""
+    """Two engine processes, which take seconds to start, so tests share them until one of them has ended."""
 
     def __init__(self, model: Path, make_folder: Callable[[], Path]) -> None:
         self._model = model
@@ -104,7 +104,7 @@ async def expected(url: str, requests: list) -> list[tuple[int, ...]]:
 
 
 class Arrivals:
-    """Says when so many tokens of each request have come."""
+    """Waits until so many tokens of each request have come."""
 
     def __init__(self, num_requests: int, num_tokens: int) -> None:
         self._missing = dict.fromkeys(range(num_requests), num_tokens)

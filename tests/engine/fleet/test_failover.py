@@ -1,15 +1,15 @@
-"""A request that loses its server goes on at another one, and nobody can tell from its tokens:
+"""A request that loses its server goes on at another one, which its tokens do not show:
 
-- tokens, log-probabilities and spans are whole, whether or not anybody watches; chunks come once and in order
-- spans of one version from two servers are one; of two versions, each token bears the one that sampled it
-- what is left is asked for: fewer tokens, the same stop ids, the same seed, an id of its own
-- a server that ends a request by itself, as when it shuts down, loses it, too
+- tokens, log-probabilities and spans are complete, streamed or not; chunks come once and in order
+- spans of one version from two servers are joined; with two versions, each token has the one that sampled it
+- only the rest is requested: fewer tokens, the same stop ids and seed, an id of its own
+- a server that ends a request itself, as at its shutdown, loses it, too
 - with all tokens there, or a stop id at the end, nothing more is sampled
-- a request that is wrong is asked once; one that fails everywhere says where and how
-- with nobody serving it waits, and goes on when one is back; for a bound, then it says who is how
-- an abort or a cancellation ends it wherever it is: at a server, at one that is silent, between two
-- an answer that cannot be continued (grammar, penalties, versions untold) begins again if nobody saw it, else fails
-- 2,000 requests in flight over two servers survive the death of one
+- a wrong request is sent once; one that fails everywhere says where and how
+- with no server it waits and goes on when one is back; after a limit, its error gives each server's state
+- an abort or a cancellation ends it wherever it is: at a server, at a silent one, between two
+- an answer that cannot be continued (grammar, penalties, unknown versions) begins again if nobody saw it, else fails
+- 2,000 requests at two servers survive the death of one
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def spans(*lengths: tuple[object, int]) -> tuple[VersionSpan, ...]:
 
 
 async def asked(stage: Stage) -> tuple[Server, Server]:
-    """The server that has the request, and the other one."""
+    """Return the server that has the request, and the other one."""
     await stage.until(lambda: any(server.fake.num_in_flight for server in stage.servers.values()))
     return sorted(stage.servers.values(), key=lambda server: -server.fake.num_in_flight)  # type: ignore[return-value]
 
@@ -46,7 +46,7 @@ async def asked(stage: Stage) -> tuple[Server, Server]:
 async def broken_off(
     stage: Stage, request: GenerateRequest | None = None, **options: Any
 ) -> tuple["asyncio.Future[GenerateResult]", Server]:
-    """A request whose server dies after three tokens: its answer, and the server that has it then."""
+    """Send a request whose server dies after three tokens; return its answer, and the server that has it then."""
     answer = stage.start(request or ask(), **options)
     first, second = await asked(stage)
     first.fake.step(3)
@@ -56,7 +56,7 @@ async def broken_off(
 
 
 class Chunks:
-    """What a watched request hands out."""
+    """Collects what a watched request hands out."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

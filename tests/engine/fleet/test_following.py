@@ -1,14 +1,14 @@
-"""A fleet in another process than the one that pushes, as a rollout worker has it; and tokens of weights of nobody's:
+"""A fleet in another process than the one that pushes, as in a rollout worker; and tokens of unknown weights:
 
-- who is out there is out here at once, and its requests move; it serves again at the first word of it
-- one that is out there while it is being taken back here is not taken back
-- who has joined or left there joins or leaves here; what a leaving one has in hand ends there
-- a view is told of: it changes with states, with members, and before the first token of a new version
+- a server that is out in the pushing process is out here at once, and its requests move; it is back as quickly
+- a server that goes out there while it is being taken back here is not taken back
+- servers that join or leave there do so here; requests at a leaving one end there
+- the view changes with states and members, and before the first token of a new version
 - tokens of a version that was never given are not recorded: another server samples them, or a watched answer fails
-- word of a version may come after its first tokens: they are kept then
+- word of a version may come after its first tokens, which are kept then
 - a server with a version that was never given stays out
-- it is told of a load, whether that succeeds or not; who is silent meanwhile does not hang
-- within an answer versions never go back: what a server samples that has is not recorded
+- loads are announced, with success or failure; a server that is silent meanwhile does not count as hung
+- within an answer versions never go back: tokens of a server that does are not recorded
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from areal_agent.weights.push import push
 from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
 STRANGE = WeightVersion(incarnation=3, step=1)
-SHORT = replace(PATIENT, probe_timeout_s=0.05)  # so long a version that was never given is waited for
+SHORT = replace(PATIENT, probe_timeout_s=0.05)  # how long an unknown version is waited for
 MODEL, WEIGHTS = Path("model"), DiskWeights(path="weights-8")
 
 

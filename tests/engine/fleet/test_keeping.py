@@ -1,15 +1,15 @@
-"""Servers that fall, and come back:
+"""Servers that fail, and come back:
 
-- one that is down is quarantined without a request having to fail there; the reason is said once, and shown
-- silence is no failure while tokens come, or for less than the limit; then it is a hang, and its requests move; the
-  time that this process has slept does not count, nor that in which the server loads weights
-- who comes back is verified: with the label that is due it serves; with another one it is given the weights first
-- one that cannot be brought to them, serves another model, or says that it is not healthy, stays out and says why
-- where others push, nobody is touched: whoever stays behind comes last
-- a server is added, once, and not within a push: verified, brought to the weights whatever it served before, and only
-  then asked; what is wrong with it is an error
-- a server is removed, and not within a push: what it has ends there, or moves; the last one that serves stays; one that
-  is being added is not added
+- one that is down is quarantined before a request fails there; the reason is logged once, and shown
+- silence is no failure while tokens come, or below the limit; then it is a hang, and its requests move; time in which
+  this process slept, or the server loads weights, does not count
+- a server that comes back is verified: with the current label it serves; otherwise it gets the weights first
+- one that cannot get them, serves another model, or reports that it is not healthy, stays out, and the reason is shown
+- in a process that does not push, no server is touched: one that stays behind is asked last
+- a server is added once, and not within a push: verified, given the weights whatever it served, and only then used; a
+  fault in it is an error
+- a server is removed, and not within a push: its requests end there, or move; the last serving one stays; one that is
+  just being added is not added
 """
 
 import asyncio
@@ -34,7 +34,7 @@ ZERO = WeightVersion()
 
 
 async def fallen(stage: Stage, server: Server) -> str:
-    """Wait until it is quarantined; why."""
+    """Wait until a server is quarantined, and return the reason."""
     await stage.until(lambda: stage.state(server) is not MemberState.SERVING)
     return stage.report(server).reason
 
@@ -74,7 +74,7 @@ class Anything:
 
 @asynccontextmanager
 async def silence() -> AsyncGenerator[tuple[Member, Server, Clock, Callable[[float], Awaitable[None]]]]:
-    """A server that is silent from now on, who looks after it, and how time passes: a look a second."""
+    """A server that is silent from now on, its keeper, and a clock that passes one look per second."""
     server, clock = Server(URLS[0]), Clock()
     member = Member(engine=server, heard_s=0.0)
     patience = replace(PATIENT, hung_after_s=30.0, probe_timeout_s=0.001, probe_every_s=1.0)

@@ -1,4 +1,4 @@
-"""What a request has got so far: spans of one version stay one however many chunks they came in, and a cut is exact."""
+"""The tokens that a request has so far: a span of one version stays one over many chunks, and a cut is exact."""
 
 from itertools import pairwise
 

@@ -1,12 +1,12 @@
 """New weights for a fleet:
 
-- all take them; one that fails at any step is quarantined with the reason, the others serve them, and it follows
-- where all fail nobody is quarantined, and the old version serves everywhere
-- a label that does not move is a failure; nobody who missed a version samples in the meantime
-- where nobody is left at any step it is made again once one serves, up to three times
-- with nobody serving a push waits; nobody joins while one is open; one that hangs in it does not hold up the others
+- all take them; one that fails at any step is quarantined with the reason, the others serve them, and it catches up
+- if all fail nobody is quarantined, and the old version serves everywhere
+- a label that does not change is a failure; a server that missed a version samples nothing meanwhile
+- if no server is left at any step the push is repeated once one serves, up to three times
+- a push waits while nobody serves; nobody joins during one; a server that hangs in it does not hold up the others
 - the next push begins after one whose sender vanished; a push that is not open is a conflict
-- a pause that aborts gives what there is; requests of a server that falls in a push move, and go on after it
+- a pause that aborts returns what there is; requests of a server that fails in a push move, and go on after it
 """
 
 import asyncio
@@ -83,7 +83,7 @@ async def test_where_all_fail_the_old_version_serves(stage, step):
 
 
 async def push_again(stage: Stage) -> None:
-    """As a run does."""
+    """Push new weights, as a run does."""
     await push_under("interrupt", [stage.fleet], WEIGHTS, NEW, drained=contextlib.nullcontext)
 
 
@@ -111,7 +111,7 @@ async def test_where_nobody_is_left_three_times_it_fails(open_stage):
 
 
 async def test_who_missed_a_version_does_not_sample(stage):
-    """Its catching up is held up: what is asked meanwhile goes elsewhere, to the last request."""
+    """Hold up the server that catches up: requests go elsewhere meanwhile, to the last one."""
     for _ in range(10_000):
         stage.one.fake.fail_next(Operation.COMMIT_PUSH, WeightUpdateError("will not"))
     moving = [stage.start(ask(number)) for number in range(4)]

@@ -1,7 +1,7 @@
-"""Which server a request goes to:
+"""The choice of the server for a request:
 
-- a prompt goes where its beginning is cached, unless that server has too much to do; without one, to the idlest
-- the longer of two known beginnings decides; a server that is gone is chosen no more; memory is bounded
+- a prompt goes where its beginning is cached, unless that server is overloaded; otherwise to the least busy one
+- the longer of two known beginnings decides; a server that is gone is not chosen; memory is bounded
 """
 
 from hypothesis import given

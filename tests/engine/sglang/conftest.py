@@ -1,6 +1,6 @@
-"""The adapter on a stage: in front of the embedded engine, which speaks the same wire, and of a real SGLang server.
+"""Stages for the adapter: in front of the embedded engine, which has the same wire, and of a real SGLang server.
 
-The real one is started once, in the environment that `make_environment.sh` makes; without it those tests skip.
+The real server is started once, in the environment that `make_environment.sh` makes; without it those tests skip.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ def real_other(make_model) -> Path:
 
 @pytest.fixture(scope="session")
 def long_model(make_model) -> Path:
-    """As `real_model`, for the embedded engine, which needs no tokenizer."""
+    """A model like `real_model` for the embedded engine, which needs no tokenizer."""
     return make_model(seed=0, max_position_embeddings=CONTEXT)
 
 
@@ -89,7 +89,7 @@ def running(real_server: str, real_other: Path) -> tuple[EngineConfig, Path]:
 
 
 async def serve_again(url: str, model: Path, version: WeightVersion) -> None:
-    """Whatever other tests have left there."""
+    """Make the server serve its initial weights, whatever other tests have left there."""
     engine = ForeignEngine(SglangServer(url))
     try:
         await engine.load(model, version)
@@ -110,12 +110,12 @@ class Stage:
 
     @property
     def before(self) -> Weights:
-        """What serves at the beginning."""
+        """The weights that serve at the beginning."""
         return Weights(model=self.model, version=self.old)
 
     @property
     def after(self) -> Weights:
-        """What serves after a push."""
+        """The weights that serve after a push."""
         return Weights(model=self.other, version=self.new)
 
     @property
@@ -124,12 +124,12 @@ class Stage:
         return WeightVersion(step=self.old.step + 1)
 
     async def send(self, weights: SharedMemoryWeights | DiskWeights) -> None:
-        """The first half of a push: requests go on meanwhile."""
+        """Do the first half of a push; requests go on meanwhile."""
         await self.engine.begin_push("p")
         await self.engine.send_push("p", weights)
 
     async def swap(self, mode: PauseMode) -> None:
-        """The second half."""
+        """Do the second half."""
         await self.engine.pause(mode)
         await self.engine.commit_push("p", self.new)
         await self.engine.resume()
@@ -142,7 +142,7 @@ class Stage:
 async def open_stage(
     server: ForeignServer, model: Path, other: Path, *, num_long: int, begun_with: Path | None = None
 ) -> AsyncGenerator[Stage]:
-    """In front of a real server, which serves `model`: by that folder, or by the one that it has `begun_with`."""
+    """Open a stage in front of a real server, which serves `model`, by that folder or by `begun_with`."""
     engine = ForeignEngine(server)
     try:
         served = (await engine.info()).weight_version
@@ -166,7 +166,7 @@ async def _embedded_stage(serve, model: Path, other: Path) -> AsyncGenerator[Sta
 
 @pytest.fixture(params=["embedded", pytest.param("real", marks=pytest.mark.slow)])
 def opened(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Stage]:
-    """Outside of the event loop of the test, since the server has one of its own."""
+    """Open a stage outside of the test's event loop, since the server has one of its own."""
     if request.param == "real":
         url, model, other = map(request.getfixturevalue, ("real_server", "real_model", "real_other"))
         return open_stage(SglangServer(url), model, other, num_long=1000)
@@ -175,19 +175,19 @@ def opened(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Stage]
 
 @pytest.fixture
 async def stage(opened: AbstractAsyncContextManager[Stage]) -> AsyncGenerator[Stage]:
-    """The same contract in front of both."""
+    """A stage for each of the two servers, which share the contract."""
     async with asyncio.timeout(DEADLINE_S), opened as stage:
         yield stage
 
 
 async def until_one_waits(engine: ForeignEngine) -> None:
-    """Until a call of `generate` has begun."""
+    """Wait until a call of `generate` has begun."""
     while not engine.num_requests:  # noqa: ASYNC110 (a call that has begun tells nobody)
         await asyncio.sleep(0)
 
 
 class Watched:
-    """A request in flight, and the tokens that have arrived."""
+    """A request under way, and the tokens that have arrived."""
 
     def __init__(self, engine: ForeignEngine, request: GenerateRequest) -> None:
         self.token_ids: list[int] = []

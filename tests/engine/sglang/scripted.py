@@ -1,4 +1,4 @@
-"""A server that says what SGLang says, each answer as a test wants it. Not a test."""
+"""A server that answers as SGLang does, each time as a test wants it. A helper of tests."""
 
 import asyncio
 import json
@@ -12,11 +12,11 @@ from areal_agent.engine.sglang.server import CHECK_WEIGHTS
 from areal_agent.types import WeightVersion
 
 OLD = WeightVersion(step=3)
-"""What it serves at the beginning."""
+"""The version that serves at the beginning."""
 
 
 class ScriptedServer:
-    """Says what SGLang says; `update_answers` are taken one by one, then updates succeed."""
+    """Answers as SGLang does; `update_answers` are used one by one, then updates succeed."""
 
     def __init__(self, model: str) -> None:
         self.started_with = model
@@ -75,7 +75,7 @@ class ScriptedServer:
         return response
 
     def will_answer(self, ids: list[int]) -> None:
-        """From now on each request is answered with these tokens."""
+        """Answer each request with these tokens from now on."""
         ended = {"finish": {"type": "stop", "matched": ids[-1]}, "weight_versions": spans(len(ids))}
         self.events = [event(ids, len(ids), **ended)]
 
@@ -92,7 +92,7 @@ class ScriptedServer:
 
 @asynccontextmanager
 async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
-    """The URL of a scripted server, which listens."""
+    """Yield the URL of a scripted server."""
     app = web.Application(middlewares=[server.count])
     app.router.add_get(wire.SERVER_INFO, server.server_info)
     app.router.add_get(wire.MODEL_INFO, server.model_info)

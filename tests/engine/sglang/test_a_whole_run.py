@@ -1,5 +1,6 @@
-"""`configs/quickstart_sglang.yaml`, shortened, with a real SGLang server that the run starts: it learns, its ledger
-is proved, answers span weight versions, no call fails, and no server is left behind."""
+"""`configs/quickstart_sglang.yaml`, shortened, with a real SGLang server that the run starts: it learns, its ledger is
+verified, answers span weight versions, no call fails, and no server is left behind.
+"""
 
 import json
 import subprocess
@@ -20,7 +21,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def servers() -> set[int]:
-    """SGLang's processes: they name themselves, or are our launcher."""
+    """The SGLang processes, known by their own names or by our launcher."""
     return {
         process.pid
         for process in psutil.process_iter(["cmdline"])
@@ -29,7 +30,7 @@ def servers() -> set[int]:
 
 
 def trained(folder: Path, python: str, *settings: str) -> dict[str, Any]:
-    """What a run in this folder says of itself at its end."""
+    """Train in this folder, and return the run's report at its end."""
     before = servers()
     done = run(
         "areal_agent.train",
@@ -47,7 +48,7 @@ def trained(folder: Path, python: str, *settings: str) -> dict[str, Any]:
 
 
 def test_a_run_with_a_server_of_its_own_learns(sglang_python: str, tmp_path: Path) -> None:
-    """From a third; in all its 70 steps above 0.9."""
+    """The reward starts at a third; the full 70 steps reach 0.9."""
     summary = trained(tmp_path / "run", sglang_python, "steps=14", "eval.num_tasks=100")
     assert summary["success_after"] >= summary["success_before"] + 0.2
 

@@ -1,7 +1,7 @@
 """The options of SGLang's servers: each has an effect where it is given, or is refused with the remedy.
 
-- `urls` implies the backend; servers that are started need a Python; both at once are refused
-- options of the other backend, or of servers that are started, are refused where they mean nothing
+- `urls` implies the backend; servers that the run starts need a Python; both at once are refused
+- options of another backend, or of servers that the run starts, are refused where they mean nothing
 - a run of several processes must push by interruption: they do not see each other's requests
 """
 

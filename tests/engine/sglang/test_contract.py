@@ -1,11 +1,11 @@
-"""What a run asks of an engine, in front of the embedded engine and (slow) of a real SGLang server:
+"""The contract of an engine, in front of the embedded engine and (slow) of a real SGLang server:
 
 - tokens in, tokens out, with the log-probabilities that transformers computes, versions and finish reasons
-- chunks, put together, are the result; the likeliest tokens come when asked for
-- an abort ends the request that is named, and none whose id begins with that; it is not lost while paused
-- who cancels a call leaves nothing behind in the server
-- it is healthy while paused, in every mode
-- what would end the server is refused before it is sent
+- the joined chunks are the result; the likeliest tokens come when asked for
+- an abort ends the named request, and none whose id begins with its id; it works during a pause
+- a cancelled call leaves nothing behind in the server
+- the server is healthy while paused, in every mode
+- requests that would end the server are refused before they are sent
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Weights by torch.distributed, into the schedulers of a real SGLang server (slow):
 
-- an answer goes on while they are sent, and under them after the commit; the spans say from which token on
+- an answer goes on during the send, and under the new weights after the commit; spans say from which token on
 - weights that are damaged, of another model, or whose trainer is gone change nothing, and the next ones work
-- sent again and again, and after a folder was loaded, they serve; a folder may be loaded after them
+- they serve when sent again and again, and after a folder was loaded; a folder may be loaded after them
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def opened(real_server: str, real_model: Path, real_other: Path) -> AbstractAsyncContextManager[Stage]:
-    """The embedded engine takes them by a client of its own."""
+    """The embedded engine receives them through its own client."""
     return open_stage(SglangServer(real_server), real_model, real_other, num_long=1000)
 
 

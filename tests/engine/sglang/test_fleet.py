@@ -1,7 +1,7 @@
-"""A fleet of two real SGLang servers that a run starts, hit in the middle of answers (slow):
+"""A fleet of two real SGLang servers that a run starts, disturbed in the middle of answers (slow):
 
-- killed (SIGKILL): its answers go on at the other one, as greedy as before and with exact versions; it is started
-  again, and asks the trainer alone for the weights that were pushed meanwhile by torch.distributed
+- killed (SIGKILL): its answers go on at the other one, the same greedy tokens with exact versions; it is started again,
+  and asks the trainer for the weights that were pushed meanwhile by torch.distributed
 - stopped (SIGSTOP): the same, and it serves again after SIGCONT
 - a damaged push leaves the old weights, and everybody serving
 - a server that was started elsewhere is added: it gets the fleet's weights before it serves, and can be removed
@@ -37,7 +37,7 @@ LENGTH = 1000
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """What a run has of its engine."""
+    """The engine side of a run."""
 
     engine: RunningEngine
     fleet: Fleet

@@ -1,10 +1,10 @@
 """SGLang's servers as processes of a run, with a stand-in for SGLang that serves nothing:
 
-- the options of the config are arguments of the server; a Python that is not there is a ConfigError
-- one on a CPU sleeps when it has nothing to do
+- the options of the config are arguments of the server; a missing Python is a ConfigError
+- a server on a CPU sleeps when it has nothing to do
 - with `device: cuda` each of several servers has GPUs of its own
-- a Python without SGLang ends with its log; a server that never serves is an error, and is gone then
-- a server's own children are gone with it, also when the run is killed
+- a Python without SGLang ends with its log; a server that never serves is an error, and is ended
+- a server's children end with it, also when the run is killed
 """
 
 import asyncio

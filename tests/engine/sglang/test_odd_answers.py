@@ -1,15 +1,15 @@
-"""A server that answers as SGLang does where that surprises, scripted here, so that every answer can be had at will:
+"""Surprising answers of SGLang, given by a scripted server, so that each can be had at will:
 
-- 400 although the weights have changed: the weights before are loaded again; where that fails too, or is cut short,
+- 400 although the weights have changed: the previous weights are loaded again; if that fails, too, or is interrupted,
   nothing is sampled
-- a folder that serves stays when the call that loaded it is cancelled after that
-- a pause before a load that fails is ended all the same: the server may be paused
+- a serving folder stays when the call that loaded it is cancelled afterwards
+- a pause before a failing load is ended all the same, because the server may be paused
 - a server that was started so that events hold all tokens so far is refused
-- an update that is answered with success and does not move the label is none
-- the label is the one of `/model_info`: `/server_info` has the one of the start
+- an update that succeeds without changing the label is a failure
+- the label is that of `/model_info`: `/server_info` has the one of the start
 - a `/health` that never answers does not matter, a `/server_info` that fails does
-- an abort that is answered with the last id once more, with all ids, with none, or with a status
-- no call goes over a connection that the server may just be closing
+- an abort is answered with the last id once more, with all ids, with none, or with a status
+- no call uses a connection that the server may just be closing
 - an error in mid-stream, and a stream without an end
 """
 
@@ -82,7 +82,7 @@ async def test_nothing_is_sampled_after_a_load_that_was_cut_short(scripted, ask,
 
 
 class HeldUpFolders(WeightFolders):
-    """Nothing is released while a test holds it up."""
+    """Folders that are not released while a test holds them up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ async def test_a_folder_that_serves_stays_when_its_call_is_cancelled(tiny, share
 
 
 class PausedWithAFailure(ScriptedServer):
-    """Says that a pause has failed."""
+    """A server that reports a failed pause."""
 
     def __init__(self, model: str) -> None:
         super().__init__(model)

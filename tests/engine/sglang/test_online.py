@@ -1,5 +1,6 @@
-"""Online RL before a real SGLang server (slow): a gateway that stands alone records what it samples for agents that
-know nothing of training, and a trainer leases that and pushes every version into the server."""
+"""Online RL with a real SGLang server (slow): a standalone gateway records what the server samples for agents that are
+unaware of training, and a trainer leases it and pushes every version into the server.
+"""
 
 import asyncio
 from contextlib import ExitStack, aclosing

@@ -1,12 +1,12 @@
-"""Weights by torch.distributed, into a server as SGLang's is: what runs in two schedulers of a model, without a model:
+"""Weights by torch.distributed, into a server like SGLang's: the code in two schedulers of a model, without a model:
 
 - each scheduler receives all of them, in one process group of both and the trainer, and loads them at the commit
-- what is damaged, of another model or from nobody is loaded by none; the next push works
-- a load that fails: what the schedulers hold of the weights before is loaded again
+- weights that are damaged, of another model or from nobody are loaded by none; the next push works
+- after a load that fails, the schedulers load the previous weights that they hold
 - a server that was started again between send and commit holds nothing: the commit fails
-- replicas of one server are sent them each
-- no more than two sets are held, and none once a folder serves; a server started otherwise is told from ours
-- whoever comes to a server that serves such weights knows that they are in no folder
+- each replica of a server receives them
+- at most two sets are held, and none once a folder serves; a server with another launcher is recognised
+- a client that comes later knows that such weights are in no folder
 """
 
 import asyncio
@@ -42,7 +42,7 @@ UPDATER = SimpleNamespace(
 
 
 class Meeting:
-    """Where the schedulers of one model exchange what they have."""
+    """The place where the schedulers of one model exchange data."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(NUM_SCHEDULERS)
@@ -57,7 +57,7 @@ class Meeting:
 
 
 class Scheduler:
-    """What SGLang's are to our hooks."""
+    """A scheduler as our hooks see SGLang's."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.receiving = WeightReceiving(SimpleNamespace, lambda _, mine: meeting.of_all(rank, mine))

@@ -1,5 +1,6 @@
-"""`engine.urls`: servers that run already are given the weights of the run, under its version, and stay when it ends;
-one that is not there, or serves another model, is a ConfigError."""
+"""`engine.urls`: running servers get the weights of the run, under its version, and stay when it ends; a missing one,
+or one with another model, is a ConfigError.
+"""
 
 import contextlib
 from pathlib import Path

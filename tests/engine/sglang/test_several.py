@@ -1,8 +1,8 @@
-"""Several servers as one engine, over the client for SGLang's servers: what their files and numbers have to do with it.
+"""Several servers as one engine, over the client for SGLang's servers: their shared folders and numbers.
 
-- requests are spread, an abort finds its request, the engine's numbers are sums and least common limits
-- a push reaches all and writes its folder once; one that missed it is given the same folder, not written again
-- what a server that left had in use is no longer kept for it
+- requests are spread, an abort finds its request, the engine's numbers are sums and common minimums
+- a push reaches all and writes its folder once; a server that missed it gets the same folder, not written again
+- folders that a departed server used are no longer kept for it
 - servers with different models are refused
 """
 

@@ -1,10 +1,10 @@
 """New weights for a server, in front of the embedded engine and (slow) of a real SGLang server:
 
-- retract: what comes after the swap is the new model's, and the spans say from which token on
-- in place: requests go on with their old keys and values; the spans say which weights sampled; nothing is refused
-- wait: what has begun ends on the old version first, and what has not is not waited for
-- a push whose bytes are damaged, or that the model does not fit, changes nothing, and the next one works
-- it loads weights only while it is paused, and a version that is later than the one that serves
+- retract: tokens after the swap are the new model's, and the spans say from which token on
+- in place: requests go on with their old keys and values; spans say which weights sampled; nothing is refused
+- wait: what has begun ends on the old version first; requests that have not begun are not waited for
+- a push that is damaged, or that does not fit the model, changes nothing, and the next one works
+- weights are loaded only while paused, with a later version than the serving one
 """
 
 import asyncio
@@ -108,7 +108,7 @@ def lose_manifest(folder: Path) -> None:
 
 
 def rewrite(folder: Path, change) -> None:
-    """Another set of tensors, under a manifest of its own."""
+    """Write another set of tensors, with a manifest of its own."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     (folder / MANIFEST).unlink()

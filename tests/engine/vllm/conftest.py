@@ -76,7 +76,7 @@ def running(vllm_server: str, vllm_other: Path) -> tuple[EngineConfig, Path]:
 
 @pytest.fixture
 async def stage(vllm_server: str, vllm_model: Path, vllm_other: Path) -> AsyncGenerator[Stage]:
-    """What the contract of SGLang's client is tested on, with vLLM behind it."""
+    """The stage of SGLang's contract, with vLLM behind it."""
     async with (
         asyncio.timeout(DEADLINE_S),
         open_stage(VllmServer(vllm_server), vllm_model, vllm_other, num_long=LONG) as stage,

@@ -1,4 +1,4 @@
-"""A server that says what vLLM says, each answer as a test wants it. Not a test."""
+"""A server that answers as vLLM does, each time as a test wants it. A helper of tests."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -15,7 +15,7 @@ OLD = WeightVersion(step=3)
 
 
 class ScriptedServer:
-    """Says what vLLM says; `load_statuses` are taken one by one, then loads succeed."""
+    """Answers as vLLM does; `load_statuses` are used one by one, then loads succeed."""
 
     def __init__(self, model: str) -> None:
         self.card = {"id": "m", "owned_by": "vllm", "root": model, "max_model_len": 512}
@@ -72,7 +72,7 @@ class ScriptedServer:
         return response
 
     def will_answer(self, ids: list[int]) -> None:
-        """From now on each request is answered with these tokens."""
+        """Answer each request with these tokens from now on."""
         self.events = [event(ids, **ended(len(ids), "stop"))]
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -97,7 +97,7 @@ process_start_time_seconds 1.79e+09
 
 @asynccontextmanager
 async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
-    """The URL of a scripted server, which listens."""
+    """Yield the URL of a scripted server."""
     app = web.Application(middlewares=[server.count])
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/weight_info", server.weight_info)
@@ -120,13 +120,13 @@ async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
 
 @asynccontextmanager
 async def answering(server: ScriptedServer) -> AsyncGenerator[ForeignEngine]:
-    """The client of a scripted server, which listens."""
+    """Yield the client of a scripted server."""
     async with serving(server) as url, aclosing(ForeignEngine(VllmServer(url))) as engine:
         yield engine
 
 
 def event(ids: list[int], *, tops: dict[int, float] | None = None, **choice: object) -> dict:
-    """An event of an answer; every token has the same likeliest ones, the sampled one in front."""
+    """An event of an answer; every token has the same likeliest tokens, the sampled one first."""
     content = [
         {
             "token_id": token_id,

@@ -1,5 +1,6 @@
 """`configs/quickstart_vllm.yaml`, shortened, with a real vLLM server that the run starts: it learns, its ledger is
-proved, answers span weight versions, no call fails, and no server is left behind."""
+verified, answers span weight versions, no call fails, and no server is left behind.
+"""
 
 import json
 import subprocess
@@ -21,7 +22,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def servers() -> set[int]:
-    """vLLM's processes: they name themselves, or are our launcher."""
+    """The vLLM processes, known by their own names or by our launcher."""
     return {
         process.pid
         for process in psutil.process_iter(["cmdline"])
@@ -48,7 +49,7 @@ def test_a_run_with_a_server_of_its_own(vllm_python: str, tmp_path: Path) -> Non
 
 
 def test_a_run_whose_server_applies_adapters(vllm_python: str, tmp_path: Path) -> None:
-    """They are pushed alone; what the server samples is what the trainer finds; a resume goes on with them."""
+    """Adapters are pushed alone; samples agree with the trainer; a resume goes on with the adapters."""
     folder, before = tmp_path / "run", servers()
     settings = (
         *(f"engine.python={vllm_python}", f"run_dir={folder}", "eval.num_tasks=0", "trainer.checkpoint_every=2"),

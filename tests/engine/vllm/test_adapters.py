@@ -1,7 +1,7 @@
 """Adapters for a real vLLM server, which applies them to its model as it samples (slow):
 
-- it begins with some that change nothing
-- retract: what comes after the swap is the new adapters', and the spans say from which token on
+- it begins with adapters that change nothing
+- retract: tokens after the swap are the new adapters', and the spans say from which token on
 - in place: requests go on with their old keys and values; the spans say which adapters sampled
 - adapters that do not fit are refused here, those that the server refuses are undone; the next push works
 """
@@ -36,7 +36,7 @@ def form_of(base: Path, rank: int = 4) -> AdapterForm:
 
 
 def random_matrices(form: AdapterForm) -> dict[str, torch.Tensor]:
-    """By their names in the model."""
+    """Random adapters, by their names in the model."""
     generator = torch.Generator().manual_seed(1)
     shapes = form.shapes(read_shapes(form.base))
     return {
@@ -66,14 +66,14 @@ def merged(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     vllm_python: str, begun: Path, tmp_path_factory: pytest.TempPathFactory, starting_vllm_server: Future[str]
 ) -> Iterator[str]:
-    """The URL of a server that applies adapters; that of the modules after this one starts beside it."""
+    """The URL of a server that applies adapters; the server of later modules starts beside it."""
     with running_vllm(vllm_python, begun, tmp_path_factory.mktemp("vllm")) as url:
         yield url
 
 
 @pytest.fixture
 async def stage(server: str, begun: Path, vllm_model: Path, merged: Path) -> AsyncGenerator[Stage]:
-    """What serves is the model alone, and the other one is that with adapters."""
+    """A stage that serves the model alone at first; the other weights are the model with adapters."""
     async with (
         asyncio.timeout(DEADLINE_S),
         open_stage(VllmServer(server), vllm_model, merged, num_long=LONG, begun_with=begun) as stage,

@@ -1,4 +1,4 @@
-"""What a run asks of an engine, in front of a real vLLM server: the contract of SGLang's client, word for word."""
+"""The contract of an engine in front of a real vLLM server: the tests of SGLang's client."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Weights by torch.distributed, into the workers of a real vLLM server: what SGLang's is tested on, word for word."""
+"""Weights by torch.distributed, into the workers of a real vLLM server: the tests of SGLang's."""
 
 import pytest
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def doctors(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Doctor]]:
-    """At work, by how weights go: both at once, for one alone is most of the time a server that starts on one core."""
+    """Two doctors at work, one per way of transfer, at once, because most of the time a server starts on one core."""
     command = (sys.executable, "-m", "areal_agent.doctor", "--config", "configs/quickstart_vllm.yaml")
     with ExitStack() as stack:
         started: dict[str, Doctor] = {}

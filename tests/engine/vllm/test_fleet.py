@@ -1,5 +1,6 @@
-"""A fleet of two real vLLM servers that a run starts, with weights by torch.distributed (slow): both are sent the same;
-one that is killed is started again, and asks the trainer alone for the weights that it missed."""
+"""A fleet of two real vLLM servers that a run starts, with weights by torch.distributed (slow): both receive the same;
+after one is killed and started again, it asks the trainer for the weights that it missed.
+"""
 
 import asyncio
 import os
@@ -64,7 +65,7 @@ async def test_one_that_is_killed_asks_for_what_it_missed(vllm_python, vllm_mode
 
 
 async def answers(urls: tuple[str, ...], ask, version: WeightVersion) -> list[tuple[int, ...]]:
-    """What each server says to one request, under this version."""
+    """Return each server's answer to one request, under this version."""
     said: list[tuple[int, ...]] = []
     for url in urls:
         engine = ForeignEngine(VllmServer(url))

@@ -1,12 +1,12 @@
-"""A server that answers as vLLM does where that surprises, scripted here, so that every answer can be had at will:
+"""Surprising answers of vLLM, given by a scripted server, so that each can be had at will:
 
-- a load that fails after the weights have changed: the weights before are loaded again; where they are not known here,
-  or that fails too, nothing is sampled; however many loads fail in a row, those before are there to be loaded again
-- a label moves by a call of its own: one that does not move is no success, nor is a cache that is not flushed
-- a request names the weights that serve, so that keys and values of others are never taken for its own
-- answers: tokens, versions, aborts, likeliest tokens out of order; what contradicts itself is no answer
-- it is healthy as long as its scheduler answers; no call goes over a connection that the server may be closing
-- a server is given its version when it is started, and one that was started again is known by its label
+- a load that fails after the weights have changed: the previous weights are loaded again; if they are unknown here, or
+  that fails, too, nothing is sampled; however many loads fail in a row, the previous weights can be loaded again
+- the label changes by a call of its own: without a change the push fails, as it does if the cache is not flushed
+- a request names the serving weights, so that it never uses keys and values of others
+- answers: tokens, versions, aborts, likeliest tokens out of order; a contradictory answer is refused
+- it is healthy while its scheduler answers; no call uses a connection that the server may be closing
+- a server gets its version when it is started, and one that was started again is known by its label
 """
 
 import os

@@ -1,11 +1,11 @@
-"""Weights by torch.distributed, into a server as vLLM's is: the code of two workers, without a model:
+"""Weights by torch.distributed, into a server like vLLM's: the code of two workers, without a model:
 
 - each worker receives all of them, in one process group of both and the trainer, and loads them at the commit
-- what is damaged, of another model or from nobody is loaded by none; the next push works
-- a load that fails: what the workers hold of the weights before is loaded again, or the folder before
+- weights that are damaged, of another model or from nobody are loaded by none; the next push works
+- after a load that fails, the workers load the previous weights that they hold, or the previous folder
 - a server that was started again between send and commit holds nothing: the commit fails
-- replicas of one server, of which the first alone answers, are sent them each; one that fails undoes the load
-- no more than two sets are held, and none once a folder serves; a server started otherwise is told from ours
+- each replica of a server receives them, though only the first answers; one that fails undoes the load
+- at most two sets are held, and none once a folder serves; a server with another launcher is recognised
 """
 
 from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -32,7 +32,7 @@ NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 
 
 class Worker(WeightLoading):
-    """What vLLM's worker class is to its extension."""
+    """A worker as the extension sees vLLM's worker class."""
 
     def __init__(self, replica: int = 0) -> None:
         self.device = torch.device("cpu")

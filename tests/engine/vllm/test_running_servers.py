@@ -1,4 +1,4 @@
-"""`engine.urls` with a real vLLM server (slow): what SGLang's servers do, word for word."""
+"""`engine.urls` with a real vLLM server (slow): the tests of SGLang's servers."""
 
 import pytest
 

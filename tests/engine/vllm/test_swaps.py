@@ -1,4 +1,4 @@
-"""New weights for a real vLLM server: the contract of SGLang's client, word for word."""
+"""New weights for a real vLLM server: the tests of SGLang's client."""
 
 import pytest
 
