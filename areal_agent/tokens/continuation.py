@@ -1,4 +1,4 @@
-"""The text and the tokens of a turn: what a conversation adds to the path that it continues.
+"""The text and the tokens that a turn adds to the path that it continues.
 
 ::
 
@@ -6,14 +6,10 @@
     stand-in with the turn       head ... last messages <answer> <end> bridge, new messages <place of the next answer>
                                  ────── the same ──────  └ block ┘ └─────────── tokenised: the new tokens ───────────
 
-The cost is that of the new messages, however long the history: a stand-in has a bounded length. Owns the proof that
-sampled tokens may be used again. When the template strips the thinking of earlier answers, the turn leaves the path
-where the first stripped answer begins. Knows nothing of how an answer is recognised.
-
-From the text that a template writes for earlier answers to the tokens that stand for them.
-
-An answer stands for all its sampled tokens, or, when the template leaves out its thinking, for those behind that. Which
-of the two is the template's choice, and shows in the text. Knows nothing of sessions and of how text comes about.
+The cost is that of the new messages, however long the history, because a stand-in has a bounded length. Sampled tokens
+are reused only if the old text is proved to be a prefix of the new text. In the path an answer is all its sampled
+tokens, or, where the template leaves out its thinking, those after the thinking; the rendered text shows which. When
+the template strips the thinking of earlier answers, the turn leaves the path at the first stripped answer.
 """
 
 import re
@@ -30,15 +26,15 @@ _LEAD = re.compile(r"\s*(<think>\s*</think>\s*)?")  # what a template may write 
 
 
 def with_thinking(probe: str, content: str) -> str:
-    """An answer's content with `probe` in the place of the thinking.
+    """Return an answer's content with `probe` in the place of the thinking.
 
-    No white space stands between them: some templates would write it where they leave the thinking out.
+    There is no white space between them, because some templates would keep it when they leave the thinking out.
     """
     return f"<think>\n{probe}\n</think>{content}"
 
 
 def live_thinking(answer: Answer) -> list[Answer]:
-    """The answers on the path to `answer`, oldest first, whose thinking stands in it."""
+    """Return the answers on the path to `answer`, oldest first, whose thinking is still in the path."""
     found: list[Answer] = []
     kept = answer.path_length
     for one in answer.lineage():
@@ -50,21 +46,21 @@ def live_thinking(answer: Answer) -> list[Answer]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Walk:
-    """Some answers that follow each other, and what was written from the first one's place on."""
+    """Consecutive answers, and the text that the template wrote from the first one's place on."""
 
     first: Answer
-    fork_at: int  # how many tokens of the path of the last answer stay
-    new_ids: list[int]  # what comes behind them, up to the place of the next answer
-    opened: str  # what the template opens for that one
-    kept_text: str  # what was written before the first one's place
-    added_text: str  # and from there on
+    fork_at: int  # the number of tokens of the last answer's path that are kept
+    new_ids: list[int]  # the tokens after them, up to the place of the next answer
+    opened: str  # the thinking that the template opens for the next answer
+    kept_text: str  # the text before the first answer's place
+    added_text: str  # the text from there on
     has_stripped: bool
 
 
 def walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, after: str) -> Walk | None:
-    """Read `after`, the text of a conversation with these answers, where `before`, that before the first one, ends.
+    """Read `after`, the text of a conversation with these answers; `before` is its text up to the first one's place.
 
-    None when the old text is no prefix of the new one, or the answers cannot be told apart in it.
+    Return None when the old text is not a prefix of the new one, or the answers cannot be told apart in it.
     """
     history, opened = renderer.split_opened(before)
     if not after.startswith(history):
@@ -99,7 +95,7 @@ def walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, aft
 
 
 def _up_to_next_answer(renderer: Renderer, written: Ended, *, is_last: bool) -> tuple[str, str]:
-    """What follows an answer, its end token first, and what begins with the next one; nothing if none is found."""
+    """Return the text from an answer's end token through the next answer's header, and the rest; else ""."""
     if is_last:
         return written.end + written.rest, ""
     header = renderer.answer_header
@@ -108,17 +104,17 @@ def _up_to_next_answer(renderer: Renderer, written: Ended, *, is_last: bool) -> 
 
 
 def _is_kept(renderer: Renderer, answer: Answer, written: Ended, opened: str) -> bool:
-    """Whether the template wrote the whole answer, thinking included, behind what it had `opened` for it."""
+    """Return whether the template wrote the whole answer, thinking included, after what it had `opened` for it."""
     if not written.answer.startswith(opened):
         return False
     return not answer.has_thinking or renderer.probe(answer.number) in written.answer
 
 
 def ids_behind_thinking(renderer: Renderer, answer: Answer, written: Ended) -> list[int]:
-    """The tokens of an answer whose thinking the template left out, without an end token.
+    """Return the tokens of an answer whose thinking the template left out, without an end token.
 
-    They are the sampled ones, verbatim, where one begins at the first character after the white space that follows
-    the thinking; else their text is tokenised anew. Before them comes what the template writes there.
+    They are the sampled tokens, verbatim, if one of them starts exactly where the white space after the thinking ends;
+    otherwise their text is tokenised anew. They are preceded by what the template writes there.
     """
     block = answer.block.tolist()
     if block and block[-1] in renderer.stop_token_ids:
@@ -156,7 +152,7 @@ def _text_behind_thinking(text: str, *, is_thinking: bool) -> str:
 
 
 def _start_of(renderer: Renderer, ids: list[int], wanted: str) -> int | None:
-    """Where in `ids` the tokens begin whose text is `wanted`, a suffix of their text."""
+    """Return where in `ids` the tokens of `wanted`, a suffix of their text, start; None if none starts there."""
     for start in range(len(ids) + 1):
         text = renderer.detokenizer.text_of(ids[start:])
         if text == wanted:
@@ -167,12 +163,12 @@ def _start_of(renderer: Renderer, ids: list[int], wanted: str) -> int | None:
 
 
 Normalise = Callable[[JsonObject, int], JsonObject]
-"""A raw message and its place among the messages, to the normalised message. Raises RequestError."""
+"""Maps a raw message and its index among the messages to the normalised message. Raises RequestError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extension:
-    """What a turn adds to a path: its tokens up to the place of the answer, and what the template opens there."""
+    """The tokens that a turn adds to a path, and the thinking that the template opens after them."""
 
     fork_at: int
     new_ids: list[int]
@@ -190,7 +186,7 @@ class Continuation:
         self._tools = renderer.tool_forms(tools)
 
     def root(self, messages: Sequence[JsonObject]) -> Extension:
-        """A path of its own, of normalised messages. Raises RequestError when the template refuses them."""
+        """Start a new path with normalised messages. Raises RequestError when the template refuses them."""
         stand_in = self._whole([self._renderer.form(message) for message in messages])
         history, opened = self._renderer.split_opened(stand_in.text)
         return Extension(
@@ -204,7 +200,7 @@ class Continuation:
     def extend(
         self, parent: Answer, echo: JsonObject, new: Sequence[JsonObject], normalise: Normalise
     ) -> Extension | None:
-        """Continue `parent`, which came back as `echo`, with new messages; None when the template rewrites its path.
+        """Continue `parent`, which came back as `echo`. Return None if the template rewrites its path.
 
         Raises RequestError when the template refuses the conversation.
         """
@@ -218,11 +214,11 @@ class Continuation:
         return self._extend(parent, whole, added)
 
     def is_proved(self, prompt: Prompt, normalise: Normalise) -> bool:
-        """Render the whole conversation of a prompt: is it, character by character, what its turns added?"""
+        """Render the whole conversation of a prompt. Return whether it is exactly what its turns added."""
         try:
             text = self._render(self._forms(prompt, normalise))
         except RequestError:
-            return False  # the template refuses what it wrote a part of
+            return False  # the template refuses the conversation, a part of which it wrote
         history, _ = self._renderer.split_opened(text)
         return prompt.text_hash is not None and TextHash(history.encode()).digest() == prompt.text_hash.digest()
 
@@ -275,7 +271,7 @@ class Continuation:
         return StandIn(messages=tuple(forms), text=self._render(forms), num_tail=len(forms), may_cut=may_cut)
 
     def _short(self, stand_in: StandIn | None) -> StandIn | None:
-        """A stand-in that may be used, cut if it has become long; None if there is none."""
+        """Return a usable stand-in, cut if it has become long; None if there is none."""
         if stand_in is None or not self._renderer.may_elide:
             return stand_in if stand_in and stand_in.is_whole else None
         cut = stand_in.cut()
@@ -290,7 +286,7 @@ class Continuation:
         return StandIn(messages=messages, text=text, num_tail=min(stand_in.num_tail, len(messages) - start))
 
     def _forms(self, prompt: Prompt, normalise: Normalise) -> list[JsonObject]:
-        """All messages of a prompt's conversation, with probes in the place of thinking."""
+        """Return all messages of a prompt's conversation, with probes in the place of thinking."""
         forms: list[JsonObject] = []
         for one in prompt.lineage():
             for message in one.delta:
@@ -313,7 +309,7 @@ class Continuation:
 
 
 def _text_hash(walk: Walk, before: StandIn) -> TextHash | None:
-    """The hash of all text up to the place of the next answer; None when that of the old text is gone."""
+    """Return the hash of all text up to the place of the next answer, or None if that of the old text was dropped."""
     if before.is_whole:
         return TextHash((walk.kept_text + walk.added_text).encode())
     if walk.first.prompt.text_hash is None:

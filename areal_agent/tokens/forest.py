@@ -1,8 +1,8 @@
-"""The forest of one session's turns: which recorded completion a request continues, and what is new in its prompt.
+"""The forest of one session's turns: finds the recorded answer that a request continues, and what its prompt adds.
 
-Identity is causal. A request belongs under a completion because it repeats, as data, the whole conversation up to and
-including that answer; never because of when it came. So concurrent calls, repeated prompts and edited histories
-become branches, each with its reason. Knows nothing of HTTP, of sampling, and of rewards.
+A request continues an answer only if it repeats, as data, the whole conversation up to and including that answer; the
+time of its arrival does not matter. So concurrent calls, repeated prompts and edited histories become branches, each
+with its reason.
 
 ::
 
@@ -12,9 +12,7 @@ become branches, each with its reason. Knows nothing of HTTP, of sampling, and o
     u1 ─ a ─ u2 ─▶ [c6]                       an answer that nobody sampled: a root, `edited`
     x1 ─▶ [c7]                                nothing recorded is a prefix: `new_conversation`
 
-Prompts and answers of a session that are no conversations (`/v1/completions`): found by their text or their ids.
-
-Knows nothing of messages and templates.
+Plain completions (`/v1/completions`) are placed by the text or the ids of their prompt (`Completions`).
 """
 
 from array import array
@@ -40,18 +38,18 @@ from areal_agent.tokens.renderer import Renderer, is_open
 from areal_agent.types import ForkReason, JsonObject
 
 SCOPE = b"completion"
-"""In the place of the digest of tool definitions: no conversation has it."""
+"""Takes the place of the tools' digest in the key of a plain completion; no conversation has it."""
 
 
 def completion_key(prompt: str | Sequence[int]) -> Key:
-    """Identifies a prompt: equal texts are equal, and equal ids."""
+    """Return the key of a plain completion's prompt: that of its text, or that of its ids."""
     kind, data = (b"text", prompt.encode()) if isinstance(prompt, str) else (b"ids", packed(prompt).tobytes())
     return Key(head=kind, body=digest(data), tools=SCOPE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """An answer that a prompt continues: it keeps `fork_at` tokens of its path, and `rest` follows them."""
+    """An answer that a prompt continues: the prompt keeps `fork_at` tokens of its path, and `rest` follows them."""
 
     answer: Answer
     fork_at: int
@@ -66,13 +64,13 @@ class _Place:
 
 @dataclass(kw_only=True, slots=True)
 class Completions:
-    """The answered prompts of a session. An answer that ended by itself may be continued behind or before its end."""
+    """The answered plain completions of a session, found by the text or the ids with which a prompt begins."""
 
     _by_text: "_Prefixes" = field(default_factory=lambda: _Prefixes())
     _by_ids: "_Prefixes" = field(default_factory=lambda: _Prefixes())
 
     def add(self, answer: Answer, prompt_text: str, renderer: Renderer) -> None:
-        """Make an answer known."""
+        """Register an answer. If it ended by itself, a prompt may continue it with or without its end token."""
         path = (*answer.prompt.token_ids(), *answer.sampled)
         self._add(answer, path, prompt_text + renderer.text_of(answer.sampled, has_ended=False))
         if answer.sampled and answer.sampled[-1] in renderer.stop_token_ids:
@@ -84,7 +82,7 @@ class Completions:
         self._by_text.add(text.encode(), place)
 
     def find(self, prompt: str | Sequence[int]) -> Continued | None:
-        """The longest recorded prompt and answer with which `prompt` begins."""
+        """Find the longest recorded prompt and answer with which `prompt` begins."""
         if isinstance(prompt, str):
             data = prompt.encode()
             length, place = self._by_text.longest(data)
@@ -97,7 +95,7 @@ class Completions:
 
 @dataclass(kw_only=True, slots=True)
 class _Prefixes:
-    """Places by the bytes that lead to them."""
+    """An index of places by the bytes that lead to them."""
 
     _places: dict[tuple[int, bytes], list[_Place]] = field(default_factory=dict[tuple[int, bytes], list[_Place]])
 
@@ -105,7 +103,7 @@ class _Prefixes:
         self._places.setdefault((len(data), digest(data)), []).append(place)
 
     def longest(self, data: bytes) -> tuple[int, _Place | None]:
-        """The longest known beginning of `data`, in one pass; of several equal ones the least continued."""
+        """Find the longest known prefix of `data` in one pass; of several equal ones, the least continued."""
         running, position = blake2b(digest_size=DIGEST_BYTES), 0
         found: tuple[int, _Place | None] = (0, None)
         for length in sorted({length for length, _ in self._places if length <= len(data)}):
@@ -118,25 +116,25 @@ class _Prefixes:
 
 
 FIRST_AUDIT = 20
-"""The depth at which a text made from stand-ins is proved first; then at twice the depth each time."""
+"""The depth in turns at which a text made from stand-ins is first audited; each later audit is at twice the depth."""
 
 MAX_LINES = 8
-"""Conversations that are recognised as they were sent: more than one agent's sub-agents at once are found by data."""
+"""The number of conversations recognised as sent: enough for parallel sub-agents; any more are found by data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
-    """A request that has been read: what it continues, and what is new in it, normalised."""
+    """A request that has been read: the answer that it continues, and its new messages, normalised."""
 
     key: Key
     parent: Answer | None
-    echo: JsonObject | None  # how the parent's answer came back
+    echo: JsonObject | None  # the parent's answer as it came back
     new: Sequence[JsonObject]
     reason: ForkReason | None
 
 
 class Opening(Protocol):
-    """What an answer is made to begin with; `is_thinking`: behind thinking that the template has opened."""
+    """Returns the text with which an answer must begin; `is_thinking`: the template has opened thinking."""
 
     def __call__(self, *, is_thinking: bool) -> str: ...
 
@@ -158,12 +156,12 @@ class Forest:
         self._requests = Requests()
         self._completions = Completions()
         self._continuations: dict[bytes, Continuation] = {}  # by the key of their tools
-        self._leaves: set[Prompt] = set()  # conversations that nothing continues
-        self._newest: Prompt | None = None  # the only recorded one whose path is kept in one piece
-        self._normalise: Normalise = _as_it_is  # of the newest request
+        self._leaves: set[Prompt] = set()  # prompts of conversations that nothing continues
+        self._newest: Prompt | None = None  # only the newest recorded prompt keeps its whole path in memory
+        self._normalise: Normalise = _as_it_is  # that of the newest request
         self._num_answers = 0
         self.num_mismatches = 0
-        """How often a text made from stand-ins was not what the template writes."""
+        """The number of audits in which a text made from stand-ins was not what the template writes."""
 
     # -------------------------------------------------------------------------------------------------- plan
 
@@ -175,11 +173,11 @@ class Forest:
         normalise: Normalise,
         opening: Opening | None = None,
     ) -> Prompt:
-        """Place a request: the longest recorded prefix whose tokens can be reused, and the ids of what follows.
+        """Place a request: find the longest recorded prefix whose tokens can be reused, and the ids of what follows.
 
-        `messages` are as the agent sent them; `normalise` is called for those that were not known in this place.
-        `opening` ends the prompt: whatever it is, the request has the same place.
-        Raises RequestError when a message is wrong, or the chat template refuses the messages.
+        `messages` are as the agent sent them; `normalise` is called for those that are not yet known in their position.
+        `opening` only ends the prompt and does not affect where the request is placed.
+        Raises RequestError when a message is wrong or the chat template refuses the messages.
         """
         self._normalise = normalise
         definitions = tools_key(tools)
@@ -195,7 +193,7 @@ class Forest:
         return prompt
 
     def plan_completion(self, prompt: str | Sequence[int]) -> Prompt:
-        """Place a prompt that is no conversation: it continues a recorded one with which it begins, answer included."""
+        """Place a plain completion. It continues the longest recorded prompt and answer with which it begins."""
         key = completion_key(prompt)
         found = self._completions.find(prompt)
         rest = found.rest if found else prompt
@@ -218,7 +216,7 @@ class Forest:
         )
 
     def _repeated(self, line: Line, messages: Sequence[JsonObject], opening: Opening | None) -> Prompt | None:
-        """The newest request of a line once more, unless another answer could now be its parent."""
+        """Repeat the newest request of a line, unless another answer could now be its parent."""
         tip = line.tip
         if len(messages) > len(line.messages):
             return None
@@ -231,7 +229,7 @@ class Forest:
         return prompt
 
     def _recognise(self, line: Line, messages: Sequence[JsonObject], normalise: Normalise) -> _Request | None:
-        """Read a request that continues a line to the letter."""
+        """Read a request that repeats a line exactly and continues it."""
         tip, length = line.tip, len(line.messages)
         if len(messages) == length:
             return None
@@ -249,7 +247,7 @@ class Forest:
         return _Request(key=key, parent=parent, echo=echo, new=new, reason=None)
 
     def _read(self, messages: Sequence[JsonObject], tools: bytes, normalise: Normalise) -> _Request:
-        """Read any request, all of it."""
+        """Read a request in full and find its parent by data."""
         normalised = [normalise(message, index) for index, message in enumerate(messages)]
         num_head = head_length(normalised)
         head = [b"", *prefix_keys(normalised[:num_head])][-1]
@@ -267,7 +265,7 @@ class Forest:
     def _place(
         self, request: _Request, messages: Sequence[JsonObject], normalise: Normalise, opening: Opening | None
     ) -> Prompt:
-        """Give a request its tokens: behind its parent's, if the template lets them stand."""
+        """Give a request its tokens: after its parent's path if the template keeps that, else as a root."""
         continuation, parent = self._continuations[request.key.tools], request.parent
         if parent and request.echo is not None:
             extension = continuation.extend(parent, request.echo, request.new, normalise)
@@ -309,7 +307,7 @@ class Forest:
         return prompt
 
     def _begin_answer(self, prompt: Prompt, opening: str) -> None:
-        """End a prompt with what the template opens for the answer and what that is made to begin with."""
+        """End a prompt with the thinking that the template opens and the text that the answer must begin with."""
         begun = packed(self._renderer.ids_of(prompt.opened) + self._renderer.ids_of(opening))
         prompt.new = prompt.new[: len(prompt.new) - prompt.num_opened] + begun
         prompt.num_opened = len(begun)
@@ -320,7 +318,7 @@ class Forest:
     # ------------------------------------------------------------------------------------------------ record
 
     def record(self, prompt: Prompt, replies: Sequence[Reply]) -> ForkReason | None:
-        """Add the answers of a placed request; tells why its turn is a fork, None if it is none."""
+        """Add the answers of a placed request. Return why its turn is a fork, or None if it is not one."""
         reason = self._fork_reason(prompt)
         self._requests.record(prompt.key)
         sent, prompt.sent = prompt.sent, None
@@ -369,7 +367,7 @@ class Forest:
     # ------------------------------------------------------------------------------------------------- audit
 
     def audit(self) -> int:
-        """Prove the text of every conversation that nothing continues by rendering all of it; the number that fails."""
+        """Render every conversation that nothing continues in full. Return the number of texts that were wrong."""
         doubtful = [prompt for prompt in self._leaves if prompt.stand_in and not prompt.stand_in.is_whole]
         return sum(not self._audit(prompt, self._normalise) for prompt in doubtful)
 
@@ -377,7 +375,7 @@ class Forest:
         return prompt.stand_in is not None and not prompt.stand_in.is_whole and prompt.depth >= prompt.next_audit
 
     def _audit(self, prompt: Prompt, normalise: Normalise) -> bool:
-        """Whether the text of a prompt is what the template writes; if not, nothing is left out any more."""
+        """Return whether the template writes the prompt's text; if not, stop using stand-ins for good."""
         prompt.next_audit = 2 * prompt.depth
         if self._continuations[prompt.key.tools].is_proved(prompt, normalise):
             return True
@@ -391,7 +389,7 @@ def _text(opening: Opening | None, opened: str) -> str:
 
 
 def _is_same_place(one: Prompt, other: Prompt) -> bool:
-    """Whether the messages of two prompts with the same key are the same in all that the key leaves out, too."""
+    """Return whether two prompts with equal keys also agree in everything that the key leaves out."""
     return one is other or (one.parent is other.parent and one.delta == other.delta)
 
 
