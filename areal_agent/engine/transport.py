@@ -30,61 +30,24 @@ from areal_agent.process import count_cancellations
 T = TypeVar("T")
 Body = TypeVar("Body")
 
-
 POLL_S = 0.1
-
-
-async def wait_until_healthy(who: str, health: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
-    """Call `health` until it returns true. Raises EngineUnreachable when `who` does not serve within `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not await health():  # noqa: ASYNC110 (nothing in this process tells when another one serves)
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        raise EngineUnreachable(
-            f"{who} did not serve within {timeout_s:g} s; see its log, or raise engine.startup_timeout_s"
-        ) from None
-
 
 LATE_S = 1.0
 """A timer that fires this much too late was slept through."""
+
 MAX_SLEEPS = 5
 """The number of times that a limit starts again, so that a process that is always late does not wait forever."""
 
-
-@asynccontextmanager
-async def awake_timeout(limit_s: float) -> AsyncGenerator[None]:
-    """Limit a block's time as `asyncio.timeout` does, but start again if this process slept through the limit.
-
-    After an event loop was blocked, all its limits have passed, while answers that have arrived are still unread.
-    """
-    loop = asyncio.get_running_loop()
-    num_sleeps = 0
-
-    def end() -> None:
-        nonlocal ending, num_sleeps
-        if loop.time() - ending.when() < LATE_S or num_sleeps == MAX_SLEEPS:
-            limit.reschedule(loop.time())
-        else:
-            num_sleeps += 1
-            ending = loop.call_later(limit_s, end)
-
-    async with asyncio.timeout(None) as limit:
-        ending = loop.call_later(limit_s, end)
-        try:
-            yield
-        finally:
-            ending.cancel()
-
-
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 120.0  # of every call but /generate, which has no limit
+
 SLOWEST_BYTES_PER_S = 2**25
 """The rate at which a server loads weights from a slow disk; its time limit grows by the time that this takes."""
 
 _CLOSED = "this client was closed meanwhile; make a new one"
 _FAILURES = (aiohttp.ClientError, OSError)  # a TimeoutError is an OSError
 _HEADERS = {"Content-Type": "application/json"}
+
 _LARGE_BYTES = 2**20
 """A larger body is sent in pieces, so that it does not block the event loop."""
 
@@ -264,6 +227,43 @@ class _Connector(aiohttp.TCPConnector):
             if count_cancellations() > num_cancelled:
                 raise
             raise ConnectionAbortedError(_CLOSED) from None  # closing has cancelled aiohttp's search for the address
+
+
+@asynccontextmanager
+async def awake_timeout(limit_s: float) -> AsyncGenerator[None]:
+    """Limit a block's time as `asyncio.timeout` does, but start again if this process slept through the limit.
+
+    After an event loop was blocked, all its limits have passed, while answers that have arrived are still unread.
+    """
+    loop = asyncio.get_running_loop()
+    num_sleeps = 0
+
+    def end() -> None:
+        nonlocal ending, num_sleeps
+        if loop.time() - ending.when() < LATE_S or num_sleeps == MAX_SLEEPS:
+            limit.reschedule(loop.time())
+        else:
+            num_sleeps += 1
+            ending = loop.call_later(limit_s, end)
+
+    async with asyncio.timeout(None) as limit:
+        ending = loop.call_later(limit_s, end)
+        try:
+            yield
+        finally:
+            ending.cancel()
+
+
+async def wait_until_healthy(who: str, health: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
+    """Call `health` until it returns true. Raises EngineUnreachable when `who` does not serve within `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await health():  # noqa: ASYNC110 (nothing in this process tells when another one serves)
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise EngineUnreachable(
+            f"{who} did not serve within {timeout_s:g} s; see its log, or raise engine.startup_timeout_s"
+        ) from None
 
 
 def _encode(body: dict[str, Any]) -> bytes:

@@ -22,6 +22,8 @@ import orjson
 from areal_agent.types import JsonObject
 
 DIGEST_BYTES = 16
+MAX_DEPTH = 64
+"""The deepest nesting that is accepted. Nobody nests deeper on purpose, and some JSON parsers fail beyond it."""
 
 
 def digest(data: bytes) -> bytes:
@@ -51,6 +53,18 @@ def prefix_keys(messages: Iterable[JsonObject], key: bytes = b"") -> list[bytes]
 def extended_key(key: bytes, message: JsonObject) -> bytes:
     """Return the key of a conversation after one more message."""
     return digest(key + _canonical(message))
+
+
+def _canonical(message: JsonObject) -> bytes:
+    role = message["role"]
+    if role != "assistant":
+        return orjson.dumps((role, message.get("content") or "", message.get("name")))
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said = (role, split_thinking(message)[1], [(function["name"], function["arguments"]) for function in calls])
+    try:
+        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # orjson writes no integers beyond 64 bits; arithmetic tools produce them
+        return json.dumps(said, sort_keys=True).encode()
 
 
 def split_thinking(message: JsonObject) -> tuple[str | None, str]:
@@ -86,22 +100,6 @@ def has_same_asides(one: JsonObject, other: JsonObject) -> bool:
 def call_ids(message: JsonObject) -> tuple[str, ...]:
     """Return the ids of a message's tool calls."""
     return tuple(call.get("id", "") for call in message.get("tool_calls") or ())
-
-
-def _canonical(message: JsonObject) -> bytes:
-    role = message["role"]
-    if role != "assistant":
-        return orjson.dumps((role, message.get("content") or "", message.get("name")))
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    said = (role, split_thinking(message)[1], [(function["name"], function["arguments"]) for function in calls])
-    try:
-        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # orjson writes no integers beyond 64 bits; arithmetic tools produce them
-        return json.dumps(said, sort_keys=True).encode()
-
-
-MAX_DEPTH = 64
-"""The deepest nesting that is accepted. Nobody nests deeper on purpose, and some JSON parsers fail beyond it."""
 
 
 def parse_json_object(text: str) -> dict[str, Any] | None:

@@ -22,148 +22,10 @@ from areal_agent.tokens.prompt import Answer, Prompt, StandIn, TextHash
 from areal_agent.tokens.renderer import Ended, Renderer
 from areal_agent.types import ForkReason, JsonObject
 
-_LEAD = re.compile(r"\s*(<think>\s*</think>\s*)?")  # what a template may write in the place of thinking
-
-
-def with_thinking(probe: str, content: str) -> str:
-    """Return an answer's content with `probe` in the place of the thinking.
-
-    There is no white space between them, because some templates would keep it when they leave the thinking out.
-    """
-    return f"<think>\n{probe}\n</think>{content}"
-
-
-def live_thinking(answer: Answer) -> list[Answer]:
-    """Return the answers on the path to `answer`, oldest first, whose thinking is still in the path."""
-    found: list[Answer] = []
-    kept = answer.path_length
-    for one in answer.lineage():
-        if one.has_thinking and one.path_length <= kept:
-            found.append(one)
-        kept = min(kept, one.prompt.fork_at)
-    return found[::-1]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Walk:
-    """Consecutive answers, and the text that the template wrote from the first one's place on."""
-
-    first: Answer
-    fork_at: int  # the number of tokens of the last answer's path that are kept
-    new_ids: list[int]  # the tokens after them, up to the place of the next answer
-    opened: str  # the thinking that the template opens for the next answer
-    kept_text: str  # the text before the first answer's place
-    added_text: str  # the text from there on
-    has_stripped: bool
-
-
-def walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, after: str) -> Walk | None:
-    """Read `after`, the text of a conversation with these answers; `before` is its text up to the first one's place.
-
-    Return None when the old text is not a prefix of the new one, or the answers cannot be told apart in it.
-    """
-    history, opened = renderer.split_opened(before)
-    if not after.startswith(history):
-        return None
-    added, next_opened = renderer.split_opened(after[len(history) :])
-    fork_at, new_ids, rest, has_stripped = answers[0].prompt.block_at, list[int](), added, False
-    for answer in answers:
-        written = renderer.split_at_end(rest)
-        if written is None:
-            return None
-        following, rest = _up_to_next_answer(renderer, written, is_last=answer is answers[-1])
-        if not following:
-            return None
-        if not _is_kept(renderer, answer, written, opened):
-            has_stripped = True
-            ids = ids_behind_thinking(renderer, answer, written)
-        elif answer is answers[0]:
-            fork_at, ids = answer.path_length, answer.sampled.tolist()
-        else:
-            ids = answer.block.tolist()
-        bridge = renderer.ids_after(ids, following)
-        new_ids += bridge if fork_at == answer.path_length else ids + bridge
-    return Walk(
-        first=answers[0],
-        fork_at=fork_at,
-        new_ids=new_ids,
-        opened=next_opened,
-        kept_text=history,
-        added_text=added,
-        has_stripped=has_stripped,
-    )
-
-
-def _up_to_next_answer(renderer: Renderer, written: Ended, *, is_last: bool) -> tuple[str, str]:
-    """Return the text from an answer's end token through the next answer's header, and the rest; else ""."""
-    if is_last:
-        return written.end + written.rest, ""
-    header = renderer.answer_header
-    before, found, rest = written.rest.partition(header) if header else ("", "", "")
-    return (written.end + before + header, rest) if found else ("", "")
-
-
-def _is_kept(renderer: Renderer, answer: Answer, written: Ended, opened: str) -> bool:
-    """Return whether the template wrote the whole answer, thinking included, after what it had `opened` for it."""
-    if not written.answer.startswith(opened):
-        return False
-    return not answer.has_thinking or renderer.probe(answer.number) in written.answer
-
-
-def ids_behind_thinking(renderer: Renderer, answer: Answer, written: Ended) -> list[int]:
-    """Return the tokens of an answer whose thinking the template left out, without an end token.
-
-    They are the sampled tokens, verbatim, if one of them starts exactly where the white space after the thinking ends;
-    otherwise their text is tokenised anew. They are preceded by what the template writes there.
-    """
-    block = answer.block.tolist()
-    if block and block[-1] in renderer.stop_token_ids:
-        block.pop()
-    lead = _lead(written)
-    ids = _behind_last(block, renderer.thinking_end_id)
-    if ids is None:
-        text = _text_behind_thinking(
-            renderer.detokenizer.text_of(block), is_thinking=answer.has_thinking or answer.prompt.is_thinking
-        )
-        return renderer.ids_of(lead + text)
-    text = renderer.detokenizer.text_of(ids)
-    for wanted, prefix in ((lead + text.lstrip(), ""), (text.lstrip(), lead)):
-        start = _start_of(renderer, ids, wanted)
-        if start is not None:
-            return renderer.ids_of(prefix) + ids[start:]
-    return renderer.ids_of(lead + text.lstrip())
-
-
-def _lead(written: Ended) -> str:
-    lead = _LEAD.match(written.answer)
-    return lead[0] if lead else ""
-
-
-def _behind_last(ids: list[int], token_id: int | None) -> list[int] | None:
-    if token_id is None or token_id not in ids:
-        return None
-    return ids[len(ids) - ids[::-1].index(token_id) :]
-
-
-def _text_behind_thinking(text: str, *, is_thinking: bool) -> str:
-    if "</think>" in text:
-        return text.rpartition("</think>")[2].lstrip()
-    return "" if is_thinking else text  # cut off while it was thinking
-
-
-def _start_of(renderer: Renderer, ids: list[int], wanted: str) -> int | None:
-    """Return where in `ids` the tokens of `wanted`, a suffix of their text, start; None if none starts there."""
-    for start in range(len(ids) + 1):
-        text = renderer.detokenizer.text_of(ids[start:])
-        if text == wanted:
-            return start
-        if len(text) < len(wanted):
-            break
-    return None
-
-
 Normalise = Callable[[JsonObject, int], JsonObject]
 """Maps a raw message and its index among the messages to the normalised message. Raises RequestError."""
+
+_LEAD = re.compile(r"\s*(<think>\s*</think>\s*)?")  # what a template may write in the place of thinking
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +38,19 @@ class Extension:
     text_hash: TextHash
     stand_in: StandIn
     fork_reason: ForkReason | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Walk:
+    """Consecutive answers, and the text that the template wrote from the first one's place on."""
+
+    first: Answer
+    fork_at: int  # the number of tokens of the last answer's path that are kept
+    new_ids: list[int]  # the tokens after them, up to the place of the next answer
+    opened: str  # the thinking that the template opens for the next answer
+    kept_text: str  # the text before the first answer's place
+    added_text: str  # the text from there on
+    has_stripped: bool
 
 
 class Continuation:
@@ -231,7 +106,7 @@ class Continuation:
             if before.is_whole:
                 raise
             return None
-        walk = walk_answers(self._renderer, [parent], before.text, text)
+        walk = _walk_answers(self._renderer, [parent], before.text, text)
         if walk is None:
             walk = self._walk_from_stripped(parent, before, text)
         if walk is None:
@@ -248,9 +123,9 @@ class Continuation:
             fork_reason=ForkReason.TEMPLATE_STRIPS_THINKING if walk.has_stripped else None,
         )
 
-    def _walk_from_stripped(self, parent: Answer, before: StandIn, text: str) -> Walk | None:
+    def _walk_from_stripped(self, parent: Answer, before: StandIn, text: str) -> _Walk | None:
         """Go back to the first answer on the path whose thinking is no longer in the text."""
-        first = next((one for one in live_thinking(parent) if self._renderer.probe(one.number) not in text), None)
+        first = next((one for one in _live_thinking(parent) if self._renderer.probe(one.number) not in text), None)
         if first is None:
             return None
         index = before.index_of(num_back=parent.prompt.num_messages - first.prompt.num_messages)
@@ -260,12 +135,12 @@ class Continuation:
         answers = lineage[lineage.index(first) :: -1]
         if [message["role"] for message in before.messages[index:]].count("assistant") + 1 != len(answers):
             return None  # the agent put answers of its own among them
-        return walk_answers(self._renderer, answers, self._render(before.messages[:index]), text)
+        return _walk_answers(self._renderer, answers, self._render(before.messages[:index]), text)
 
     # --------------------------------------------------------------------------------------- forms and stand-ins
 
     def _render(self, forms: Sequence[JsonObject]) -> str:
-        return self._renderer.text_of_forms(forms, self._tools)
+        return self._renderer.template.render(forms, self._tools)
 
     def _whole(self, forms: Sequence[JsonObject], *, may_cut: bool = True) -> StandIn:
         return StandIn(messages=tuple(forms), text=self._render(forms), num_tail=len(forms), may_cut=may_cut)
@@ -305,10 +180,10 @@ class Continuation:
         _, content = split_thinking(echo)
         form = dict(self._renderer.form({**echo, "content": content, "reasoning_content": None}))
         del form["reasoning_content"]
-        return {**form, "content": with_thinking(self._renderer.probe(answer.number), form["content"])}
+        return {**form, "content": _with_thinking(self._renderer.probe(answer.number), form["content"])}
 
 
-def _text_hash(walk: Walk, before: StandIn) -> TextHash | None:
+def _text_hash(walk: _Walk, before: StandIn) -> TextHash | None:
     """Return the hash of all text up to the place of the next answer, or None if that of the old text was dropped."""
     if before.is_whole:
         return TextHash((walk.kept_text + walk.added_text).encode())
@@ -317,3 +192,127 @@ def _text_hash(walk: Walk, before: StandIn) -> TextHash | None:
     text_hash = walk.first.prompt.text_hash.copy()
     text_hash.update(walk.added_text.encode())
     return text_hash
+
+
+def _with_thinking(probe: str, content: str) -> str:
+    """Return an answer's content with `probe` in the place of the thinking.
+
+    There is no white space between them, because some templates would keep it when they leave the thinking out.
+    """
+    return f"<think>\n{probe}\n</think>{content}"
+
+
+def _live_thinking(answer: Answer) -> list[Answer]:
+    """Return the answers on the path to `answer`, oldest first, whose thinking is still in the path."""
+    found: list[Answer] = []
+    kept = answer.path_length
+    for one in answer.lineage():
+        if one.has_thinking and one.path_length <= kept:
+            found.append(one)
+        kept = min(kept, one.prompt.fork_at)
+    return found[::-1]
+
+
+def _walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, after: str) -> _Walk | None:
+    """Read `after`, the text of a conversation with these answers; `before` is its text up to the first one's place.
+
+    Return None when the old text is not a prefix of the new one, or the answers cannot be told apart in it.
+    """
+    history, opened = renderer.split_opened(before)
+    if not after.startswith(history):
+        return None
+    added, next_opened = renderer.split_opened(after[len(history) :])
+    fork_at, new_ids, rest, has_stripped = answers[0].prompt.block_at, list[int](), added, False
+    for answer in answers:
+        written = renderer.split_at_end(rest)
+        if written is None:
+            return None
+        following, rest = _up_to_next_answer(renderer, written, is_last=answer is answers[-1])
+        if not following:
+            return None
+        if not _is_kept(renderer, answer, written, opened):
+            has_stripped = True
+            ids = _ids_after_thinking(renderer, answer, written)
+        elif answer is answers[0]:
+            fork_at, ids = answer.path_length, answer.sampled.tolist()
+        else:
+            ids = answer.block.tolist()
+        bridge = renderer.ids_after(ids, following)
+        new_ids += bridge if fork_at == answer.path_length else ids + bridge
+    return _Walk(
+        first=answers[0],
+        fork_at=fork_at,
+        new_ids=new_ids,
+        opened=next_opened,
+        kept_text=history,
+        added_text=added,
+        has_stripped=has_stripped,
+    )
+
+
+def _up_to_next_answer(renderer: Renderer, written: Ended, *, is_last: bool) -> tuple[str, str]:
+    """Return the text from an answer's end token through the next answer's header, and the rest; else ""."""
+    if is_last:
+        return written.end + written.rest, ""
+    header = renderer.answer_header
+    before, found, rest = written.rest.partition(header) if header else ("", "", "")
+    return (written.end + before + header, rest) if found else ("", "")
+
+
+def _is_kept(renderer: Renderer, answer: Answer, written: Ended, opened: str) -> bool:
+    """Return whether the template wrote the whole answer, thinking included, after what it had `opened` for it."""
+    if not written.answer.startswith(opened):
+        return False
+    return not answer.has_thinking or renderer.probe(answer.number) in written.answer
+
+
+def _ids_after_thinking(renderer: Renderer, answer: Answer, written: Ended) -> list[int]:
+    """Return the tokens of an answer whose thinking the template left out, without an end token.
+
+    They are the sampled tokens, verbatim, if one of them starts exactly where the white space after the thinking ends;
+    otherwise their text is tokenised anew. They are preceded by what the template writes there.
+    """
+    block = answer.block.tolist()
+    if block and block[-1] in renderer.stop_token_ids:
+        block.pop()
+    lead = _lead(written)
+    ids = _after_last(block, renderer.thinking_end_id)
+    if ids is None:
+        text = _text_after_thinking(
+            renderer.detokenizer.text_of(block), is_thinking=answer.has_thinking or answer.prompt.is_thinking
+        )
+        return renderer.ids_of(lead + text)
+    text = renderer.detokenizer.text_of(ids)
+    for wanted, prefix in ((lead + text.lstrip(), ""), (text.lstrip(), lead)):
+        start = _start_of(renderer, ids, wanted)
+        if start is not None:
+            return renderer.ids_of(prefix) + ids[start:]
+    return renderer.ids_of(lead + text.lstrip())
+
+
+def _lead(written: Ended) -> str:
+    lead = _LEAD.match(written.answer)
+    return lead[0] if lead else ""
+
+
+def _after_last(ids: list[int], token_id: int | None) -> list[int] | None:
+    if token_id is None or token_id not in ids:
+        return None
+    return ids[len(ids) - ids[::-1].index(token_id) :]
+
+
+def _text_after_thinking(text: str, *, is_thinking: bool) -> str:
+    if "</think>" in text:
+        return text.rpartition("</think>")[2].lstrip()
+    return "" if is_thinking else text  # cut off while it was thinking
+
+
+def _start_of(renderer: Renderer, ids: list[int], wanted: str) -> int | None:
+    """Return where in `ids` the tokens of `wanted`, a suffix of their text, start; None if none starts there."""
+    for start in range(len(ids) + 1):
+        text = renderer.detokenizer.text_of(ids[start:])
+        if text == wanted:
+            return start
+        if len(text) < len(wanted):
+            break
+    return None

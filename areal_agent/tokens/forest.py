@@ -17,7 +17,7 @@ Plain completions (`/v1/completions`) are placed by the text or the ids of their
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
@@ -36,84 +36,6 @@ from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, packed
 from areal_agent.tokens.recognition import AnswersByData, Line, Lines, Requests, best_by_echo
 from areal_agent.tokens.renderer import Renderer, is_open
 from areal_agent.types import ForkReason, JsonObject
-
-SCOPE = b"completion"
-"""Takes the place of the tools' digest in the key of a plain completion; no conversation has it."""
-
-
-def completion_key(prompt: str | Sequence[int]) -> Key:
-    """Return the key of a plain completion's prompt: that of its text, or that of its ids."""
-    kind, data = (b"text", prompt.encode()) if isinstance(prompt, str) else (b"ids", packed(prompt).tobytes())
-    return Key(head=kind, body=digest(data), tools=SCOPE)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Continued:
-    """An answer that a prompt continues: the prompt keeps `fork_at` tokens of its path, and `rest` follows them."""
-
-    answer: Answer
-    fork_at: int
-    rest: str | Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    answer: Answer
-    fork_at: int
-
-
-@dataclass(kw_only=True, slots=True)
-class Completions:
-    """The answered plain completions of a session, found by the text or the ids with which a prompt begins."""
-
-    _by_text: "_Prefixes" = field(default_factory=lambda: _Prefixes())
-    _by_ids: "_Prefixes" = field(default_factory=lambda: _Prefixes())
-
-    def add(self, answer: Answer, prompt_text: str, renderer: Renderer) -> None:
-        """Register an answer. If it ended by itself, a prompt may continue it with or without its end token."""
-        path = (*answer.prompt.token_ids(), *answer.sampled)
-        self._add(answer, path, prompt_text + renderer.text_of(answer.sampled, has_ended=False))
-        if answer.sampled and answer.sampled[-1] in renderer.stop_token_ids:
-            self._add(answer, path[:-1], prompt_text + renderer.text_of(answer.sampled, has_ended=True))
-
-    def _add(self, answer: Answer, path: Sequence[int], text: str) -> None:
-        place = _Place(answer=answer, fork_at=len(path))
-        self._by_ids.add(packed(path).tobytes(), place)
-        self._by_text.add(text.encode(), place)
-
-    def find(self, prompt: str | Sequence[int]) -> Continued | None:
-        """Find the longest recorded prompt and answer with which `prompt` begins."""
-        if isinstance(prompt, str):
-            data = prompt.encode()
-            length, place = self._by_text.longest(data)
-            rest: str | Sequence[int] = data[length:].decode() if place else prompt
-        else:
-            length, place = self._by_ids.longest(packed(prompt).tobytes())
-            rest = prompt[length // array("i").itemsize :]
-        return place and Continued(answer=place.answer, fork_at=place.fork_at, rest=rest)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Prefixes:
-    """An index of places by the bytes that lead to them."""
-
-    _places: dict[tuple[int, bytes], list[_Place]] = field(default_factory=dict[tuple[int, bytes], list[_Place]])
-
-    def add(self, data: bytes, place: _Place) -> None:
-        self._places.setdefault((len(data), digest(data)), []).append(place)
-
-    def longest(self, data: bytes) -> tuple[int, _Place | None]:
-        """Find the longest known prefix of `data` in one pass; of several equal ones, the least continued."""
-        running, position = blake2b(digest_size=DIGEST_BYTES), 0
-        found: tuple[int, _Place | None] = (0, None)
-        for length in sorted({length for length, _ in self._places if length <= len(data)}):
-            running.update(data[position:length])
-            position = length
-            places = self._places.get((length, running.digest()))
-            if places:
-                found = (length, min(places, key=lambda place: place.answer.num_continuations))
-        return found
-
 
 FIRST_AUDIT = 20
 """The depth in turns at which a text made from stand-ins is first audited; each later audit is at twice the depth."""
@@ -194,17 +116,14 @@ class Forest:
 
     def plan_completion(self, prompt: str | Sequence[int]) -> Prompt:
         """Place a plain completion. It continues the longest recorded prompt and answer with which it begins."""
+        place, rest = self._completions.find(prompt)
+        if isinstance(rest, str):
+            rest = self._renderer.ids_of(rest) if place else self._renderer.ids_of_prompt(rest)
         key = completion_key(prompt)
-        found = self._completions.find(prompt)
-        rest = found.rest if found else prompt
-        if not isinstance(rest, str):
-            ids = list(rest)
-        else:
-            ids = self._renderer.ids_of(rest) if found else self._renderer.ids_of_prompt(rest)
         return Prompt(
-            parent=found.answer if found else None,
-            fork_at=found.fork_at if found else 0,
-            new=packed(ids),
+            parent=place.answer if place else None,
+            fork_at=place.fork_at if place else 0,
+            new=packed(rest),
             fork_reason=None,
             key=key,
             num_repeats=self._requests.add(key),
@@ -396,3 +315,72 @@ def _is_same_place(one: Prompt, other: Prompt) -> bool:
 def _as_it_is(message: JsonObject, index: int) -> JsonObject:
     del index
     return message
+
+
+SCOPE = b"completion"
+"""Takes the place of the tools' digest in the key of a plain completion; no conversation has it."""
+
+
+def completion_key(prompt: str | Sequence[int]) -> Key:
+    """Return the key of a plain completion's prompt: that of its text, or that of its ids."""
+    kind, data = (b"text", prompt.encode()) if isinstance(prompt, str) else (b"ids", packed(prompt).tobytes())
+    return Key(head=kind, body=digest(data), tools=SCOPE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """A place where a prompt may continue an answer: after the first `fork_at` tokens of the answer's path."""
+
+    answer: Answer
+    fork_at: int
+
+
+class Completions:
+    """The answered plain completions of a session, found by the text or the ids with which a prompt begins."""
+
+    def __init__(self) -> None:
+        self._by_text = _Prefixes()
+        self._by_ids = _Prefixes()
+
+    def add(self, answer: Answer, prompt_text: str, renderer: Renderer) -> None:
+        """Register an answer. If it ended by itself, a prompt may continue it with or without its end token."""
+        path = (*answer.prompt.token_ids(), *answer.sampled)
+        self._add(answer, path, prompt_text + renderer.text_of(answer.sampled, has_ended=False))
+        if answer.sampled and answer.sampled[-1] in renderer.stop_token_ids:
+            self._add(answer, path[:-1], prompt_text + renderer.text_of(answer.sampled, has_ended=True))
+
+    def _add(self, answer: Answer, path: Sequence[int], text: str) -> None:
+        place = _Place(answer=answer, fork_at=len(path))
+        self._by_ids.add(packed(path).tobytes(), place)
+        self._by_text.add(text.encode(), place)
+
+    def find(self, prompt: str | Sequence[int]) -> tuple[_Place | None, str | Sequence[int]]:
+        """Find the longest recorded prompt and answer with which `prompt` begins. Return its end, and what follows."""
+        if isinstance(prompt, str):
+            data = prompt.encode()
+            length, place = self._by_text.longest(data)
+            return place, data[length:].decode()
+        length, place = self._by_ids.longest(packed(prompt).tobytes())
+        return place, prompt[length // array("i").itemsize :]
+
+
+class _Prefixes:
+    """An index of places by the bytes that lead to them."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, bytes], list[_Place]] = {}  # by length and digest of the bytes
+
+    def add(self, data: bytes, place: _Place) -> None:
+        self._places.setdefault((len(data), digest(data)), []).append(place)
+
+    def longest(self, data: bytes) -> tuple[int, _Place | None]:
+        """Find the longest known prefix of `data` in one pass; of several equal ones, the least continued."""
+        running, position = blake2b(digest_size=DIGEST_BYTES), 0
+        found: tuple[int, _Place | None] = (0, None)
+        for length in sorted({length for length, _ in self._places if length <= len(data)}):
+            running.update(data[position:length])
+            position = length
+            places = self._places.get((length, running.digest()))
+            if places:
+                found = (length, min(places, key=lambda place: place.answer.num_continuations))
+        return found

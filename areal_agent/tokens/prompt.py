@@ -27,73 +27,6 @@ MIN_TAIL = 4
 NEAR_USER = 8
 """The last user message is kept if it is among this many last messages, because thinking is often kept from there on.
 """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StandIn:
-    """Messages that stand for a conversation, and their text up to the place where the model answers."""
-
-    messages: tuple[JsonObject, ...]
-    text: str
-    num_tail: int  # the number of last messages that are the conversation's own last ones
-    may_cut: bool = True
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether nothing was cut."""
-        return self.num_tail == len(self.messages)
-
-    def grown(self, added: Sequence[JsonObject], text: str) -> "StandIn":
-        """Return this stand-in with `added` messages; `text` is the text of all of them."""
-        return StandIn(
-            messages=(*self.messages, *added),
-            text=text,
-            num_tail=self.num_tail + len(added),
-            may_cut=self.may_cut,
-        )
-
-    def cut(self) -> tuple[int, int] | None:
-        """Return the messages `[i, j)` to leave out, or None if it is short enough or must not be cut."""
-        return longest_cut(self.messages) if self.may_cut and len(self.messages) > MAX_MESSAGES else None
-
-    def index_of(self, *, num_back: int) -> int | None:
-        """Return the index of the message `num_back` before the end, or None if it may have been cut."""
-        return len(self.messages) - num_back if num_back <= self.num_tail else None
-
-
-def longest_cut(messages: Sequence[JsonObject]) -> tuple[int, int] | None:
-    """Return the longest stretch `[i, j)` that can be left out, or None.
-
-    >>> loop = [{"role": "user"}, *[{"role": "assistant"}, {"role": "tool"}] * 6]
-    >>> longest_cut(loop)
-    (3, 9)
-    """
-    kinds = [_kind(message) for message in messages]
-    first, last = _head_length(kinds), _tail_start(kinds)
-    for start in range(first, last):
-        if kinds[start] == "tool":
-            continue  # results stay with their call
-        for end in range(last, start, -1):
-            if kinds[start] == kinds[end] and kinds[start - 1] == kinds[end - 1]:
-                return start, end
-    return None
-
-
-def _kind(message: JsonObject) -> str:
-    return message["role"] + ("+calls" if message.get("tool_calls") else "")
-
-
-def _head_length(kinds: Sequence[str]) -> int:
-    """Return the length of the head, which includes the first user message."""
-    return kinds.index("user") + 1 if "user" in kinds else 1
-
-
-def _tail_start(kinds: Sequence[str]) -> int:
-    last_user = max((n for n, kind in enumerate(kinds) if kind == "user"), default=0)
-    start = len(kinds) - MIN_TAIL
-    return min(start, last_user) if last_user >= len(kinds) - NEAR_USER else start
-
-
 TextHash = blake2b
 """The running hash of a conversation's text; each turn extends it with the text that it adds."""
 
@@ -184,7 +117,7 @@ class Prompt:
     delta: tuple[JsonObject, ...] = field(repr=False)  # the parent's answer as it came back, and what follows it; raw
     depth: int = 1  # turns from the root
     next_audit: int = 0  # the depth at which its text is to be proved again
-    stand_in: StandIn | None = field(repr=False)  # until all its answers were continued
+    stand_in: "StandIn | None" = field(repr=False)  # until all its answers were continued
     text_hash: TextHash | None = field(repr=False)  # of the text before the answer's block; kept while it may be needed
     num_waiting: int = 0  # answers that nothing continues yet
     known_path: "array[int] | None" = field(default=None, repr=False)  # the whole path, while the forest keeps it
@@ -251,3 +184,68 @@ class Prompt:
     def messages(self) -> list[JsonObject]:
         """Return the whole conversation, as it was first sent."""
         return [message for prompt in self.lineage() for message in prompt.delta]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandIn:
+    """Messages that stand for a conversation, and their text up to the place where the model answers."""
+
+    messages: tuple[JsonObject, ...]
+    text: str
+    num_tail: int  # the number of last messages that are the conversation's own last ones
+    may_cut: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether nothing was cut."""
+        return self.num_tail == len(self.messages)
+
+    def grown(self, added: Sequence[JsonObject], text: str) -> "StandIn":
+        """Return this stand-in with `added` messages; `text` is the text of all of them."""
+        return StandIn(
+            messages=(*self.messages, *added),
+            text=text,
+            num_tail=self.num_tail + len(added),
+            may_cut=self.may_cut,
+        )
+
+    def cut(self) -> tuple[int, int] | None:
+        """Return the messages `[i, j)` to leave out, or None if it is short enough or must not be cut."""
+        return longest_cut(self.messages) if self.may_cut and len(self.messages) > MAX_MESSAGES else None
+
+    def index_of(self, *, num_back: int) -> int | None:
+        """Return the index of the message `num_back` before the end, or None if it may have been cut."""
+        return len(self.messages) - num_back if num_back <= self.num_tail else None
+
+
+def longest_cut(messages: Sequence[JsonObject]) -> tuple[int, int] | None:
+    """Return the longest stretch `[i, j)` that can be left out, or None.
+
+    >>> loop = [{"role": "user"}, *[{"role": "assistant"}, {"role": "tool"}] * 6]
+    >>> longest_cut(loop)
+    (3, 9)
+    """
+    kinds = [_kind(message) for message in messages]
+    first, last = _head_length(kinds), _tail_start(kinds)
+    for start in range(first, last):
+        if kinds[start] == "tool":
+            continue  # results stay with their call
+        for end in range(last, start, -1):
+            if kinds[start] == kinds[end] and kinds[start - 1] == kinds[end - 1]:
+                return start, end
+    return None
+
+
+def _kind(message: JsonObject) -> str:
+    return message["role"] + ("+calls" if message.get("tool_calls") else "")
+
+
+def _head_length(kinds: Sequence[str]) -> int:
+    """Return the length of the head, which includes the first user message."""
+    return kinds.index("user") + 1 if "user" in kinds else 1
+
+
+def _tail_start(kinds: Sequence[str]) -> int:
+    last_user = max((n for n, kind in enumerate(kinds) if kind == "user"), default=0)
+    start = len(kinds) - MIN_TAIL
+    return min(start, last_user) if last_user >= len(kinds) - NEAR_USER else start

@@ -34,27 +34,20 @@ class Line:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """The result of the newest search, kept because its request is nearly always the next to be recorded."""
-
-    messages: Sequence[JsonObject]
-    tip: Prompt  # the tip of the line that was found
-
-
 class Lines:
     """The `max_lines` conversations that were continued last, newest first."""
 
     def __init__(self, max_lines: int) -> None:
         self._max_lines = max_lines
         self._lines: list[Line] = []
-        self._found: _Found | None = None
+        self._found: tuple[Sequence[JsonObject], Prompt] | None = None
+        """The messages and the tip of the newest search: its request is nearly always the next to be recorded."""
 
     def find(self, messages: Sequence[JsonObject], tools: bytes) -> Line | None:
         """Find the conversation that a request repeats, or continues with one answer and then no other."""
         for line in self._lines:
             if line.tip.key.tools == tools and line.begins(messages) and _is_next(line, messages):
-                self._found = _Found(messages=messages, tip=line.tip)
+                self._found = messages, line.tip
                 return line
         return None
 
@@ -80,7 +73,7 @@ class Lines:
         keys = {prompt.key, prompt.parent.prompt.key} if prompt.parent else {prompt.key}
         for line in self._lines:
             if line.tip.key in keys:
-                is_found = found is not None and found.messages is messages and found.tip is line.tip
+                is_found = found is not None and found[0] is messages and found[1] is line.tip
                 if is_found or line.begins(messages):
                     return line
         return None
@@ -110,65 +103,6 @@ def _has_numbers(value: JsonObject | list[Any]) -> bool:
 def _shared(recorded: Sequence[JsonObject], sent: Sequence[JsonObject]) -> list[JsonObject]:
     """Return `sent`, with equal messages replaced by the recorded objects, so that each is held once."""
     return [old if old == new else new for old, new in zip(recorded, sent, strict=True)]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Request:
-    key: Key
-    opening: str
-    num_planned: int = 0
-    is_recorded: bool = False
-
-
-@dataclass(kw_only=True, slots=True)
-class Requests:
-    """All requests of a session."""
-
-    num_recorded: int = 0
-    _by_body: dict[bytes, list[_Request]] = field(default_factory=dict[bytes, list[_Request]])
-
-    def add(self, key: Key, opening: str = "") -> int:
-        """Count a request. Return the number of earlier ones with the same messages, tools and opening."""
-        same = self._by_body.setdefault(key.body, [])
-        request = next((one for one in same if one.key == key and one.opening == opening), None)
-        if request is None:
-            request = _Request(key=key, opening=opening)
-            same.append(request)
-        request.num_planned += 1
-        return request.num_planned - 1
-
-    def record(self, key: Key) -> None:
-        """Mark a request that was added as answered."""
-        self.num_recorded += 1
-        for request in self._of(key):
-            request.is_recorded = True
-
-    def is_recorded(self, key: Key) -> bool:
-        """Return whether the same messages and tools were answered before, whatever the opening."""
-        return any(request.is_recorded for request in self._of(key))
-
-    def has_recorded(self, key: Key, bodies: Iterable[bytes]) -> bool:
-        """Return whether a request with one of these bodies, and the head and tools of `key`, was answered before."""
-        return any(self.is_recorded(replace(key, body=body)) for body in bodies)
-
-    def change_of(self, key: Key) -> ForkReason | None:
-        """Return how a request differs from an answered one with the same body, or None."""
-        requests = self._by_body.get(key.body, ()) if key.body else ()
-        return change_between(key, (request.key for request in requests if request.is_recorded))
-
-    def _of(self, key: Key) -> Iterable[_Request]:
-        return (request for request in self._by_body.get(key.body, ()) if request.key == key)
-
-
-def change_between(key: Key, others: Iterable[Key]) -> ForkReason | None:
-    """Return what alone differs between `key` and one of `others` with the same body: tools or system messages."""
-    reason = None
-    for other in others:
-        if other.head == key.head and other.tools != key.tools:
-            return ForkReason.TOOLS_CHANGED
-        if other.tools == key.tools and other.head != key.head:
-            reason = ForkReason.SYSTEM_CHANGED
-    return reason
 
 
 @dataclass(kw_only=True, slots=True)
@@ -238,3 +172,62 @@ def _has_same_asides(answer: Answer, messages: Sequence[JsonObject], normalise: 
             if recorded.get("role") == "assistant" and not has_same_asides(messages[index], normalise(recorded, index)):
                 return False
     return True
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    key: Key
+    opening: str
+    num_planned: int = 0
+    is_recorded: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Requests:
+    """All requests of a session."""
+
+    num_recorded: int = 0
+    _by_body: dict[bytes, list[_Seen]] = field(default_factory=dict[bytes, list[_Seen]])
+
+    def add(self, key: Key, opening: str = "") -> int:
+        """Count a request. Return the number of earlier ones with the same messages, tools and opening."""
+        same = self._by_body.setdefault(key.body, [])
+        request = next((one for one in same if one.key == key and one.opening == opening), None)
+        if request is None:
+            request = _Seen(key=key, opening=opening)
+            same.append(request)
+        request.num_planned += 1
+        return request.num_planned - 1
+
+    def record(self, key: Key) -> None:
+        """Mark a request that was added as answered."""
+        self.num_recorded += 1
+        for request in self._of(key):
+            request.is_recorded = True
+
+    def is_recorded(self, key: Key) -> bool:
+        """Return whether the same messages and tools were answered before, whatever the opening."""
+        return any(request.is_recorded for request in self._of(key))
+
+    def has_recorded(self, key: Key, bodies: Iterable[bytes]) -> bool:
+        """Return whether a request with one of these bodies, and the head and tools of `key`, was answered before."""
+        return any(self.is_recorded(replace(key, body=body)) for body in bodies)
+
+    def change_of(self, key: Key) -> ForkReason | None:
+        """Return how a request differs from an answered one with the same body, or None."""
+        requests = self._by_body.get(key.body, ()) if key.body else ()
+        return change_between(key, (request.key for request in requests if request.is_recorded))
+
+    def _of(self, key: Key) -> Iterable[_Seen]:
+        return (request for request in self._by_body.get(key.body, ()) if request.key == key)
+
+
+def change_between(key: Key, others: Iterable[Key]) -> ForkReason | None:
+    """Return what alone differs between `key` and one of `others` with the same body: tools or system messages."""
+    reason = None
+    for other in others:
+        if other.head == key.head and other.tools != key.tools:
+            return ForkReason.TOOLS_CHANGED
+        if other.tools == key.tools and other.head != key.head:
+            reason = ForkReason.SYSTEM_CHANGED
+    return reason

@@ -45,7 +45,6 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
         try:
             self._template = _environment().from_string(source, globals=dict(_FUNCTIONS))
         except TemplateError as error:
