@@ -166,21 +166,22 @@ class Continuation:
         for one in prompt.lineage():
             for message in one.delta:
                 normalised = normalise(message, len(forms))
-                is_echo = message is one.delta[0] and one.parent is not None
-                forms.append(
-                    self._answer_form(one.parent, normalised)
-                    if is_echo and one.parent
-                    else self._renderer.form(normalised)
-                )
+                if one.parent and message is one.delta[0]:
+                    forms.append(self._answer_form(one.parent, normalised))
+                else:
+                    forms.append(self._renderer.form(normalised))
         return forms
 
     def _answer_form(self, answer: Answer, echo: JsonObject) -> JsonObject:
+        """Return an echoed answer as the template receives it, with a probe in the place of its thinking."""
         if not answer.has_thinking:
             return self._renderer.form(echo)
         _, content = split_thinking(echo)
         form = dict(self._renderer.form({**echo, "content": content, "reasoning_content": None}))
         del form["reasoning_content"]
-        return {**form, "content": _with_thinking(self._renderer.probe(answer.number), form["content"])}
+        # No white space after the thinking: some templates would keep it when they leave the thinking out.
+        thinking = f"<think>\n{self._renderer.probe(answer.number)}\n</think>"
+        return {**form, "content": thinking + form["content"]}
 
 
 def _text_hash(walk: _Walk, before: StandIn) -> TextHash | None:
@@ -192,14 +193,6 @@ def _text_hash(walk: _Walk, before: StandIn) -> TextHash | None:
     text_hash = walk.first.prompt.text_hash.copy()
     text_hash.update(walk.added_text.encode())
     return text_hash
-
-
-def _with_thinking(probe: str, content: str) -> str:
-    """Return an answer's content with `probe` in the place of the thinking.
-
-    There is no white space between them, because some templates would keep it when they leave the thinking out.
-    """
-    return f"<think>\n{probe}\n</think>{content}"
 
 
 def _live_thinking(answer: Answer) -> list[Answer]:
@@ -251,7 +244,7 @@ def _walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, af
 
 
 def _up_to_next_answer(renderer: Renderer, written: Ended, *, is_last: bool) -> tuple[str, str]:
-    """Return the text from an answer's end token through the next answer's header, and the rest; else ""."""
+    """Return the text from an answer's end token through the next answer's header, and the rest; "" twice if none."""
     if is_last:
         return written.end + written.rest, ""
     header = renderer.answer_header

@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from areal_agent.tokens.canonical import call_ids, has_same_asides, is_reasoning_repeated
@@ -105,11 +105,11 @@ def _shared(recorded: Sequence[JsonObject], sent: Sequence[JsonObject]) -> list[
     return [old if old == new else new for old, new in zip(recorded, sent, strict=True)]
 
 
-@dataclass(kw_only=True, slots=True)
 class AnswersByData:
     """The answers of a forest, by the body of their conversation; head and tools are compared afterwards."""
 
-    _by_body: dict[bytes, list[Answer]] = field(default_factory=dict[bytes, list[Answer]])
+    def __init__(self) -> None:
+        self._by_body: dict[bytes, list[Answer]] = {}
 
     def add(self, answer: Answer) -> None:
         """Register an answer."""
@@ -136,7 +136,7 @@ class AnswersByData:
             ]
             if same:
                 return _best(same, messages), None
-            reason = reason or change_between(key, (answer.prompt.key for answer in answers))
+            reason = reason or _change_between(key, (answer.prompt.key for answer in answers))
         return None, reason
 
 
@@ -182,12 +182,12 @@ class _Seen:
     is_recorded: bool = False
 
 
-@dataclass(kw_only=True, slots=True)
 class Requests:
     """All requests of a session."""
 
-    num_recorded: int = 0
-    _by_body: dict[bytes, list[_Seen]] = field(default_factory=dict[bytes, list[_Seen]])
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self._by_body: dict[bytes, list[_Seen]] = {}
 
     def add(self, key: Key, opening: str = "") -> int:
         """Count a request. Return the number of earlier ones with the same messages, tools and opening."""
@@ -216,13 +216,13 @@ class Requests:
     def change_of(self, key: Key) -> ForkReason | None:
         """Return how a request differs from an answered one with the same body, or None."""
         requests = self._by_body.get(key.body, ()) if key.body else ()
-        return change_between(key, (request.key for request in requests if request.is_recorded))
+        return _change_between(key, (request.key for request in requests if request.is_recorded))
 
     def _of(self, key: Key) -> Iterable[_Seen]:
         return (request for request in self._by_body.get(key.body, ()) if request.key == key)
 
 
-def change_between(key: Key, others: Iterable[Key]) -> ForkReason | None:
+def _change_between(key: Key, others: Iterable[Key]) -> ForkReason | None:
     """Return what alone differs between `key` and one of `others` with the same body: tools or system messages."""
     reason = None
     for other in others:

@@ -29,8 +29,8 @@ from areal_agent.tokens.template import STAND_INS, ChatTemplate, HistoryThinking
 from areal_agent.types import JsonObject
 
 ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
-"""Tags that an answer may contain. They keep their meaning in system and assistant messages only.
-"""
+"""Tags that an answer may contain. They keep their meaning in system and assistant messages only."""
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not UTF-8
 MAX_TOKEN_BYTES = 1024  # longer than any token of a vocabulary
 _OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
@@ -50,7 +50,7 @@ class Renderer:
 
     >>> renderer = Renderer.load(Path("model"))                                     # doctest: +SKIP
     >>> renderer.render([{"role": "user", "content": "hi"}])                        # doctest: +SKIP
-    '<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n'
+    '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n'
     """
 
     def __init__(
