@@ -44,7 +44,7 @@ CONTROL_TIMEOUT_S = 120.0  # of every call but /generate, which has no limit
 SLOWEST_BYTES_PER_S = 2**25
 """The rate at which a server loads weights from a slow disk; its time limit grows by the time that this takes."""
 
-_CLOSED = "this client was closed meanwhile; make a new one"
+_CLOSED = "this client has been closed; create a new one"
 _FAILURES = (aiohttp.ClientError, OSError)  # a TimeoutError is an OSError
 _HEADERS = {"Content-Type": "application/json"}
 

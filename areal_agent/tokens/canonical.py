@@ -170,7 +170,7 @@ def _is_good_object(value: Any, text: str) -> bool:
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text} is beyond every float")
+        raise ValueError(f"{text} is too large for a float")
     return number
 
 

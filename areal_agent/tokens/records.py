@@ -88,7 +88,7 @@ def _trunk(turn: Turn, paths: dict[str, _Path]) -> _Path:
         kept.append(step.kept(room))
         room -= step.length
     if room > 0:
-        raise LedgerError(f"turn {turn.id} forks {room} tokens behind the end of completion {turn.parent}")
+        raise LedgerError(f"turn {turn.id} forks {room} tokens past the end of completion {turn.parent}")
     return tuple(kept)
 
 

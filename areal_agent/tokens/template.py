@@ -48,7 +48,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source, globals=dict(_FUNCTIONS))
         except TemplateError as error:
-            raise ConfigError(f"the chat template is no valid Jinja: {error}; correct chat_template.jinja") from error
+            raise ConfigError(f"the chat template is not valid Jinja: {error}; correct chat_template.jinja") from error
         self._template.globals = dict(self._template.globals)  # one flat dict, because each rendering copies it
         self.special_tokens = dict(special_tokens)
 
