@@ -70,7 +70,7 @@ class _Call:
     refusal: type[EngineError] = EngineRejected
     timeout_s: float | None = None
     may_repeat: bool = False
-    """Whether the server may receive it twice, once without a reader for its answer."""
+    """Whether the server may receive it twice. Nobody reads the answer to the first one then."""
 
 
 class Transport:

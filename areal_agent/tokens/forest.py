@@ -193,11 +193,8 @@ class Forest:
                 if not self._is_audit_due(prompt) or self._audit(prompt, normalise):
                     return prompt
             request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
-        is_all_new = parent is None
-        extension = continuation.root(
-            request.new if is_all_new else [normalise(message, index) for index, message in enumerate(messages)]
-        )
-        return self._prompt(request, None, extension, messages, opening)
+        whole = request.new if parent is None else [normalise(message, index) for index, message in enumerate(messages)]
+        return self._prompt(request, None, continuation.root(whole), messages, opening)
 
     def _prompt(
         self,

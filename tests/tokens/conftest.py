@@ -1,5 +1,5 @@
-"""Byte-level tokenizers, trained here: with ChatML and Hermes tools, with templates that change the history, and one for
-each model family that agents are trained with.
+"""Byte-level tokenizers, trained here: with ChatML and Hermes tools, with templates that change the history, and one
+for each model family that agents are trained with.
 """
 
 from dataclasses import dataclass
