@@ -44,6 +44,30 @@ MAX_LINES = 8
 """The number of conversations recognised as sent: enough for parallel sub-agents; any more are found by data."""
 
 
+class Opening(Protocol):
+    """Returns the text with which an answer must begin; `is_thinking`: the template has opened thinking."""
+
+    def __call__(self, *, is_thinking: bool) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sent:
+    """A request as the agent sent it."""
+
+    messages: Sequence[JsonObject]
+    tools: bytes  # the key of its tools
+    normalise: Normalise
+    opening: Opening | None
+
+    def normalised(self, start: int = 0) -> list[JsonObject]:
+        """Return the messages from `start` on, normalised."""
+        return [self.normalise(message, index) for index, message in enumerate(self.messages[start:], start)]
+
+    def opening_after(self, opened: str) -> str:
+        """Return the text with which the answer must begin, after the thinking that the template has opened."""
+        return self.opening(is_thinking=is_open(opened)) if self.opening else ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
     """A request that has been read: the answer that it continues, and its new messages, normalised."""
@@ -53,12 +77,6 @@ class _Request:
     echo: JsonObject | None  # the parent's answer as it came back
     new: Sequence[JsonObject]
     reason: ForkReason | None
-
-
-class Opening(Protocol):
-    """Returns the text with which an answer must begin; `is_thinking`: the template has opened thinking."""
-
-    def __call__(self, *, is_thinking: bool) -> str: ...
 
 
 class Forest:
@@ -102,15 +120,14 @@ class Forest:
         Raises RequestError when a message is wrong or the chat template refuses the messages.
         """
         self._normalise = normalise
-        definitions = tools_key(tools)
-        if definitions not in self._continuations:
-            self._continuations[definitions] = Continuation(self._renderer, tools)
-        line = self._lines.find(messages, definitions)
-        prompt = line and self._repeated(line, messages, opening)
+        sent = _Sent(messages=messages, tools=tools_key(tools), normalise=normalise, opening=opening)
+        if sent.tools not in self._continuations:
+            self._continuations[sent.tools] = Continuation(self._renderer, tools)
+        line = self._lines.find(messages, sent.tools)
+        prompt = line and self._repeated(line, sent)
         if prompt is None:
-            request = line and self._recognise(line, messages, normalise)
-            request = request or self._read(messages, definitions, normalise)
-            prompt = self._place(request, messages, normalise, opening)
+            request = (line and self._recognise(line, sent)) or self._read(sent)
+            prompt = self._place(request, sent)
         prompt.num_repeats = self._requests.add(prompt.key, prompt.opening)
         return prompt
 
@@ -134,25 +151,25 @@ class Forest:
             sent=prompt if isinstance(prompt, str) else self._renderer.detokenizer.text_of(prompt),
         )
 
-    def _repeated(self, line: Line, messages: Sequence[JsonObject], opening: Opening | None) -> Prompt | None:
+    def _repeated(self, line: Line, sent: _Sent) -> Prompt | None:
         """Repeat the newest request of a line, unless another answer could now be its parent."""
         tip = line.tip
-        if len(messages) > len(line.messages):
+        if len(sent.messages) > len(line.messages):
             return None
         if tip.parent and self._answers.of(replace(tip.key, body=tip.parent.body)) != [tip.parent]:
             return None
-        prompt = replace(tip, num_waiting=0, sent=messages)
-        begins_with = _text(opening, tip.opened)
-        if begins_with != tip.opening:
-            self._begin_answer(prompt, begins_with)
+        prompt = replace(tip, num_waiting=0, sent=sent.messages)
+        opening = sent.opening_after(tip.opened)
+        if opening != tip.opening:
+            self._begin_answer(prompt, opening)
         return prompt
 
-    def _recognise(self, line: Line, messages: Sequence[JsonObject], normalise: Normalise) -> _Request | None:
+    def _recognise(self, line: Line, sent: _Sent) -> _Request | None:
         """Read a request that repeats a line exactly and continues it."""
         tip, length = line.tip, len(line.messages)
-        if len(messages) == length:
+        if len(sent.messages) == length:
             return None
-        echo = normalise(messages[length], length)
+        echo = sent.normalise(sent.messages[length], length)
         key = Key(head=tip.key.head, body=extended_key(tip.key.body, echo), tools=tip.key.tools)
         answers = self._answers.of(key)
         if not all(_is_same_place(answer.prompt, tip) for answer in answers):
@@ -160,19 +177,19 @@ class Forest:
         parent = best_by_echo(answers, echo)
         if parent is None:
             return None
-        new = [normalise(message, index) for index, message in enumerate(messages[length + 1 :], length + 1)]
+        new = sent.normalised(length + 1)
         body = [key.body, *prefix_keys(new, key.body)][-1]
         key = Key(head=key.head, body=body, tools=key.tools)
         return _Request(key=key, parent=parent, echo=echo, new=new, reason=None)
 
-    def _read(self, messages: Sequence[JsonObject], tools: bytes, normalise: Normalise) -> _Request:
+    def _read(self, sent: _Sent) -> _Request:
         """Read a request in full and find its parent by data."""
-        normalised = [normalise(message, index) for index, message in enumerate(messages)]
+        normalised = sent.normalised()
         num_head = head_length(normalised)
         head = [b"", *prefix_keys(normalised[:num_head])][-1]
         bodies = [b"", *prefix_keys(normalised[num_head:])]
-        key = Key(head=head, body=bodies[-1], tools=tools)
-        parent, reason = self._answers.find(normalised, bodies, key, normalise)
+        key = Key(head=head, body=bodies[-1], tools=sent.tools)
+        parent, reason = self._answers.find(normalised, bodies, key, sent.normalise)
         if parent is None:
             reason = ForkReason.EDITED if self._requests.has_recorded(key, bodies[:-1]) else reason
             return _Request(key=key, parent=None, echo=None, new=normalised, reason=reason)
@@ -181,29 +198,20 @@ class Forest:
 
     # ------------------------------------------------------------------------------------------------- place
 
-    def _place(
-        self, request: _Request, messages: Sequence[JsonObject], normalise: Normalise, opening: Opening | None
-    ) -> Prompt:
+    def _place(self, request: _Request, sent: _Sent) -> Prompt:
         """Give a request its tokens: after its parent's path if the template keeps that, else as a root."""
         continuation, parent = self._continuations[request.key.tools], request.parent
         if parent and request.echo is not None:
-            extension = continuation.extend(parent, request.echo, request.new, normalise)
+            extension = continuation.extend(parent, request.echo, request.new, sent.normalise)
             if extension is not None:
-                prompt = self._prompt(request, parent, extension, messages, opening)
-                if not self._is_audit_due(prompt) or self._audit(prompt, normalise):
+                prompt = self._prompt(request, parent, extension, sent)
+                if not self._is_audit_due(prompt) or self._audit(prompt, sent.normalise):
                     return prompt
             request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
-        whole = request.new if parent is None else [normalise(message, index) for index, message in enumerate(messages)]
-        return self._prompt(request, None, continuation.root(whole), messages, opening)
+        whole = request.new if parent is None else sent.normalised()
+        return self._prompt(request, None, continuation.root(whole), sent)
 
-    def _prompt(
-        self,
-        request: _Request,
-        parent: Answer | None,
-        extension: Extension,
-        messages: Sequence[JsonObject],
-        opening: Opening | None,
-    ) -> Prompt:
+    def _prompt(self, request: _Request, parent: Answer | None, extension: Extension, sent: _Sent) -> Prompt:
         prompt = Prompt(
             parent=parent,
             fork_at=extension.fork_at,
@@ -211,15 +219,15 @@ class Forest:
             opened=extension.opened,
             fork_reason=extension.fork_reason or request.reason,
             key=request.key,
-            num_messages=len(messages),
-            delta=tuple(messages[parent.prompt.num_messages if parent else 0 :]),
+            num_messages=len(sent.messages),
+            delta=tuple(sent.messages[parent.prompt.num_messages if parent else 0 :]),
             depth=parent.prompt.depth + 1 if parent else 1,
             next_audit=parent.prompt.next_audit if parent else FIRST_AUDIT,
             text_hash=extension.text_hash,
             stand_in=extension.stand_in,
-            sent=messages,
+            sent=sent.messages,
         )
-        self._begin_answer(prompt, _text(opening, extension.opened))
+        self._begin_answer(prompt, sent.opening_after(extension.opened))
         return prompt
 
     def _begin_answer(self, prompt: Prompt, opening: str) -> None:
@@ -298,10 +306,6 @@ class Forest:
         self.num_mismatches += 1
         self._renderer.may_elide = False
         return False
-
-
-def _text(opening: Opening | None, opened: str) -> str:
-    return opening(is_thinking=is_open(opened)) if opening else ""
 
 
 def _is_same_place(one: Prompt, other: Prompt) -> bool:
