@@ -22,6 +22,7 @@ import orjson
 from areal_agent.types import JsonObject
 
 DIGEST_BYTES = 16
+
 MAX_DEPTH = 64
 """The deepest nesting that is accepted. Nobody nests deeper on purpose, and some JSON parsers fail beyond it."""
 

@@ -15,7 +15,7 @@ messages. This holds for the templates in use, not for every possible one, so th
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from areal_agent.types import ForkReason, JsonObject
@@ -24,9 +24,11 @@ MAX_MESSAGES = 14
 """A longer stand-in is cut before it grows."""
 
 MIN_TAIL = 4
+"""The number of last messages that are never cut."""
+
 NEAR_USER = 8
-"""The last user message is kept if it is among this many last messages, because thinking is often kept from there on.
-"""
+"""The last user message is kept if it is among this many last messages: thinking is often kept from there on."""
+
 TextHash = blake2b
 """The running hash of a conversation's text; each turn extends it with the text that it adds."""
 
@@ -202,12 +204,7 @@ class StandIn:
 
     def grown(self, added: Sequence[JsonObject], text: str) -> "StandIn":
         """Return this stand-in with `added` messages; `text` is the text of all of them."""
-        return StandIn(
-            messages=(*self.messages, *added),
-            text=text,
-            num_tail=self.num_tail + len(added),
-            may_cut=self.may_cut,
-        )
+        return replace(self, messages=(*self.messages, *added), text=text, num_tail=self.num_tail + len(added))
 
     def cut(self) -> tuple[int, int] | None:
         """Return the messages `[i, j)` to leave out, or None if it is short enough or must not be cut."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
-from areal_agent.tokens.template import STAND_INS, ChatTemplate, HistoryThinking, keep_template
+from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template
 from areal_agent.types import JsonObject
 
 ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
@@ -77,7 +77,7 @@ class Renderer:
         self._backend.no_padding()
         self.detokenizer = Detokenizer(self._backend)
         self._secret = secrets.token_hex(16)  # no message can contain it
-        texts = _control_texts(tokenizer, source) | (STAND_INS if is_kept else frozenset())
+        texts = _control_texts(tokenizer, source) | (MARKERS if is_kept else frozenset())
         self._turn_texts = texts - ANSWER_MARKUP
         self._breaker = Breaker(texts, with_text=self._secret)
         self._breaker_in_answers = Breaker(self._turn_texts, with_text=self._secret)

@@ -157,7 +157,7 @@ _OPEN = "<|thinking-from-here|>"
 _CLOSE = "<|thinking-to-here|>"
 _CLOSE_ALONE = "<|thinking-to-here-and-nothing-else|>"
 
-STAND_INS = frozenset({_OPEN, _CLOSE, _CLOSE_ALONE})
+MARKERS = frozenset({_OPEN, _CLOSE, _CLOSE_ALONE})
 """Markers that no message may bring into a derived template, because they would come out as tags."""
 
 _BEFORE = """\

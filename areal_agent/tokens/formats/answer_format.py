@@ -43,8 +43,7 @@ _FAMILIES: Mapping[ToolFormat, Family] = {
     ToolFormat.QWEN: Hermes(newline="\n"),
     ToolFormat.LLAMA3_JSON: Llama3(),
 }
-"""A template is tried against them in this order. Llama is last, because other templates, too, write `"parameters":`.
-"""
+"""A template is tried against them in this order. Llama is last: other templates, too, write `"parameters":`."""
 
 
 class ReasoningFormat(StrEnum):
