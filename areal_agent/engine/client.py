@@ -1,7 +1,7 @@
-"""The client of an engine on SGLang's wire: `wire/` has the fields of its bodies, transport.py carries them.
+"""The client of an engine on SGLang's wire: `wire/` has the fields of its bodies, `transport.py` carries them.
 
 Every failure becomes one of three errors: `EngineRejected` (the request is wrong), `WeightUpdateError` (the old
-version still serves), `EngineUnreachable` (no answer, or none that can be read).
+version still serves), `EngineUnreachable` (no answer, or an unreadable one).
 """
 
 import asyncio
@@ -29,28 +29,28 @@ from areal_agent.types import (
 )
 
 HEALTH_TIMEOUT_S = 5.0
-QUIET_ABORT_TIMEOUT_S = 10.0  # of a cancelled call: its connection is closed as well
+QUIET_ABORT_TIMEOUT_S = 10.0  # of a cancelled call, whose connection is closed as well
 
-_UNTOLD_STATUS = 400  # of a failure in mid-stream that names none: SGLang sends those for wrong requests
+_UNTOLD_STATUS = 400  # of a failure in mid-stream that has no status: SGLang sends those for wrong requests
 
 
 class HttpEngine:
-    """`protocols.Engine` over HTTP. Use it from one event loop, and `aclose` it."""
+    """Implements `protocols.Engine` over HTTP. Use it from one event loop, and `aclose` it."""
 
     def __init__(self, base_url: str, *, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         self._transport = Transport(base_url, control_timeout_s=control_timeout_s)
         self.base_url = self._transport.base_url
         self._info: EngineInfo | None = None
         self._paused: PauseMode | None = None
-        self._push_id: str | None = None  # that was begun last: pauses are its, as long as it is open
-        self._aborts: set[asyncio.Task[None]] = set()  # of cancelled calls; aclose waits for them
+        self._push_id: str | None = None  # the newest push; pauses belong to it while it is open
+        self._aborts: set[asyncio.Task[None]] = set()  # the aborts of cancelled calls; aclose waits for them
 
     # ------------------------------------------------------------------------------------ protocols.Engine
 
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
-        """Sample one completion; it may take as long as it takes. Cancelling the call aborts the request."""
+        """Sample one completion, without a time limit. Cancelling the call aborts the request."""
         check_request(request, self._info or await self.info())
         try:
             if on_chunk is not None:
@@ -62,7 +62,7 @@ class HttpEngine:
         return self._transport.decoded(wire.decode_result, wire.GENERATE, body)
 
     async def abort(self, request_id: str) -> None:
-        """End one request; its `generate` returns what it has."""
+        """End one request; its `generate` returns the tokens so far."""
         await self._transport.post(wire.ABORT_REQUEST, wire.encode_abort(request_id))
 
     async def pause(self, mode: PauseMode) -> None:
@@ -75,16 +75,16 @@ class HttpEngine:
         self._paused = mode
 
     async def resume(self) -> None:
-        """Go on sampling. Raises EngineRejected while a push of somebody else, who may be alive, holds it still."""
+        """Resume sampling. Raises EngineRejected while another client's push, which may be alive, pauses it."""
         await self._transport.post(wire.CONTINUE_GENERATION, wire.encode_continue(self._push_id))
         self._paused = None
 
     async def release_memory(self) -> None:
-        """Let it give the memory of keys and values back. Requests wait until `resume_memory`, and lose no token."""
+        """Free the memory of keys and values. Requests wait until `resume_memory`, and lose no token."""
         await self._transport.post(wire.RELEASE_MEMORY, wire.encode_memory())
 
     async def resume_memory(self) -> None:
-        """Let it take that memory again and go on. Raises EngineRejected when it is not there."""
+        """Allocate that memory again and resume. Raises EngineRejected when it is not available."""
         await self._transport.post(wire.RESUME_MEMORY, wire.encode_memory())
 
     async def begin_push(self, push_id: str) -> None:
@@ -93,21 +93,21 @@ class HttpEngine:
         await self._push(wire.BEGIN_PUSH, wire.encode_push(push_id))
 
     async def send_push(self, push_id: str, weights: Weights) -> None:
-        """Let it take and prove the weights; the old version serves."""
+        """Load and verify the weights of a push, while the old version serves."""
         body = wire.encode_push_send(wire.PushSend(push_id=push_id, weights=weights))
         await self._load(wire.SEND_PUSH, body, weights)
 
     async def commit_push(self, push_id: str, version: WeightVersion) -> None:
-        """Let it serve what was sent. The KV cache is recomputed, except during a pause `in_place`."""
+        """Serve the weights that were sent. The KV cache is recomputed, except during a pause `in_place`."""
         commit = wire.PushCommit(push_id=push_id, version=version, flush_cache=self._flushes_cache)
         await self._push(wire.COMMIT_PUSH, wire.encode_push_commit(commit))
 
     async def abort_push(self, push_id: str) -> None:
-        """Let it forget a push. One that is not open is no error."""
+        """Drop a push. If it is not open, that is no error."""
         await self._push(wire.ABORT_PUSH, wire.encode_push(push_id))
 
     async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
-        """Swap the weights in one call, all or none; SGLang's way. The KV cache as in `commit_push`."""
+        """Swap the weights in one call, all or none, as SGLang does. The KV cache is treated as in `commit_push`."""
         update = WeightUpdate(weights=weights, version=version, flush_cache=self._flushes_cache)
         path, body = wire.encode_update(update)
         await self._load(path, body, weights)
@@ -116,21 +116,21 @@ class HttpEngine:
         """Serve a Hugging Face folder as `version`, whatever was served before."""
         await self.update_weights(DiskWeights(path=str(model)), version)
 
-    # -------------------------------------------------------------------------------------- what it says
+    # ---------------------------------------------------------------------------------------------- status
 
     async def info(self) -> EngineInfo:
-        """The model that it serves, and the current weight version."""
+        """Return the model that the engine serves, and the current weight version."""
         answer = await self._transport.get(wire.SERVER_INFO)
         self._info = self._transport.decoded(wire.decode_info, wire.SERVER_INFO, answer)
         return self._info
 
     async def stats(self) -> EngineStats:
-        """Its work since it started."""
+        """Return the engine's work since it started."""
         answer = await self._transport.get(wire.SERVER_INFO)
         return self._transport.decoded(wire.decode_stats, wire.SERVER_INFO, answer)
 
     async def health(self) -> bool:
-        """Whether it answers and its model thread is alive."""
+        """Return whether the engine answers and its model thread is alive."""
         try:
             await self._transport.get(wire.HEALTH, timeout_s=HEALTH_TIMEOUT_S)
         except EngineError:
@@ -138,11 +138,11 @@ class HttpEngine:
         return True
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until it serves. Raises EngineUnreachable when it does not within `timeout_s`."""
+        """Wait until the engine serves. Raises EngineUnreachable if it does not within `timeout_s`."""
         await wait_until_healthy(f"the engine at {self.base_url}", self.health, timeout_s)
 
     async def aclose(self) -> None:
-        """Close the connections. Harmless when done before."""
+        """Close the connections. A second call does nothing."""
         await asyncio.gather(*self._aborts)
         await self._transport.aclose()
 
@@ -184,7 +184,7 @@ class HttpEngine:
         return self._transport.decoded(reader.read, wire.GENERATE, body)
 
     def _abort_in_background(self, request_id: str) -> None:
-        """The caller was cancelled and must not wait, yet the engine must not go on sampling for nobody."""
+        """Abort a request without waiting: its caller was cancelled, and nobody needs further tokens."""
         task = asyncio.create_task(self._abort_quietly(request_id))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)

@@ -1,18 +1,12 @@
 """The HTTP client of engines: JSON goes out, JSON or a stream comes in, and every failure is an engine error.
 
-A call raises `EngineUnreachable` when there is no answer, half an answer, a redirect or a status of 500 and above. A
-status of 400 and above is the refusal that the caller names. Two promises are kept here:
+A call raises `EngineUnreachable` when there is no answer, half an answer, a redirect or a status of 500 and above. For
+a status of 400 to 499 it raises the error that the caller names. The transport keeps two promises:
 
-- No server is blamed for time in which this process itself slept while it connected (awake_timeout.py).
-- No sampling is lost to a stale connection. A server may close an idle connection in the moment in which it is used
-  again. When a used connection ends before the head of an answer came, a sampling call is sent once more, over a new
-  connection, where a server that is gone answers nothing.
-
-Waiting until a server serves: nothing in this process tells when another one does.
-
-A time limit for an answer of somebody else, in which the time that this process has slept itself does not count.
-
-An event loop that was kept from running finds that all limits have passed, and what has come meanwhile not read yet.
+- No server is blamed for time in which this process itself slept while it connected (`awake_timeout`).
+- No sampling is lost to a stale connection. A server may close an idle connection at the moment in which it is used
+  again. When a used connection ends before the head of an answer has arrived, a sampling call is sent once more over a
+  new connection, where a server that is gone does not answer.
 """
 
 import asyncio
@@ -36,73 +30,39 @@ from areal_agent.process import count_cancellations
 T = TypeVar("T")
 Body = TypeVar("Body")
 
-
 POLL_S = 0.1
 
-
-async def wait_until_healthy(who: str, health: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
-    """Ask again and again. Raises EngineUnreachable when `who` does not serve within `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not await health():  # noqa: ASYNC110 (nothing in this process tells when another one serves)
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        raise EngineUnreachable(
-            f"{who} did not serve within {timeout_s:g} s; see its log, or raise engine.startup_timeout_s"
-        ) from None
-
-
 LATE_S = 1.0
-"""A limit that is noticed so much too late has been slept through."""
+"""A timer that fires this much too late was slept through."""
+
 MAX_SLEEPS = 5
-"""How often it begins anew: a process that is late all the time waits for nobody without an end."""
-
-
-@asynccontextmanager
-async def awake_timeout(limit_s: float) -> AsyncGenerator[None]:
-    """As `asyncio.timeout`, but that it begins anew when it was slept through."""
-    loop = asyncio.get_running_loop()
-    num_sleeps = 0
-
-    def end() -> None:
-        nonlocal ending, num_sleeps
-        if loop.time() - ending.when() < LATE_S or num_sleeps == MAX_SLEEPS:
-            limit.reschedule(loop.time())
-        else:
-            num_sleeps += 1
-            ending = loop.call_later(limit_s, end)
-
-    async with asyncio.timeout(None) as limit:
-        ending = loop.call_later(limit_s, end)
-        try:
-            yield
-        finally:
-            ending.cancel()
-
+"""The number of times that a limit starts again, so that a process that is always late does not wait forever."""
 
 CONNECT_TIMEOUT_S = 10.0
-CONTROL_TIMEOUT_S = 120.0  # everything but /generate, which takes as long as it takes
-SLOWEST_BYTES_PER_S = 2**25
-"""What a server that loads weights manages at least, from a slow disk: it is given as much more time as that takes."""
+CONTROL_TIMEOUT_S = 120.0  # of every call but /generate, which has no limit
 
-_CLOSED = "this client was closed meanwhile; make a new one"
+SLOWEST_BYTES_PER_S = 2**25
+"""The rate at which a server loads weights from a slow disk; its time limit grows by the time that this takes."""
+
+_CLOSED = "this client has been closed; create a new one"
 _FAILURES = (aiohttp.ClientError, OSError)  # a TimeoutError is an OSError
 _HEADERS = {"Content-Type": "application/json"}
+
 _LARGE_BYTES = 2**20
-"""A larger body is sent in pieces, so that it does not hold up the event loop."""
+"""A larger body is sent in pieces, so that it does not block the event loop."""
 
 _is_new_connection: ContextVar[bool] = ContextVar("whether aiohttp made a connection for the call under way")
-"""aiohttp's tracing tells it, too, for a fifth more CPU a call."""
+"""aiohttp's tracing would say this too, for a fifth more CPU a call."""
 
 
 def load_timeout_s(num_bytes: int, control_timeout_s: float = CONTROL_TIMEOUT_S) -> float:
-    """How long a server may take to answer a call for which it loads so much."""
+    """Return the time limit of a call for which the server loads `num_bytes`."""
     return control_timeout_s + num_bytes / SLOWEST_BYTES_PER_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """One request and what its failures mean."""
+    """One request, and what its failures mean."""
 
     method: str
     path: str
@@ -110,15 +70,15 @@ class _Call:
     refusal: type[EngineError] = EngineRejected
     timeout_s: float | None = None
     may_repeat: bool = False
-    """Whether the server may receive it twice, where the first one has no reader any more."""
+    """Whether the server may receive it twice. Nobody reads the answer to the first one then."""
 
 
 class Transport:
-    """Connections to one base URL: as many as there are requests, since the engine queues and the client must not.
+    """Connections to one base URL: one for each concurrent request, since the engine queues requests.
 
-    A server that closes idle connections soon may close one just as it is used again, and only sampling is sent twice:
-    for such a server let every call have a connection of its own (`keeps_connections` False). A call that loads nothing
-    is answered within `control_timeout_s`.
+    A server that closes idle connections early may close one just as it is used again, and only sampling is sent twice;
+    for such a server set `keeps_connections` to False, which gives every call its own connection. A call that loads no
+    weights has the limit `control_timeout_s`.
     """
 
     def __init__(
@@ -131,11 +91,11 @@ class Transport:
         self._is_closed = False
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> object:
-        """Return the JSON of an answer. `timeout_s`: of a call that is to be answered sooner than others."""
+        """Return the JSON of an answer. `timeout_s` replaces the usual limit."""
         return await self._read(_Call(method="GET", path=path, timeout_s=timeout_s or self._control_timeout_s))
 
     async def text(self, path: str) -> str:
-        """Return an answer that is no JSON."""
+        """Return the text of an answer."""
         payload = await self._payload(_Call(method="GET", path=path, timeout_s=self._control_timeout_s))
         return payload.decode(errors="replace")
 
@@ -148,18 +108,18 @@ class Transport:
         num_bytes: int = 0,
         has_limit: bool = True,
     ) -> object:
-        """Return the JSON of an answer. The time limit grows with the weights that the server has to load for it."""
+        """Return the JSON of an answer. The limit grows with `num_bytes`, the weights that the server loads."""
         timeout_s = load_timeout_s(num_bytes, self._control_timeout_s) if has_limit else None
         return await self._read(
             _Call(method="POST", path=path, payload=_encode(body), refusal=refusal, timeout_s=timeout_s)
         )
 
     async def sample(self, path: str, body: dict[str, Any]) -> object:
-        """Return the JSON of a completion, however long it takes. A stale connection does not lose it."""
+        """Return the JSON of a completion, without a time limit. A stale connection does not lose it."""
         return await self._read(_Call(method="POST", path=path, payload=_encode(body), may_repeat=True))
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of a completion as they arrive; the rest as in `sample`. Close it when leaving early."""
+        """Yield the bytes of a completion as they arrive, otherwise as `sample` does. Close it when leaving early."""
         call = _Call(method="POST", path=path, payload=_encode(body), may_repeat=True)
         async with await self._begin(call) as answer:
             try:
@@ -169,13 +129,13 @@ class Transport:
                 raise self._no_answer(call, error) from error
 
     async def aclose(self) -> None:
-        """Close the connections for good; calls that are under way fail. Harmless when done before."""
+        """Close the connections for good; calls in flight fail. A second call does nothing."""
         self._is_closed = True
         for session in self._sessions.values():
             await session.close()
 
     def decoded(self, decode: Callable[[Body], T], path: str, body: Body) -> T:
-        """Return what an answer says. Raises EngineUnreachable when it says something else than it should."""
+        """Decode an answer. Raises EngineUnreachable when it is not what it should be."""
         try:
             return decode(body)
         except WireError as error:
@@ -194,7 +154,7 @@ class Transport:
             raise self._no_answer(call, error) from error
 
     async def _begin(self, call: _Call) -> aiohttp.ClientResponse:
-        """Return an answer with status 200, its body still to be read."""
+        """Return an answer with status 200, its body still unread."""
         try:
             answer = await self._sent(call)
             if answer.status == 200:
@@ -209,7 +169,7 @@ class Transport:
         raise PushConflict(message) if is_conflict else call.refusal(message)
 
     async def _sent(self, call: _Call) -> aiohttp.ClientResponse:
-        """Return the head of an answer, after the second attempt that this module promises where it is due."""
+        """Send a call and return the head of its answer, after a second attempt if the first met a stale connection."""
         if self._keeps_connections:
             _is_new_connection.set(False)
             try:
@@ -230,7 +190,7 @@ class Transport:
         )
 
     def _session(self, *, is_kept: bool) -> aiohttp.ClientSession:
-        """The client of the connections that are kept, or of those that carry one call each."""
+        """Return the session whose connections are kept, or the one whose connections carry one call each."""
         if self._is_closed:
             raise ConnectionAbortedError(_CLOSED)
         if is_kept not in self._sessions:
@@ -250,7 +210,7 @@ class Transport:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """A server is not to blame for a connection that this process has slept through."""
+    """Does not blame a server for a connection attempt that this process slept through."""
 
     async def _create_connection(
         self,
@@ -266,7 +226,44 @@ class _Connector(aiohttp.TCPConnector):
         except asyncio.CancelledError:
             if count_cancellations() > num_cancelled:
                 raise
-            raise ConnectionAbortedError(_CLOSED) from None  # closing has ended aiohttp's search for the address
+            raise ConnectionAbortedError(_CLOSED) from None  # closing has cancelled aiohttp's search for the address
+
+
+@asynccontextmanager
+async def awake_timeout(limit_s: float) -> AsyncGenerator[None]:
+    """Limit a block's time as `asyncio.timeout` does, but start again if this process slept through the limit.
+
+    After an event loop was blocked, all its limits have passed, while answers that have arrived are still unread.
+    """
+    loop = asyncio.get_running_loop()
+    num_sleeps = 0
+
+    def end() -> None:
+        nonlocal ending, num_sleeps
+        if loop.time() - ending.when() < LATE_S or num_sleeps == MAX_SLEEPS:
+            limit.reschedule(loop.time())
+        else:
+            num_sleeps += 1
+            ending = loop.call_later(limit_s, end)
+
+    async with asyncio.timeout(None) as limit:
+        ending = loop.call_later(limit_s, end)
+        try:
+            yield
+        finally:
+            ending.cancel()
+
+
+async def wait_until_healthy(who: str, health: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
+    """Call `health` until it returns true. Raises EngineUnreachable when `who` does not serve within `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await health():  # noqa: ASYNC110 (nothing in this process tells when another one serves)
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise EngineUnreachable(
+            f"{who} did not serve within {timeout_s:g} s; see its log, or raise engine.startup_timeout_s"
+        ) from None
 
 
 def _encode(body: dict[str, Any]) -> bytes:
@@ -274,15 +271,15 @@ def _encode(body: dict[str, Any]) -> bytes:
 
 
 def _has_begun(error: Exception) -> bool:
-    """Whether the head of an answer came in part. aiohttp puts what it has of it in place of the message.
+    """Return whether a part of the answer's head arrived; aiohttp then puts that part in place of the message.
 
-    It does not tell that of a connection that was reset; half a head is one answer lost either way.
+    A connection that was reset says nothing of it; such a half answer is lost either way.
     """
     return isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str)
 
 
 def _failure(payload: bytes, status: int) -> wire.Failure:
-    """What a failed answer says. Its HTTP status holds, whatever the body says of it."""
+    """Return the failure that an answer describes. The HTTP status counts, whatever the body says of it."""
     try:
         message = wire.decode_failure(_json(payload), status).message
     except WireError:

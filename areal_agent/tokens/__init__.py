@@ -1,25 +1,20 @@
-"""Text to tokens and back, so that every sampled token is used verbatim. Pure: no HTTP, no engine, no ledger.
+"""Turns messages into token ids and back, so that every sampled token is used verbatim.
 
 ::
 
-    tree.py            the forest of one session's turns: places a request, adds its answers. Begin here
-      prompt.py            its nodes: prompts and answers, each with what it adds
-      lines.py             a conversation recognised as it was sent
-      answers_by_data.py   ... or by what it says (canonical.py: when two messages are the same data)
-      requests.py          which requests there were: repetitions, other tools, another system message
-      completions.py       prompts that are no conversations
-    continuation.py    what a turn adds to the path that it continues, from a stand-in (stand_in.py)
-      walk.py              from the text of earlier answers to the tokens that stand for them
-    renderer.py        chat template and tokenizer: text of a conversation, ids of its new part
-      template.py          the template in its sandbox; keep_thinking.py derives one that strips no thinking
-      control.py           special-token text in messages is said as plain text
-    detokenizer.py     ids to text, at once or as they are sampled
+    forest.py          the forest of a session's turns: places each request, records its answers. Begin here
+      prompt.py        the forest's nodes (prompts and answers), and stand-ins for long conversations
+      recognition.py   finds what a request repeats or continues, by comparing it as sent or by what it says
+      canonical.py     when two messages are the same data; strict JSON
+      continuation.py  the text and tokens that a turn adds to the path that it continues
+    renderer.py        a model's chat template and tokenizer: messages to text, text to ids, ids to text
+      template.py      the sandboxed chat template, and one derived from it that keeps earlier thinking
     formats/           an answer's text <-> reasoning, content and tool calls, whole or as it streams
-    json_text.py       the JSON inside an answer's text
-    records.py         a closed trajectory -> what the trainer eats
+    records.py         a closed trajectory -> the trainer's `TokenRecord`s
 
-How a request becomes a prompt: `tree` finds the longest recorded prefix, nearly always by comparing the messages as
-they were sent; `continuation` renders a short stand-in of the conversation before and with what is new, proves that the
-old text is a prefix of the new one, lets the answer stand as it was sampled, and tokenises only what follows it. Now
-and then, and at the end, the whole conversation is rendered to prove that the stand-ins told the truth.
+`Forest.plan` turns a request into a prompt in four steps. It finds the longest recorded prefix, nearly always by
+comparing the messages as they were sent. `Continuation` renders a short stand-in for the conversation, once as it was
+and once with the new messages, and checks that the old text is a prefix of the new text. The earlier answer keeps its
+sampled tokens. Only the text after it is tokenised. At growing intervals, and at the end, the whole conversation is
+rendered to prove that the stand-ins gave the right text.
 """

@@ -1,16 +1,14 @@
-"""When two messages are the same data. Pure functions over normalised messages; knows nothing of tokens.
+"""Decides when two messages are the same data, and reads and writes strict JSON. Pure functions.
 
-A normalised message has its content as one string, and the arguments of its tool calls as the parsed object (or the
-text, if it is no JSON object). White space around an answer, `null` instead of an empty content, ids of tool calls and
-the layout of their JSON are not part of what a message says: client libraries change all of them. Nor are the reasoning
-of an answer, which many clients leave out, and its name, which agent frameworks add: `is_reasoning_repeated` and
-`has_same_asides` compare them where that matters.
+A normalised message has its content as one string, and the arguments of each tool call as the parsed object (or as the
+text, if that is not a JSON object). White space around an answer, `null` instead of empty content, the ids of tool
+calls and the layout of their JSON do not count, because client libraries change all of them. The reasoning of an
+answer, which many clients leave out, and its name, which agent frameworks add, do not count either:
+`is_reasoning_repeated` and `has_same_asides` compare them where that matters.
 
-One echo is not recognised: arguments that come back as an object, not as text, with an integer beyond 64 bits. The
-reader of request bodies makes it a float, whose digits are fewer; to take both for the same would take an edited number
-for the sampled one.
-
-JSON objects inside text: the arguments of tool calls. Strict, and exact: integers keep all their digits.
+One kind of echo is not recognised: arguments that come back as an object instead of text, with an integer beyond 64
+bits. The parser of request bodies turns it into a float, which has fewer digits; treating the two as equal would accept
+an edited number as the sampled one.
 """
 
 import json
@@ -25,24 +23,27 @@ from areal_agent.types import JsonObject
 
 DIGEST_BYTES = 16
 
+MAX_DEPTH = 64
+"""The deepest nesting that is accepted. Nobody nests deeper on purpose, and some JSON parsers fail beyond it."""
+
 
 def digest(data: bytes) -> bytes:
-    """A digest wide enough that equal digests mean equal data."""
+    """Return a digest wide enough that equal digests mean equal data."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def tools_key(tools: Sequence[JsonObject]) -> bytes:
-    """Identifies tool definitions, their order included: the template writes them in order."""
+    """Return the key of tool definitions. Their order counts, because the template writes them in order."""
     return digest(orjson.dumps(tools))
 
 
 def head_length(messages: Sequence[JsonObject]) -> int:
-    """How many system messages a conversation begins with; what follows is its body."""
+    """Return the number of system messages at the start; the rest of the conversation is its body."""
     return next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
 def prefix_keys(messages: Iterable[JsonObject], key: bytes = b"") -> list[bytes]:
-    """Identifies every prefix, behind what `key` identifies: entry i is the key of `messages[: i + 1]`."""
+    """Return the key of every prefix: entry i stands for `messages[: i + 1]` after what `key` stands for."""
     keys: list[bytes] = []
     for message in messages:
         key = extended_key(key, message)
@@ -51,12 +52,24 @@ def prefix_keys(messages: Iterable[JsonObject], key: bytes = b"") -> list[bytes]
 
 
 def extended_key(key: bytes, message: JsonObject) -> bytes:
-    """The key of a conversation after one message more."""
+    """Return the key of a conversation after one more message."""
     return digest(key + _canonical(message))
 
 
+def _canonical(message: JsonObject) -> bytes:
+    role = message["role"]
+    if role != "assistant":
+        return orjson.dumps((role, message.get("content") or "", message.get("name")))
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said = (role, split_thinking(message)[1], [(function["name"], function["arguments"]) for function in calls])
+    try:
+        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # orjson writes no integers beyond 64 bits; arithmetic tools produce them
+        return json.dumps(said, sort_keys=True).encode()
+
+
 def split_thinking(message: JsonObject) -> tuple[str | None, str]:
-    """Reasoning and content of an answer, also when the reasoning stands in the content.
+    """Return the reasoning and the content of an answer, even if the reasoning is inside the content.
 
     >>> split_thinking({"role": "assistant", "content": "<think>hm</think>yes"})
     ('hm', 'yes')
@@ -69,45 +82,29 @@ def split_thinking(message: JsonObject) -> tuple[str | None, str]:
 
 
 def reasoning_digest(message: JsonObject) -> bytes | None:
-    """Identifies the reasoning of an answer; None when it has none."""
+    """Return the digest of an answer's reasoning, or None if it has none."""
     reasoning, _ = split_thinking(message)
     return None if reasoning is None else digest(reasoning.encode())
 
 
 def is_reasoning_repeated(recorded: bytes | None, echo: JsonObject) -> bool:
-    """Whether an echoed answer has the recorded reasoning; one that leaves it out has."""
+    """Return whether an echoed answer has the recorded reasoning or leaves it out."""
     echoed = reasoning_digest(echo)
     return echoed is None or echoed == recorded
 
 
 def has_same_asides(one: JsonObject, other: JsonObject) -> bool:
-    """Whether two equal messages that nobody sampled are equal in what their key leaves out, too."""
+    """Return whether two messages with equal keys also have the same name and reasoning."""
     return one.get("name") == other.get("name") and reasoning_digest(one) == reasoning_digest(other)
 
 
 def call_ids(message: JsonObject) -> tuple[str, ...]:
-    """The ids of a message's tool calls."""
+    """Return the ids of a message's tool calls."""
     return tuple(call.get("id", "") for call in message.get("tool_calls") or ())
 
 
-def _canonical(message: JsonObject) -> bytes:
-    role = message["role"]
-    if role != "assistant":
-        return orjson.dumps((role, message.get("content") or "", message.get("name")))
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    said = (role, split_thinking(message)[1], [(function["name"], function["arguments"]) for function in calls])
-    try:
-        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # integers beyond 64 bits, which arithmetic tools are fond of
-        return json.dumps(said, sort_keys=True).encode()
-
-
-MAX_DEPTH = 64
-"""Deeper than this nobody nests on purpose, and not every reader of JSON can follow."""
-
-
 def parse_json_object(text: str) -> dict[str, Any] | None:
-    """The object that `text` is in JSON, or None when it is none: NaN, Infinity and lone surrogates are not JSON.
+    """Parse `text` as a JSON object, or return None. NaN, Infinity and lone surrogates are refused; integers are exact.
 
     >>> parse_json_object('{"x": 123456789012345678901}'), parse_json_object('{"x": NaN}')
     ({'x': 123456789012345678901}, None)
@@ -120,7 +117,7 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
 
 
 def json_object_at(text: str, begin: int) -> tuple[dict[str, Any], int] | None:
-    """The object that begins there, and where it ends; None when none does.
+    """Parse the JSON object that starts at `begin`. Return it and its end, or None.
 
     >>> json_object_at('x{"y": {}} z', 1), json_object_at('{"y": ', 0)
     (({'y': {}}, 10), None)
@@ -133,12 +130,12 @@ def json_object_at(text: str, begin: int) -> tuple[dict[str, Any], int] | None:
 
 
 def format_json(value: JsonObject) -> str:
-    """As JSON text."""
+    """Return `value` as JSON text."""
     return _ENCODER.encode(value)
 
 
 def is_deeper(value: Any, depth: int = MAX_DEPTH) -> bool:
-    """Whether lists and objects nest more than `depth` levels deep.
+    """Return whether lists and objects nest more than `depth` levels deep.
 
     >>> is_deeper([[]], 2), is_deeper([[[]]], 2)
     (False, True)
@@ -148,13 +145,13 @@ def is_deeper(value: Any, depth: int = MAX_DEPTH) -> bool:
     if depth == 0:
         return True
     for child in value.values() if isinstance(value, dict) else value:
-        if isinstance(child, (dict, list)) and is_deeper(child, depth - 1):  # asked here, too: a call costs more
+        if isinstance(child, (dict, list)) and is_deeper(child, depth - 1):  # checked before the call, which costs more
             return True
     return False
 
 
 def is_unicode(text: str) -> bool:
-    """Whether there are whole characters only: no lone surrogates."""
+    """Return whether `text` has no lone surrogates."""
     if text.isascii():
         return True
     try:
@@ -165,16 +162,16 @@ def is_unicode(text: str) -> bool:
 
 
 def _is_good_object(value: Any, text: str) -> bool:
-    """`text`: what it was read from, or more of it."""
+    """`text` contains the JSON of `value`."""
     if not isinstance(value, dict) or is_deeper(value):
         return False
-    return is_unicode(format_json(cast("JsonObject", value)) if "\\u" in text else text)  # an escape may be half a one
+    return is_unicode(format_json(cast("JsonObject", value)) if "\\u" in text else text)  # an escape may be half a pair
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text} is beyond every float")
+        raise ValueError(f"{text} is too large for a float")
     return number
 
 
@@ -182,6 +179,6 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-# Made once: to make one costs more than to use it.
+# Constructed once, because construction costs more than use.
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

@@ -1,8 +1,8 @@
-"""The forest of one session's turns: which recorded completion a request continues, and what is new in its prompt.
+"""The forest of one session's turns: finds the recorded answer that a request continues, and what its prompt adds.
 
-Identity is causal. A request belongs under a completion because it repeats, as data, the whole conversation up to and
-including that answer; never because of when it came. So concurrent calls, repeated prompts and edited histories
-become branches, each with its reason. Knows nothing of HTTP, of sampling, and of rewards.
+A request continues an answer only if it repeats, as data, the whole conversation up to and including that answer; the
+time of its arrival does not matter. So concurrent calls, repeated prompts and edited histories become branches, each
+with its reason.
 
 ::
 
@@ -12,14 +12,12 @@ become branches, each with its reason. Knows nothing of HTTP, of sampling, and o
     u1 ─ a ─ u2 ─▶ [c6]                       an answer that nobody sampled: a root, `edited`
     x1 ─▶ [c7]                                nothing recorded is a prefix: `new_conversation`
 
-Prompts and answers of a session that are no conversations (`/v1/completions`): found by their text or their ids.
-
-Knows nothing of messages and templates.
+Plain completions (`/v1/completions`) are placed by the text or the ids of their prompt (`Completions`).
 """
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
@@ -39,106 +37,46 @@ from areal_agent.tokens.recognition import AnswersByData, Line, Lines, Requests,
 from areal_agent.tokens.renderer import Renderer, is_open
 from areal_agent.types import ForkReason, JsonObject
 
-SCOPE = b"completion"
-"""In the place of the digest of tool definitions: no conversation has it."""
-
-
-def completion_key(prompt: str | Sequence[int]) -> Key:
-    """Identifies a prompt: equal texts are equal, and equal ids."""
-    kind, data = (b"text", prompt.encode()) if isinstance(prompt, str) else (b"ids", packed(prompt).tobytes())
-    return Key(head=kind, body=digest(data), tools=SCOPE)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Continued:
-    """An answer that a prompt continues: it keeps `fork_at` tokens of its path, and `rest` follows them."""
-
-    answer: Answer
-    fork_at: int
-    rest: str | Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    answer: Answer
-    fork_at: int
-
-
-@dataclass(kw_only=True, slots=True)
-class Completions:
-    """The answered prompts of a session. An answer that ended by itself may be continued behind or before its end."""
-
-    _by_text: "_Prefixes" = field(default_factory=lambda: _Prefixes())
-    _by_ids: "_Prefixes" = field(default_factory=lambda: _Prefixes())
-
-    def add(self, answer: Answer, prompt_text: str, renderer: Renderer) -> None:
-        """Make an answer known."""
-        path = (*answer.prompt.token_ids(), *answer.sampled)
-        self._add(answer, path, prompt_text + renderer.text_of(answer.sampled, has_ended=False))
-        if answer.sampled and answer.sampled[-1] in renderer.stop_token_ids:
-            self._add(answer, path[:-1], prompt_text + renderer.text_of(answer.sampled, has_ended=True))
-
-    def _add(self, answer: Answer, path: Sequence[int], text: str) -> None:
-        place = _Place(answer=answer, fork_at=len(path))
-        self._by_ids.add(packed(path).tobytes(), place)
-        self._by_text.add(text.encode(), place)
-
-    def find(self, prompt: str | Sequence[int]) -> Continued | None:
-        """The longest recorded prompt and answer with which `prompt` begins."""
-        if isinstance(prompt, str):
-            data = prompt.encode()
-            length, place = self._by_text.longest(data)
-            rest: str | Sequence[int] = data[length:].decode() if place else prompt
-        else:
-            length, place = self._by_ids.longest(packed(prompt).tobytes())
-            rest = prompt[length // array("i").itemsize :]
-        return place and Continued(answer=place.answer, fork_at=place.fork_at, rest=rest)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Prefixes:
-    """Places by the bytes that lead to them."""
-
-    _places: dict[tuple[int, bytes], list[_Place]] = field(default_factory=dict[tuple[int, bytes], list[_Place]])
-
-    def add(self, data: bytes, place: _Place) -> None:
-        self._places.setdefault((len(data), digest(data)), []).append(place)
-
-    def longest(self, data: bytes) -> tuple[int, _Place | None]:
-        """The longest known beginning of `data`, in one pass; of several equal ones the least continued."""
-        running, position = blake2b(digest_size=DIGEST_BYTES), 0
-        found: tuple[int, _Place | None] = (0, None)
-        for length in sorted({length for length, _ in self._places if length <= len(data)}):
-            running.update(data[position:length])
-            position = length
-            places = self._places.get((length, running.digest()))
-            if places:
-                found = (length, min(places, key=lambda place: place.answer.num_continuations))
-        return found
-
-
 FIRST_AUDIT = 20
-"""The depth at which a text made from stand-ins is proved first; then at twice the depth each time."""
+"""The depth in turns at which a text made from stand-ins is first audited; each later audit is at twice the depth."""
 
 MAX_LINES = 8
-"""Conversations that are recognised as they were sent: more than one agent's sub-agents at once are found by data."""
+"""The number of conversations recognised as sent: enough for parallel sub-agents; any more are found by data."""
+
+
+class Opening(Protocol):
+    """Returns the text with which an answer must begin; `is_thinking`: the template has opened thinking."""
+
+    def __call__(self, *, is_thinking: bool) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sent:
+    """A request as the agent sent it."""
+
+    messages: Sequence[JsonObject]
+    tools: bytes  # the key of its tools
+    normalise: Normalise
+    opening: Opening | None
+
+    def normalised(self, start: int = 0) -> list[JsonObject]:
+        """Return the messages from `start` on, normalised."""
+        return [self.normalise(message, index) for index, message in enumerate(self.messages[start:], start)]
+
+    def opening_after(self, opened: str) -> str:
+        """Return the text with which the answer must begin, after the thinking that the template has opened."""
+        return self.opening(is_thinking=is_open(opened)) if self.opening else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
-    """A request that has been read: what it continues, and what is new in it, normalised."""
+    """A request that has been read: the answer that it continues, and its new messages, normalised."""
 
     key: Key
     parent: Answer | None
-    echo: JsonObject | None  # how the parent's answer came back
+    echo: JsonObject | None  # the parent's answer as it came back
     new: Sequence[JsonObject]
     reason: ForkReason | None
-
-
-class Opening(Protocol):
-    """What an answer is made to begin with; `is_thinking`: behind thinking that the template has opened."""
-
-    def __call__(self, *, is_thinking: bool) -> str: ...
 
 
 class Forest:
@@ -158,12 +96,12 @@ class Forest:
         self._requests = Requests()
         self._completions = Completions()
         self._continuations: dict[bytes, Continuation] = {}  # by the key of their tools
-        self._leaves: set[Prompt] = set()  # conversations that nothing continues
-        self._newest: Prompt | None = None  # the only recorded one whose path is kept in one piece
-        self._normalise: Normalise = _as_it_is  # of the newest request
+        self._leaves: set[Prompt] = set()  # prompts of conversations that nothing continues
+        self._newest: Prompt | None = None  # only the newest recorded prompt keeps its whole path in memory
+        self._normalise: Normalise = _as_it_is  # that of the newest request
         self._num_answers = 0
         self.num_mismatches = 0
-        """How often a text made from stand-ins was not what the template writes."""
+        """The number of audits in which a text made from stand-ins was not what the template writes."""
 
     # -------------------------------------------------------------------------------------------------- plan
 
@@ -175,38 +113,34 @@ class Forest:
         normalise: Normalise,
         opening: Opening | None = None,
     ) -> Prompt:
-        """Place a request: the longest recorded prefix whose tokens can be reused, and the ids of what follows.
+        """Place a request: find the longest recorded prefix whose tokens can be reused, and the ids of what follows.
 
-        `messages` are as the agent sent them; `normalise` is called for those that were not known in this place.
-        `opening` ends the prompt: whatever it is, the request has the same place.
-        Raises RequestError when a message is wrong, or the chat template refuses the messages.
+        `messages` are as the agent sent them; `normalise` is called for those that are not yet known in their position.
+        `opening` only ends the prompt and does not affect where the request is placed.
+        Raises RequestError when a message is wrong or the chat template refuses the messages.
         """
         self._normalise = normalise
-        definitions = tools_key(tools)
-        if definitions not in self._continuations:
-            self._continuations[definitions] = Continuation(self._renderer, tools)
-        line = self._lines.find(messages, definitions)
-        prompt = line and self._repeated(line, messages, opening)
+        sent = _Sent(messages=messages, tools=tools_key(tools), normalise=normalise, opening=opening)
+        if sent.tools not in self._continuations:
+            self._continuations[sent.tools] = Continuation(self._renderer, tools)
+        line = self._lines.find(messages, sent.tools)
+        prompt = line and self._repeated(line, sent)
         if prompt is None:
-            request = line and self._recognise(line, messages, normalise)
-            request = request or self._read(messages, definitions, normalise)
-            prompt = self._place(request, messages, normalise, opening)
+            request = (line and self._recognise(line, sent)) or self._read(sent)
+            prompt = self._place(request, sent)
         prompt.num_repeats = self._requests.add(prompt.key, prompt.opening)
         return prompt
 
     def plan_completion(self, prompt: str | Sequence[int]) -> Prompt:
-        """Place a prompt that is no conversation: it continues a recorded one with which it begins, answer included."""
+        """Place a plain completion. It continues the longest recorded prompt and answer with which it begins."""
+        place, rest = self._completions.find(prompt)
+        if isinstance(rest, str):
+            rest = self._renderer.ids_of(rest) if place else self._renderer.ids_of_prompt(rest)
         key = completion_key(prompt)
-        found = self._completions.find(prompt)
-        rest = found.rest if found else prompt
-        if not isinstance(rest, str):
-            ids = list(rest)
-        else:
-            ids = self._renderer.ids_of(rest) if found else self._renderer.ids_of_prompt(rest)
         return Prompt(
-            parent=found.answer if found else None,
-            fork_at=found.fork_at if found else 0,
-            new=packed(ids),
+            parent=place.answer if place else None,
+            fork_at=place.fork_at if place else 0,
+            new=packed(rest),
             fork_reason=None,
             key=key,
             num_repeats=self._requests.add(key),
@@ -217,25 +151,25 @@ class Forest:
             sent=prompt if isinstance(prompt, str) else self._renderer.detokenizer.text_of(prompt),
         )
 
-    def _repeated(self, line: Line, messages: Sequence[JsonObject], opening: Opening | None) -> Prompt | None:
-        """The newest request of a line once more, unless another answer could now be its parent."""
+    def _repeated(self, line: Line, sent: _Sent) -> Prompt | None:
+        """Repeat the newest request of a line, unless another answer could now be its parent."""
         tip = line.tip
-        if len(messages) > len(line.messages):
+        if len(sent.messages) > len(line.messages):
             return None
         if tip.parent and self._answers.of(replace(tip.key, body=tip.parent.body)) != [tip.parent]:
             return None
-        prompt = replace(tip, num_waiting=0, sent=messages)
-        begins_with = _text(opening, tip.opened)
-        if begins_with != tip.opening:
-            self._begin_answer(prompt, begins_with)
+        prompt = replace(tip, num_waiting=0, sent=sent.messages)
+        opening = sent.opening_after(tip.opened)
+        if opening != tip.opening:
+            self._begin_answer(prompt, opening)
         return prompt
 
-    def _recognise(self, line: Line, messages: Sequence[JsonObject], normalise: Normalise) -> _Request | None:
-        """Read a request that continues a line to the letter."""
+    def _recognise(self, line: Line, sent: _Sent) -> _Request | None:
+        """Read a request that repeats a line exactly and continues it."""
         tip, length = line.tip, len(line.messages)
-        if len(messages) == length:
+        if len(sent.messages) == length:
             return None
-        echo = normalise(messages[length], length)
+        echo = sent.normalise(sent.messages[length], length)
         key = Key(head=tip.key.head, body=extended_key(tip.key.body, echo), tools=tip.key.tools)
         answers = self._answers.of(key)
         if not all(_is_same_place(answer.prompt, tip) for answer in answers):
@@ -243,19 +177,19 @@ class Forest:
         parent = best_by_echo(answers, echo)
         if parent is None:
             return None
-        new = [normalise(message, index) for index, message in enumerate(messages[length + 1 :], length + 1)]
+        new = sent.normalised(length + 1)
         body = [key.body, *prefix_keys(new, key.body)][-1]
         key = Key(head=key.head, body=body, tools=key.tools)
         return _Request(key=key, parent=parent, echo=echo, new=new, reason=None)
 
-    def _read(self, messages: Sequence[JsonObject], tools: bytes, normalise: Normalise) -> _Request:
-        """Read any request, all of it."""
-        normalised = [normalise(message, index) for index, message in enumerate(messages)]
+    def _read(self, sent: _Sent) -> _Request:
+        """Read a request in full and find its parent by data."""
+        normalised = sent.normalised()
         num_head = head_length(normalised)
         head = [b"", *prefix_keys(normalised[:num_head])][-1]
         bodies = [b"", *prefix_keys(normalised[num_head:])]
-        key = Key(head=head, body=bodies[-1], tools=tools)
-        parent, reason = self._answers.find(normalised, bodies, key, normalise)
+        key = Key(head=head, body=bodies[-1], tools=sent.tools)
+        parent, reason = self._answers.find(normalised, bodies, key, sent.normalise)
         if parent is None:
             reason = ForkReason.EDITED if self._requests.has_recorded(key, bodies[:-1]) else reason
             return _Request(key=key, parent=None, echo=None, new=normalised, reason=reason)
@@ -264,32 +198,20 @@ class Forest:
 
     # ------------------------------------------------------------------------------------------------- place
 
-    def _place(
-        self, request: _Request, messages: Sequence[JsonObject], normalise: Normalise, opening: Opening | None
-    ) -> Prompt:
-        """Give a request its tokens: behind its parent's, if the template lets them stand."""
+    def _place(self, request: _Request, sent: _Sent) -> Prompt:
+        """Give a request its tokens: after its parent's path if the template keeps that, else as a root."""
         continuation, parent = self._continuations[request.key.tools], request.parent
         if parent and request.echo is not None:
-            extension = continuation.extend(parent, request.echo, request.new, normalise)
+            extension = continuation.extend(parent, request.echo, request.new, sent.normalise)
             if extension is not None:
-                prompt = self._prompt(request, parent, extension, messages, opening)
-                if not self._is_audit_due(prompt) or self._audit(prompt, normalise):
+                prompt = self._prompt(request, parent, extension, sent)
+                if not self._is_audit_due(prompt) or self._audit(prompt, sent.normalise):
                     return prompt
             request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
-        is_all_new = parent is None
-        extension = continuation.root(
-            request.new if is_all_new else [normalise(message, index) for index, message in enumerate(messages)]
-        )
-        return self._prompt(request, None, extension, messages, opening)
+        whole = request.new if parent is None else sent.normalised()
+        return self._prompt(request, None, continuation.root(whole), sent)
 
-    def _prompt(
-        self,
-        request: _Request,
-        parent: Answer | None,
-        extension: Extension,
-        messages: Sequence[JsonObject],
-        opening: Opening | None,
-    ) -> Prompt:
+    def _prompt(self, request: _Request, parent: Answer | None, extension: Extension, sent: _Sent) -> Prompt:
         prompt = Prompt(
             parent=parent,
             fork_at=extension.fork_at,
@@ -297,19 +219,19 @@ class Forest:
             opened=extension.opened,
             fork_reason=extension.fork_reason or request.reason,
             key=request.key,
-            num_messages=len(messages),
-            delta=tuple(messages[parent.prompt.num_messages if parent else 0 :]),
+            num_messages=len(sent.messages),
+            delta=tuple(sent.messages[parent.prompt.num_messages if parent else 0 :]),
             depth=parent.prompt.depth + 1 if parent else 1,
             next_audit=parent.prompt.next_audit if parent else FIRST_AUDIT,
             text_hash=extension.text_hash,
             stand_in=extension.stand_in,
-            sent=messages,
+            sent=sent.messages,
         )
-        self._begin_answer(prompt, _text(opening, extension.opened))
+        self._begin_answer(prompt, sent.opening_after(extension.opened))
         return prompt
 
     def _begin_answer(self, prompt: Prompt, opening: str) -> None:
-        """End a prompt with what the template opens for the answer and what that is made to begin with."""
+        """End a prompt with the thinking that the template opens and the text that the answer must begin with."""
         begun = packed(self._renderer.ids_of(prompt.opened) + self._renderer.ids_of(opening))
         prompt.new = prompt.new[: len(prompt.new) - prompt.num_opened] + begun
         prompt.num_opened = len(begun)
@@ -320,7 +242,7 @@ class Forest:
     # ------------------------------------------------------------------------------------------------ record
 
     def record(self, prompt: Prompt, replies: Sequence[Reply]) -> ForkReason | None:
-        """Add the answers of a placed request; tells why its turn is a fork, None if it is none."""
+        """Add the answers of a placed request. Return why its turn is a fork, or None if it is not one."""
         reason = self._fork_reason(prompt)
         self._requests.record(prompt.key)
         sent, prompt.sent = prompt.sent, None
@@ -369,7 +291,7 @@ class Forest:
     # ------------------------------------------------------------------------------------------------- audit
 
     def audit(self) -> int:
-        """Prove the text of every conversation that nothing continues by rendering all of it; the number that fails."""
+        """Render every conversation that nothing continues in full. Return the number of texts that were wrong."""
         doubtful = [prompt for prompt in self._leaves if prompt.stand_in and not prompt.stand_in.is_whole]
         return sum(not self._audit(prompt, self._normalise) for prompt in doubtful)
 
@@ -377,7 +299,7 @@ class Forest:
         return prompt.stand_in is not None and not prompt.stand_in.is_whole and prompt.depth >= prompt.next_audit
 
     def _audit(self, prompt: Prompt, normalise: Normalise) -> bool:
-        """Whether the text of a prompt is what the template writes; if not, nothing is left out any more."""
+        """Return whether the template writes the prompt's text; if not, stop using stand-ins for good."""
         prompt.next_audit = 2 * prompt.depth
         if self._continuations[prompt.key.tools].is_proved(prompt, normalise):
             return True
@@ -386,15 +308,80 @@ class Forest:
         return False
 
 
-def _text(opening: Opening | None, opened: str) -> str:
-    return opening(is_thinking=is_open(opened)) if opening else ""
-
-
 def _is_same_place(one: Prompt, other: Prompt) -> bool:
-    """Whether the messages of two prompts with the same key are the same in all that the key leaves out, too."""
+    """Return whether two prompts with equal keys also agree in everything that the key leaves out."""
     return one is other or (one.parent is other.parent and one.delta == other.delta)
 
 
 def _as_it_is(message: JsonObject, index: int) -> JsonObject:
     del index
     return message
+
+
+SCOPE = b"completion"
+"""Takes the place of the tools' digest in the key of a plain completion; no conversation has it."""
+
+
+def completion_key(prompt: str | Sequence[int]) -> Key:
+    """Return the key of a plain completion's prompt: that of its text, or that of its ids."""
+    kind, data = (b"text", prompt.encode()) if isinstance(prompt, str) else (b"ids", packed(prompt).tobytes())
+    return Key(head=kind, body=digest(data), tools=SCOPE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """A place where a prompt may continue an answer: after the first `fork_at` tokens of the answer's path."""
+
+    answer: Answer
+    fork_at: int
+
+
+class Completions:
+    """The answered plain completions of a session, found by the text or the ids with which a prompt begins."""
+
+    def __init__(self) -> None:
+        self._by_text = _Prefixes()
+        self._by_ids = _Prefixes()
+
+    def add(self, answer: Answer, prompt_text: str, renderer: Renderer) -> None:
+        """Register an answer. If it ended by itself, a prompt may continue it with or without its end token."""
+        path = (*answer.prompt.token_ids(), *answer.sampled)
+        self._add(answer, path, prompt_text + renderer.text_of(answer.sampled, has_ended=False))
+        if answer.sampled and answer.sampled[-1] in renderer.stop_token_ids:
+            self._add(answer, path[:-1], prompt_text + renderer.text_of(answer.sampled, has_ended=True))
+
+    def _add(self, answer: Answer, path: Sequence[int], text: str) -> None:
+        place = _Place(answer=answer, fork_at=len(path))
+        self._by_ids.add(packed(path).tobytes(), place)
+        self._by_text.add(text.encode(), place)
+
+    def find(self, prompt: str | Sequence[int]) -> tuple[_Place | None, str | Sequence[int]]:
+        """Find the longest recorded prompt and answer with which `prompt` begins. Return its end, and what follows."""
+        if isinstance(prompt, str):
+            data = prompt.encode()
+            length, place = self._by_text.longest(data)
+            return place, data[length:].decode()
+        length, place = self._by_ids.longest(packed(prompt).tobytes())
+        return place, prompt[length // array("i").itemsize :]
+
+
+class _Prefixes:
+    """An index of places by the bytes that lead to them."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, bytes], list[_Place]] = {}  # by length and digest of the bytes
+
+    def add(self, data: bytes, place: _Place) -> None:
+        self._places.setdefault((len(data), digest(data)), []).append(place)
+
+    def longest(self, data: bytes) -> tuple[int, _Place | None]:
+        """Find the longest known prefix of `data` in one pass; of several equal ones, the least continued."""
+        running, position = blake2b(digest_size=DIGEST_BYTES), 0
+        found: tuple[int, _Place | None] = (0, None)
+        for length in sorted({length for length, _ in self._places if length <= len(data)}):
+            running.update(data[position:length])
+            position = length
+            places = self._places.get((length, running.digest()))
+            if places:
+                found = (length, min(places, key=lambda place: place.answer.num_continuations))
+        return found

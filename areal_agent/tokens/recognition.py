@@ -1,20 +1,14 @@
-"""All answers of a session, by what the conversation up to and including each one says.
+"""Recognises what a request repeats or continues.
 
-Identity is causal: a request belongs under an answer because it repeats, as data, the whole conversation that ends with
-it; never because of when it came. Knows nothing of text and tokens.
-
-The newest conversations of a session in the form in which they were sent: to recognise one as Python compares lists.
-
-A request nearly always repeats a conversation to the letter, with an answer and a few messages more. Then nothing of
-its history needs to be normalised and hashed. Whatever is not recognised here is found by its data, in the forest.
-
-Which requests a session has seen, by what they say: tells repetitions apart, and other tools or system messages.
-
-Knows nothing of answers and tokens.
+- `Lines` holds the newest conversations as they were sent. A request nearly always repeats one exactly and adds an
+  answer and a few messages; a list comparison shows that, and its history is neither normalised nor hashed.
+- `AnswersByData` finds, for every other request, the answer that ends its longest recorded prefix, by keys
+  (`canonical.py`).
+- `Requests` counts the requests of a session and says how a new one differs from those before.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from areal_agent.tokens.canonical import call_ids, has_same_asides, is_reasoning_repeated
@@ -25,53 +19,46 @@ from areal_agent.types import ForkReason, JsonObject
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Line:
-    """A conversation as it was sent, up to its newest prompt. It grows; who leaves it begins another."""
+    """A conversation as it was sent, up to its newest prompt. It grows; a branch is a new line."""
 
     tip: Prompt
     messages: list[JsonObject]
 
     def begins(self, messages: Sequence[JsonObject]) -> bool:
-        """Whether `messages` begin with this conversation."""
+        """Return whether `messages` begin with this conversation."""
         length = len(self.messages)
         return (
             len(messages) >= length
-            and messages[length - 1] == self.messages[-1]  # tells most conversations apart at once
+            and messages[length - 1] == self.messages[-1]  # the last message tells most conversations apart
             and list(messages[:length]) == self.messages
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """What the newest search came to: its request is nearly always the next to be recorded."""
-
-    messages: Sequence[JsonObject]
-    tip: Prompt  # of the line that was found
-
-
 class Lines:
-    """The `max_lines` conversations that went on last, the newest first."""
+    """The `max_lines` conversations that were continued last, newest first."""
 
     def __init__(self, max_lines: int) -> None:
         self._max_lines = max_lines
         self._lines: list[Line] = []
-        self._found: _Found | None = None
+        self._found: tuple[Sequence[JsonObject], Prompt] | None = None
+        """The messages and the tip of the newest search: its request is nearly always the next to be recorded."""
 
     def find(self, messages: Sequence[JsonObject], tools: bytes) -> Line | None:
-        """The conversation that a request repeats, or continues by one answer and messages that are none."""
+        """Find the conversation that a request repeats, or continues with one answer and then no other."""
         for line in self._lines:
             if line.tip.key.tools == tools and line.begins(messages) and _is_next(line, messages):
-                self._found = _Found(messages=messages, tip=line.tip)
+                self._found = messages, line.tip
                 return line
         return None
 
     def record(self, prompt: Prompt, messages: Sequence[JsonObject]) -> None:
-        """A request was answered: its line goes on, or begins."""
+        """Extend the line of an answered request, or begin one."""
         line = self._line_of(prompt, messages)
         if line is not None:
             self._lines.remove(line)
         new = messages[len(line.messages) :] if line else messages
         if any(_has_numbers(message) for message in new):
-            return  # Python says that 1 == True, and JSON does not
+            return  # Python's 1 == True and 1 == 1.0 are different JSON, so such a line is not kept
         if line is None:
             line = Line(tip=prompt, messages=_shared(prompt.messages(), messages))
         else:
@@ -81,19 +68,19 @@ class Lines:
         del self._lines[self._max_lines :]
 
     def _line_of(self, prompt: Prompt, messages: Sequence[JsonObject]) -> Line | None:
-        """The line that a request repeats or continues; not the one that it leaves."""
+        """Find the line that a request repeats or continues; a request that branches off has none."""
         found, self._found = self._found, None
         keys = {prompt.key, prompt.parent.prompt.key} if prompt.parent else {prompt.key}
         for line in self._lines:
             if line.tip.key in keys:
-                is_found = found is not None and found.messages is messages and found.tip is line.tip
+                is_found = found is not None and found[0] is messages and found[1] is line.tip
                 if is_found or line.begins(messages):
                     return line
         return None
 
 
 def _is_next(line: Line, messages: Sequence[JsonObject]) -> bool:
-    """Whether no answer but the tip's can be among the messages that follow it."""
+    """Return whether the messages that follow the line can hold no answer but the tip's."""
     length = len(line.messages)
     if len(messages) == length:
         return not any(_is_answer(message) for message in line.tip.new_messages)
@@ -106,7 +93,7 @@ def _is_answer(message: object) -> bool:
 
 def _has_numbers(value: JsonObject | list[Any]) -> bool:
     for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, str) or item is None:  # asked here: a call costs more
+        if isinstance(item, str) or item is None:  # checked before the call, which costs more
             continue
         if not isinstance(item, (dict, list)) or _has_numbers(cast("JsonObject | list[Any]", item)):
             return True
@@ -114,89 +101,30 @@ def _has_numbers(value: JsonObject | list[Any]) -> bool:
 
 
 def _shared(recorded: Sequence[JsonObject], sent: Sequence[JsonObject]) -> list[JsonObject]:
-    """`sent`, with the objects that are held anyway in the place of equal ones."""
+    """Return `sent`, with equal messages replaced by the recorded objects, so that each is held once."""
     return [old if old == new else new for old, new in zip(recorded, sent, strict=True)]
 
 
-@dataclass(kw_only=True, slots=True)
-class _Request:
-    key: Key
-    opening: str
-    num_planned: int = 0
-    is_recorded: bool = False
-
-
-@dataclass(kw_only=True, slots=True)
-class Requests:
-    """All requests of a session."""
-
-    num_recorded: int = 0
-    _by_body: dict[bytes, list[_Request]] = field(default_factory=dict[bytes, list[_Request]])
-
-    def add(self, key: Key, opening: str = "") -> int:
-        """Count a request; returns how many there were before with the same messages, tools and opening."""
-        same = self._by_body.setdefault(key.body, [])
-        request = next((one for one in same if one.key == key and one.opening == opening), None)
-        if request is None:
-            request = _Request(key=key, opening=opening)
-            same.append(request)
-        request.num_planned += 1
-        return request.num_planned - 1
-
-    def record(self, key: Key) -> None:
-        """A request that was added has been answered."""
-        self.num_recorded += 1
-        for request in self._of(key):
-            request.is_recorded = True
-
-    def is_recorded(self, key: Key) -> bool:
-        """Whether the same messages and tools were answered before, whatever the answer was to begin with."""
-        return any(request.is_recorded for request in self._of(key))
-
-    def has_recorded(self, key: Key, bodies: Iterable[bytes]) -> bool:
-        """Whether a request of one of these bodies, with the head and the tools of `key`, was answered before."""
-        return any(self.is_recorded(replace(key, body=body)) for body in bodies)
-
-    def change_of(self, key: Key) -> ForkReason | None:
-        """How a request differs from an answered one that has the same messages behind the head."""
-        requests = self._by_body.get(key.body, ()) if key.body else ()
-        return change_between(key, (request.key for request in requests if request.is_recorded))
-
-    def _of(self, key: Key) -> Iterable[_Request]:
-        return (request for request in self._by_body.get(key.body, ()) if request.key == key)
-
-
-def change_between(key: Key, others: Iterable[Key]) -> ForkReason | None:
-    """What alone differs in `key` from one of `others`, whose bodies are equal: its tools, or its system messages."""
-    reason = None
-    for other in others:
-        if other.head == key.head and other.tools != key.tools:
-            return ForkReason.TOOLS_CHANGED
-        if other.tools == key.tools and other.head != key.head:
-            reason = ForkReason.SYSTEM_CHANGED
-    return reason
-
-
-@dataclass(kw_only=True, slots=True)
 class AnswersByData:
-    """The answers of a forest. An answer is found by its messages alone; head and tools are compared afterwards."""
+    """The answers of a forest, by the body of their conversation; head and tools are compared afterwards."""
 
-    _by_body: dict[bytes, list[Answer]] = field(default_factory=dict[bytes, list[Answer]])
+    def __init__(self) -> None:
+        self._by_body: dict[bytes, list[Answer]] = {}
 
     def add(self, answer: Answer) -> None:
-        """Make an answer known."""
+        """Register an answer."""
         self._by_body.setdefault(answer.body, []).append(answer)
 
     def of(self, key: Key) -> list[Answer]:
-        """The answers with which a conversation of this key ends."""
+        """Return the answers that end a conversation with this key."""
         return [answer for answer in self._by_body.get(key.body, ()) if _is_same_scope(answer.prompt.key, key)]
 
     def find(
         self, messages: Sequence[JsonObject], bodies: Sequence[bytes], key: Key, normalise: Normalise
     ) -> tuple[Answer | None, ForkReason | None]:
-        """The answer that ends the longest prefix of normalised `messages`; if none does, why one nearly did.
+        """Find the answer that ends the longest prefix of normalised `messages`. If none does, say why.
 
-        `key` has the head and the tools of the request, `bodies` identifies the prefixes of what follows the head.
+        `key` has the head and the tools of the request; `bodies` are the keys of the prefixes after the head.
         """
         reason = None
         for body in reversed(bodies):
@@ -208,19 +136,19 @@ class AnswersByData:
             ]
             if same:
                 return _best(same, messages), None
-            reason = reason or change_between(key, (answer.prompt.key for answer in answers))
+            reason = reason or _change_between(key, (answer.prompt.key for answer in answers))
         return None, reason
 
 
 def best_by_echo(answers: Iterable[Answer], echo: JsonObject) -> Answer | None:
-    """Of answers to the same prompt that say the same: the one whose call ids `echo` has, then the least continued."""
+    """Choose among equal answers to one prompt: first by the call ids of `echo`, then the least continued."""
     same = [answer for answer in answers if is_reasoning_repeated(answer.reasoning, echo)]
     ids = call_ids(echo)
     return min(same, key=lambda answer: (answer.call_ids != ids, answer.num_continuations), default=None)
 
 
 def _best(answers: Sequence[Answer], messages: Sequence[JsonObject]) -> Answer:
-    """The answer whose call ids are repeated, and those before it, the newest first; then the least continued."""
+    """Choose the answer whose call ids, and those of the answers before it, are repeated; then the least continued."""
     if len(answers) == 1:
         return answers[0]
     return min(answers, key=lambda answer: (_changed_ids(answer, messages), answer.num_continuations))
@@ -235,8 +163,7 @@ def _is_same_scope(one: Key, other: Key) -> bool:
 
 
 def _has_same_asides(answer: Answer, messages: Sequence[JsonObject], normalise: Normalise) -> bool:
-    """Whether reasoning is repeated or left out where it was sampled, and it and names repeated where the agent brought
-    them."""
+    """Return whether sampled reasoning is repeated or left out, and the agent's own asides are repeated."""
     for one in answer.lineage():
         if not is_reasoning_repeated(one.reasoning, messages[one.prompt.num_messages]):
             return False
@@ -245,3 +172,62 @@ def _has_same_asides(answer: Answer, messages: Sequence[JsonObject], normalise: 
             if recorded.get("role") == "assistant" and not has_same_asides(messages[index], normalise(recorded, index)):
                 return False
     return True
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    key: Key
+    opening: str
+    num_planned: int = 0
+    is_recorded: bool = False
+
+
+class Requests:
+    """All requests of a session."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self._by_body: dict[bytes, list[_Seen]] = {}
+
+    def add(self, key: Key, opening: str = "") -> int:
+        """Count a request. Return the number of earlier ones with the same messages, tools and opening."""
+        same = self._by_body.setdefault(key.body, [])
+        request = next((one for one in same if one.key == key and one.opening == opening), None)
+        if request is None:
+            request = _Seen(key=key, opening=opening)
+            same.append(request)
+        request.num_planned += 1
+        return request.num_planned - 1
+
+    def record(self, key: Key) -> None:
+        """Mark a request that was added as answered."""
+        self.num_recorded += 1
+        for request in self._of(key):
+            request.is_recorded = True
+
+    def is_recorded(self, key: Key) -> bool:
+        """Return whether the same messages and tools were answered before, whatever the opening."""
+        return any(request.is_recorded for request in self._of(key))
+
+    def has_recorded(self, key: Key, bodies: Iterable[bytes]) -> bool:
+        """Return whether a request with one of these bodies, and the head and tools of `key`, was answered before."""
+        return any(self.is_recorded(replace(key, body=body)) for body in bodies)
+
+    def change_of(self, key: Key) -> ForkReason | None:
+        """Return how a request differs from an answered one with the same body, or None."""
+        requests = self._by_body.get(key.body, ()) if key.body else ()
+        return _change_between(key, (request.key for request in requests if request.is_recorded))
+
+    def _of(self, key: Key) -> Iterable[_Seen]:
+        return (request for request in self._by_body.get(key.body, ()) if request.key == key)
+
+
+def _change_between(key: Key, others: Iterable[Key]) -> ForkReason | None:
+    """Return what alone differs between `key` and one of `others` with the same body: tools or system messages."""
+    reason = None
+    for other in others:
+        if other.head == key.head and other.tools != key.tools:
+            return ForkReason.TOOLS_CHANGED
+        if other.tools == key.tools and other.head != key.head:
+            reason = ForkReason.SYSTEM_CHANGED
+    return reason

@@ -1,7 +1,4 @@
-"""A closed trajectory as the trainer eats it: one `TokenRecord` a branch, each sampled token in the loss once.
-
-Knows how turns hang together; nothing of how they were made, and nothing of losses.
-"""
+"""Turns a closed trajectory into `TokenRecord`s, one a branch, with each sampled token in the loss of one of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +11,14 @@ from areal_agent.types import Completion, Distribution, FinishReason, TokenRecor
 
 
 def token_records(trajectory: Trajectory, *, trains_altered: bool = False) -> tuple[TokenRecord, ...]:
-    """One record for each leaf of the forest: the whole path from its root, trained where no earlier record trains it.
+    """Return one record for each leaf of the forest: the path from its root, trained where no earlier record trains it.
 
     Branch 0 ends with the newest answer, so what branches share is credited along the path to where the rollout
     ended. In the loss are sampled tokens whose recorded probability is the one they were sampled with; those of a
     completion that no agent saw, aborted or never delivered, are not. `turn_rewards` has the reward of a completion in
     the first record that ends or passes through it, and the final reward on the last turn of every record.
 
-    `trains_altered`: `altered` tokens are in the loss, too (but for greedy ones: their temperature is 0).
+    `trains_altered`: `altered` tokens are in the loss too, except greedy ones (their temperature is 0).
     """
     claims = _Claims(trajectory, trains_altered=trains_altered)
     return tuple(claims.record(branch, path) for branch, path in enumerate(reversed(_leaf_paths(trajectory.turns))))
@@ -29,7 +26,7 @@ def token_records(trajectory: Trajectory, *, trains_altered: bool = False) -> tu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """A turn on a path: how many of its new prompt tokens and of its completion's tokens the path keeps."""
+    """A turn on a path, and the numbers of its new prompt tokens and of its completion's tokens that the path keeps."""
 
     turn: Turn
     completion: Completion
@@ -41,7 +38,7 @@ class _Step:
         return self.num_prompt + self.num_sampled
 
     def kept(self, num_tokens: int) -> "_Step":
-        """This step, cut after its first `num_tokens` tokens."""
+        """Return this step, cut after its first `num_tokens` tokens."""
         num_prompt = min(self.num_prompt, num_tokens)
         return _Step(
             turn=self.turn,
@@ -55,7 +52,7 @@ _Path = tuple[_Step, ...]
 
 
 def _leaf_paths(turns: Sequence[Turn]) -> list[_Path]:
-    """The paths that no later path contains, in the order of their last turn."""
+    """Return the paths that no later path contains, in the order of their last turn."""
     paths: dict[str, _Path] = {}
     covered: set[str] = set()
     for turn in turns:
@@ -78,7 +75,7 @@ def _length(path: _Path) -> int:
 
 
 def _trunk(turn: Turn, paths: dict[str, _Path]) -> _Path:
-    """What `turn` keeps of its parent's path."""
+    """Return what `turn` keeps of its parent's path."""
     if turn.parent is None:
         return ()
     if turn.parent not in paths:
@@ -91,12 +88,12 @@ def _trunk(turn: Turn, paths: dict[str, _Path]) -> _Path:
         kept.append(step.kept(room))
         room -= step.length
     if room > 0:
-        raise LedgerError(f"turn {turn.id} forks {room} tokens behind the end of completion {turn.parent}")
+        raise LedgerError(f"turn {turn.id} forks {room} tokens past the end of completion {turn.parent}")
     return tuple(kept)
 
 
 class _Claims:
-    """Who trains what: the first branch that asks for a sampled token has it."""
+    """Assigns each sampled token to the first branch that contains it; only that record trains it."""
 
     def __init__(self, trajectory: Trajectory, *, trains_altered: bool) -> None:
         self._trajectory = trajectory
@@ -195,7 +192,7 @@ def _columns(index: int, step: _Step, is_trained: NDArray[np.bool_]) -> _Columns
 
 
 def _where(loss_mask: NDArray[np.bool_], first: int, sampled: Sequence[float], otherwise: float) -> NDArray[np.float64]:
-    """`sampled`, laid from position `first` on, where the mask is set; `otherwise` elsewhere."""
+    """Return `sampled`, placed from position `first` on, where the mask is set, and `otherwise` elsewhere."""
     laid = np.full(len(loss_mask), otherwise, dtype=np.float64)
     laid[first:] = sampled[: len(loss_mask) - first]
     return np.where(loss_mask, laid, otherwise)

@@ -1,18 +1,13 @@
-"""The chat template and the tokenizer of a model: what text a conversation is, and what ids that text is.
+"""A model's chat template and tokenizer: messages to text, text to token ids, and token ids to text.
 
-Owns the two rules of token-in, token-out that concern text: special-token text inside a message is encoded as plain
-text (tool output cannot forge a turn), and new text after a sampled answer is tokenised alone, with the template's own
-bridge. Knows nothing of sessions and of what was sampled.
+`Renderer` keeps two rules of token-in, token-out. Special-token text inside a message is encoded as plain text, so that
+the output of a tool cannot forge a turn: `Breaker` inserts an unguessable text into it, which is removed where the
+rendered text is tokenised. And the text that follows a sampled answer is tokenised on its own, starting with the
+template's end token.
 
-Which texts a tokenizer turns into tokens with a meaning of their own, and how such a text is said as plain text.
-
-Special-token text in a message must not become a token, or the output of a tool could forge a turn. It is broken up
-with an unguessable text in the middle, which is taken out again where the rendered text is tokenised.
-
-Token ids back to text, at once or as they are sampled. It knows no template and no message.
-
-A byte-level BPE gives each id its exact bytes, so text leaves with the token that completes it. Other tokenizers
-decide by context (SentencePiece drops a leading space): there a window of recent ids is decoded again.
+`Detokenizer` turns ids to text, at once or as they are sampled. A byte-level BPE gives each id its exact bytes, so text
+leaves with the token that completes it. Other tokenizers depend on context (SentencePiece drops a leading space); for
+them a window of recent ids is decoded again.
 """
 
 import codecs
@@ -30,17 +25,232 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
-from areal_agent.tokens.template import STAND_INS, ChatTemplate, HistoryThinking, keep_template
+from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template
 from areal_agent.types import JsonObject
 
 ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
-"""Tags that an answer may hold: in system and assistant messages they keep their meaning, elsewhere they are text."""
+"""Tags that an answer may contain. They keep their meaning in system and assistant messages only."""
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not UTF-8
+MAX_TOKEN_BYTES = 1024  # longer than any token of a vocabulary
+_OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
-def control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozenset[str]:
-    """The texts of special tokens, and of other added tokens that the template or an answer's markup uses.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """Rendered text from an answer on, split at the token that ends the answer."""
 
-    Added tokens that are runs of white space carry no meaning; one of a single character cannot be broken up.
+    answer: str
+    end: str  # text of the end token
+    rest: str
+
+
+class Renderer:
+    r"""Applies a chat template and tokenises. Create it with `load`; safe to use from several threads.
+
+    >>> renderer = Renderer.load(Path("model"))                                     # doctest: +SKIP
+    >>> renderer.render([{"role": "user", "content": "hi"}])                        # doctest: +SKIP
+    '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n'
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        history_thinking: HistoryThinking = HistoryThinking.TEMPLATE,
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
+    ) -> None:
+        if not isinstance(tokenizer.chat_template, str):
+            raise ConfigError(
+                f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; "
+                "put a chat_template.jinja beside its tokenizer.json"
+            )
+        source = tokenizer.chat_template
+        self.answer_format = AnswerFormat.detect(source, tool_format=tool_format, reasoning_format=reasoning_format)
+        is_kept = history_thinking is HistoryThinking.KEEP
+        self.chat_template = keep_template(source) if is_kept else source
+        """The template in use. Export it with a model that is trained on these prompts."""
+        self.template = ChatTemplate(self.chat_template, tokenizer.special_tokens_map)
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._backend.no_truncation()  # training scripts leave these in tokenizer.json; no prompt is cut here
+        self._backend.no_padding()
+        self.detokenizer = Detokenizer(self._backend)
+        self._secret = secrets.token_hex(16)  # no message can contain it
+        texts = _control_texts(tokenizer, source) | (MARKERS if is_kept else frozenset())
+        self._turn_texts = texts - ANSWER_MARKUP
+        self._breaker = Breaker(texts, with_text=self._secret)
+        self._breaker_in_answers = Breaker(self._turn_texts, with_text=self._secret)
+        try:
+            self.end_texts = self._find_end_texts()
+            self.answer_header = self._find_answer_header()
+        except RequestError as error:
+            raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
+        self._end_pattern = re.compile(_any_of(self.end_texts))
+        self.end_token_id = self._id_of(self.end_texts[0])
+        self.thinking_end_id: int | None = self._backend.token_to_id("</think>")
+        self.vocab_size = len(tokenizer)
+        eos_token_id = cast("int | None", tokenizer.eos_token_id)
+        stop_ids = [self._id_of(text) for text in self.end_texts]
+        self.stop_token_ids = tuple(dict.fromkeys(stop_ids if eos_token_id is None else [*stop_ids, eos_token_id]))
+        self.may_elide = True
+        """Whether stand-ins may be rendered for long conversations; false for good after an audit has failed."""
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        history_thinking: HistoryThinking = HistoryThinking.TEMPLATE,
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
+    ) -> Self:
+        """Read tokenizer and template from a model's folder. Raises ConfigError when they are missing or unusable.
+
+        A format that is None is detected from the template.
+        """
+        if not (path / "tokenizer.json").is_file():
+            raise ConfigError(f"{path} has no tokenizer.json; name a folder with a Hugging Face tokenizer")
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+        return cls(
+            tokenizer,
+            history_thinking=history_thinking,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
+        )
+
+    # ------------------------------------------------------------------------------------------ data to text
+
+    def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> str:
+        """Return the text of a conversation up to the place where the model answers.
+
+        Use it for `ids_of` and `ids_after` only: special-token text from messages and tools is broken up in it.
+        Raises RequestError when the template refuses the conversation.
+        """
+        return self.template.render([self.form(message) for message in messages], self.tool_forms(tools))
+
+    def form(self, message: JsonObject) -> JsonObject:
+        """Return a normalised message as the template receives it, with special-token text in it broken up."""
+        is_trusted = message["role"] in ("system", "assistant")
+        form = (self._breaker_in_answers if is_trusted else self._breaker).broken(message)
+        if form.get("reasoning_content") is not None:
+            form = {"thinking": form["reasoning_content"], **form}  # as transformers does, for templates that read it
+        return form
+
+    def tool_forms(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
+        """Return tool definitions as the template receives them."""
+        return self._breaker_in_answers.broken(tools)
+
+    def probe(self, number: int) -> str:
+        """Return a text that no message can contain; it stands for the thinking of an answer in rendered text."""
+        return f"{self._secret[::-1]}{number:08x}"
+
+    def split_opened(self, text: str) -> tuple[str, str]:
+        """Split off the thinking that the template opens at the end. Return the text before it, and it."""
+        opened = _OPENED_THINKING.search(text) if text[-1:].isspace() or text.endswith(">") else None
+        return (text[: opened.start()], opened[0]) if opened else (text, "")
+
+    def split_at_end(self, text: str) -> Ended | None:
+        """Split rendered text that begins with an answer at the answer's end token; None if there is none."""
+        end = self._end_pattern.search(text)
+        return Ended(answer=text[: end.start()], end=end[0], rest=text[end.end() :]) if end else None
+
+    # ------------------------------------------------------------------------------------------ text to ids
+
+    def ids_of(self, text: str) -> list[int]:
+        """Return the token ids of rendered text."""
+        if self._secret not in text:
+            return self._encode(text) if text else []
+        return [token_id for piece in text.split(self._secret) if piece for token_id in self._encode(piece)]
+
+    def ids_after(self, sampled_ids: Sequence[int], text: str) -> list[int]:
+        """Return the token ids of the rendered text that follows a sampled answer.
+
+        The text begins with one of the template's end tokens. An answer that sampled this token does not get it again;
+        one that was cut off (by its length, or by another end token) still needs it.
+        """
+        ids = self.ids_of(text)
+        if not ids or ids[0] not in self.stop_token_ids:
+            raise RequestError(
+                f"the chat template ended an answer with {text[:20]!r} instead of {self.end_texts[0]!r}",
+                param="messages",
+            )
+        return ids[1:] if len(sampled_ids) and sampled_ids[-1] == ids[0] else ids
+
+    def ids_of_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a plain prompt: special tokens keep their meaning, and a first one is added."""
+        first = self.template.special_tokens.get("bos_token")
+        return self._backend.encode(text, add_special_tokens=not (first and text.startswith(first))).ids
+
+    def text_of(self, token_ids: Sequence[int], *, has_ended: bool) -> str:
+        """Return the text of a sampled answer. If it `has_ended` by itself, its last token is its end, not its text."""
+        return self.detokenizer.text_of(token_ids[:-1] if has_ended else token_ids)
+
+    def _encode(self, text: str) -> list[int]:
+        # Without offsets, which cost time.
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def _id_of(self, token: str) -> int:
+        return cast("int", self._backend.token_to_id(token))
+
+    # ------------------------------------------------------------------------------------- what the template does
+
+    def _find_end_texts(self) -> tuple[str, ...]:
+        """Return the control tokens that end an answer: first a plain answer, then one that calls a tool."""
+        answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}
+        plain = self._tokens_after(answer, [question, {"role": "assistant", "content": answer}])
+        if not plain:
+            raise ConfigError(
+                "the chat template writes no special token of the tokenizer after an answer; "
+                "use a template that ends each answer with one, as '<|im_end|>' in ChatML"
+            )
+        function: dict[str, Any] = {"name": "f", "arguments": {"x": answer}}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+        try:
+            calling = self._tokens_after(
+                answer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], [tool]
+            )
+        except RequestError:
+            calling = []  # the model knows no tools
+        return (plain[0],) if not calling or plain[0] in calling else (plain[0], calling[-1])
+
+    def _tokens_after(self, answer: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> list[str]:
+        """Return the control tokens that follow `answer` in the text, in order."""
+        text = self.template.render(messages, tools, add_generation_prompt=False)
+        return re.findall(_any_of(self._turn_texts), text.rpartition(answer)[2]) if answer in text else []
+
+    def _find_answer_header(self) -> str:
+        """Return what the template writes before every answer, without the thinking that it opens. It may be empty."""
+        question = [{"role": "user", "content": "x"}]
+        before = self.template.render(question, add_generation_prompt=False)
+        text, _ = self.split_opened(self.template.render(question))
+        return text.removeprefix(before) if text.startswith(before) else ""
+
+
+def exported_template(path: Path, history_thinking: HistoryThinking) -> str | None:
+    """Return the chat template to export with a model that starts from `path`, or None for the model's own."""
+    if history_thinking is HistoryThinking.TEMPLATE:
+        return None
+    return Renderer.load(path, history_thinking=history_thinking).chat_template
+
+
+def is_open(text: str) -> bool:
+    """Return whether the text that follows `text` is thinking.
+
+    >>> is_open("<think>"), is_open("<think> </think>")
+    (True, False)
+    """
+    return "<think>" in text.rpartition("</think>")[2]
+
+
+def _control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozenset[str]:
+    """Return the texts of special tokens, and of other added tokens that the template or the markup of answers uses.
+
+    Added tokens that are runs of white space have no meaning, and one of a single character cannot be broken up.
     """
     return frozenset(
         text
@@ -49,45 +259,45 @@ def control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozense
     )
 
 
-def any_of(texts: Iterable[str]) -> str:
-    """A pattern that finds any of some texts, the longest where several stand."""
+def _any_of(texts: Iterable[str]) -> str:
+    """Return a pattern that finds any of the texts, preferring the longest."""
     longest_first = sorted(texts, key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or r"(?!)"
 
 
 class Breaker:
-    """Breaks up some control texts wherever they stand in JSON data.
+    """Breaks up control texts wherever they occur in JSON data.
 
     >>> Breaker({"<|end|>"}, with_text="#").broken({"content": ["a<|end|>"]})
     {'content': ['a<#|end|>']}
     """
 
     def __init__(self, texts: set[str] | frozenset[str], *, with_text: str) -> None:
-        self._pattern = re.compile(any_of(texts))
+        self._pattern = re.compile(_any_of(texts))
         self._first_characters = tuple({text[0] for text in texts})
         self._first_bytes = tuple(character.encode() for character in self._first_characters)
         self._is_seen_in_json = not any(character in '"\\' or character < " " for character in self._first_characters)
         self._with_text = with_text
 
     def broken(self, value: Any) -> Any:
-        """`value` with every control text in its strings, keys included, broken after its first character.
+        """Return `value` with every control text in its strings and keys broken after its first character.
 
-        It may be `value` itself, where there is none.
+        If there is none, it may return `value` itself.
         """
         return value if type(value) is dict and self._is_clean(cast("JsonObject", value)) else self._broken(value)
 
     def _is_clean(self, value: JsonObject) -> bool:
-        """Whether no string in it can hold a control text: one look at its JSON, where these are as they are."""
+        """Return whether no string in `value` can contain a control text, judged by a quick search of its JSON."""
         try:
             text = orjson.dumps(value) if self._is_seen_in_json else None
-        except TypeError:  # larger integers than orjson writes, and what is no JSON
+        except TypeError:  # integers that are too large for orjson, and values that are not JSON
             return False
         return text is not None and not any(byte in text for byte in self._first_bytes)
 
     def _broken(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._broken_text(value)
-        if isinstance(value, (dict, Mapping)):  # dict first: it is one nearly always, and Mapping asks around
+        if isinstance(value, (dict, Mapping)):  # dict first: it is the usual case, and isinstance of Mapping is slow
             return {self._broken_text(key): self._broken(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._broken(item) for item in value]
@@ -97,7 +307,7 @@ class Breaker:
         for character in self._first_characters:
             if character in text:
                 return self._broken_up(text)
-        return text  # nearly always, and ten times faster than to search
+        return text  # the usual case, ten times faster than a search
 
     def _broken_up(self, text: str) -> str:
         while self._pattern.search(text):  # breaking one up may join another
@@ -105,26 +315,20 @@ class Breaker:
         return text
 
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no UTF-8 are shown as
-
-
-MAX_TOKEN_BYTES = 1024  # longer than any token of a vocabulary
-
-
 class TextStream(Protocol):
-    """Text of ids that come one by one: all pieces together are the text of all ids."""
+    """The text of ids that come one by one; all pieces together are the text of all ids."""
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain with this id; the beginning of a character is held back."""
+        """Return the text that this id makes certain; the beginning of a character is held back."""
         ...
 
     def finish(self) -> str:
-        """What was held back; there are no more ids."""
+        """Return the text that was held back, after the last id."""
         ...
 
 
 class Detokenizer:
-    """The way from ids to text of one tokenizer. Safe to use from several threads.
+    """Turns the ids of one tokenizer into text. Safe to use from several threads.
 
     >>> Detokenizer(Tokenizer.from_file("tokenizer.json")).text_of([5, 6])          # doctest: +SKIP
     'hello'
@@ -138,18 +342,18 @@ class Detokenizer:
         )
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Return the text of ids, special tokens included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one id: exact for a byte-level BPE, those of its text alone elsewhere."""
+        """Return the bytes of one id: exact for a byte-level BPE, otherwise those of its text alone."""
         if not self._is_byte_level:
             return self.text_of([token_id]).encode()
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else _bytes_of_token(token)
 
     def num_tokens_through(self, mark: str, token_ids: Sequence[int]) -> int:
-        """How many ids there are up to the end of `mark` in their text; all of them where it is not."""
+        """Return the number of ids up to the end of `mark` in their text, or of all ids if it does not occur."""
         mark_id = self._backend.token_to_id(mark)
         if mark_id is not None and mark_id in token_ids:
             return token_ids.index(mark_id) + 1
@@ -161,7 +365,7 @@ class Detokenizer:
         return len(token_ids)
 
     def stream(self) -> TextStream:
-        """Begin an answer."""
+        """Begin a stream of text for one answer."""
         return _ByteStream(self) if self._is_byte_level else _WindowStream(self)
 
 
@@ -178,11 +382,11 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Decodes the last ids together with those before whose text is out, so that context is as in the whole."""
+    """Decodes recent ids together with their predecessors, so that the context is that of the whole text."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
-        self._shown_ids: list[int] = []  # their text has left; they are the context of the pending ones
+        self._shown_ids: list[int] = []  # their text has left; they are the context of the pending ids
         self._pending_ids: list[int] = []
 
     def feed(self, token_id: int) -> str:
@@ -203,7 +407,7 @@ class _WindowStream:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where it is printable."""
+    """Return the byte for each character of a byte-level vocabulary; a printable byte is its own character."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -213,226 +417,8 @@ _BYTES = _byte_alphabet()
 
 
 def _bytes_of_token(token: str) -> bytes:
-    """An added token with a character outside the alphabet stands for its own text."""
+    """Return the bytes of a token. An added token with a character outside the alphabet stands for its own text."""
     try:
         return bytes(_BYTES[character] for character in token)
     except KeyError:
         return token.encode()
-
-
-_OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
-
-
-def exported_template(path: Path, history_thinking: HistoryThinking) -> str | None:
-    """The chat template to export with a model that starts from `path`; None: its own."""
-    if history_thinking is HistoryThinking.TEMPLATE:
-        return None
-    return Renderer.load(path, history_thinking=history_thinking).chat_template
-
-
-def is_open(text: str) -> bool:
-    """Whether what follows `text` is thinking.
-
-    >>> is_open("<think>"), is_open("<think> </think>")
-    (True, False)
-    """
-    return "<think>" in text.rpartition("</think>")[2]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """Rendered text from an answer on, split at the token that ends the answer."""
-
-    answer: str
-    end: str  # text of the end token
-    rest: str
-
-
-class Renderer:
-    """Applies a chat template and tokenises. Make it with `load`; safe to use from several threads.
-
-    >>> renderer = Renderer.load(Path("model"))                                     # doctest: +SKIP
-    >>> renderer.render([{"role": "user", "content": "hi"}])                        # doctest: +SKIP
-    '<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n'
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        history_thinking: HistoryThinking = HistoryThinking.TEMPLATE,
-        tool_format: ToolFormat | None = None,
-        reasoning_format: ReasoningFormat | None = None,
-    ) -> None:
-        if not isinstance(tokenizer.chat_template, str):
-            raise ConfigError(
-                f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; "
-                "put a chat_template.jinja beside its tokenizer.json"
-            )
-        source = tokenizer.chat_template
-        self.answer_format = AnswerFormat.detect(source, tool_format=tool_format, reasoning_format=reasoning_format)
-        is_kept = history_thinking is HistoryThinking.KEEP
-        self.chat_template = keep_template(source) if is_kept else source
-        """The template in use: the one to export with a model that is trained on these prompts."""
-        self._template = ChatTemplate(self.chat_template, tokenizer.special_tokens_map)
-        self._backend: Tokenizer = tokenizer.backend_tokenizer
-        self._backend.no_truncation()  # a training script leaves such things in tokenizer.json: no prompt is cut here
-        self._backend.no_padding()
-        self.detokenizer = Detokenizer(self._backend)
-        self._secret = secrets.token_hex(16)  # no message can contain it
-        texts = control_texts(tokenizer, source) | (STAND_INS if is_kept else frozenset())
-        self._turn_texts = texts - ANSWER_MARKUP
-        self._breaker = Breaker(texts, with_text=self._secret)
-        self._breaker_in_answers = Breaker(self._turn_texts, with_text=self._secret)
-        try:
-            self.end_texts = self._find_end_texts()
-            self.answer_header = self._find_answer_header()
-        except RequestError as error:
-            raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
-        self._end_pattern = re.compile(any_of(self.end_texts))
-        self.end_token_id = self._id_of(self.end_texts[0])
-        self.thinking_end_id: int | None = self._backend.token_to_id("</think>")
-        self.vocab_size = len(tokenizer)
-        eos_token_id = cast("int | None", tokenizer.eos_token_id)
-        stop_ids = [self._id_of(text) for text in self.end_texts]
-        self.stop_token_ids = tuple(dict.fromkeys(stop_ids if eos_token_id is None else [*stop_ids, eos_token_id]))
-        self.may_elide = True
-        """Whether stand-ins may be rendered for long conversations; false for good once one was caught lying."""
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        *,
-        history_thinking: HistoryThinking = HistoryThinking.TEMPLATE,
-        tool_format: ToolFormat | None = None,
-        reasoning_format: ReasoningFormat | None = None,
-    ) -> Self:
-        """Read tokenizer and template from a model's folder; raises ConfigError when they are missing or unusable.
-
-        A format that is None: the one that the template itself writes.
-        """
-        if not (path / "tokenizer.json").is_file():
-            raise ConfigError(f"{path} has no tokenizer.json; name a folder with a Hugging Face tokenizer")
-        try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
-        return cls(
-            tokenizer,
-            history_thinking=history_thinking,
-            tool_format=tool_format,
-            reasoning_format=reasoning_format,
-        )
-
-    # ------------------------------------------------------------------------------------------ data to text
-
-    def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> str:
-        """The text of a conversation up to the place where the model answers.
-
-        For `ids_of` and `ids_after` only: special-token text from messages and tools is marked in it as plain.
-        Raises RequestError when the template refuses the conversation.
-        """
-        return self.text_of_forms([self.form(message) for message in messages], self.tool_forms(tools))
-
-    def form(self, message: JsonObject) -> JsonObject:
-        """A normalised message as it is given to the template: special-token text in it is broken up."""
-        is_trusted = message["role"] in ("system", "assistant")
-        form = (self._breaker_in_answers if is_trusted else self._breaker).broken(message)
-        if form.get("reasoning_content") is not None:
-            form = {"thinking": form["reasoning_content"], **form}  # as transformers does, for templates that read it
-        return form
-
-    def tool_forms(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
-        """Tool definitions as they are given to the template."""
-        return self._breaker_in_answers.broken(tools)
-
-    def text_of_forms(self, forms: Sequence[JsonObject], tool_forms: Sequence[JsonObject]) -> str:
-        """The text of what `form` and `tool_forms` made."""
-        return self._template.render(forms, tool_forms)
-
-    def probe(self, number: int) -> str:
-        """A text that no message can contain: it stands for the thinking of an answer in rendered text."""
-        return f"{self._secret[::-1]}{number:08x}"
-
-    def split_opened(self, text: str) -> tuple[str, str]:
-        """The text of a conversation without the thinking that the template opens for the model, and that."""
-        opened = _OPENED_THINKING.search(text) if text[-1:].isspace() or text.endswith(">") else None
-        return (text[: opened.start()], opened[0]) if opened else (text, "")
-
-    def split_at_end(self, text: str) -> Ended | None:
-        """Split rendered text that begins with an answer where that ends; None when no end token stands there."""
-        end = self._end_pattern.search(text)
-        return Ended(answer=text[: end.start()], end=end[0], rest=text[end.end() :]) if end else None
-
-    # ------------------------------------------------------------------------------------------ text to ids
-
-    def ids_of(self, text: str) -> list[int]:
-        """Token ids of rendered text."""
-        if self._secret not in text:
-            return self._encode(text) if text else []
-        return [token_id for piece in text.split(self._secret) if piece for token_id in self._encode(piece)]
-
-    def ids_after(self, sampled_ids: Sequence[int], text: str) -> list[int]:
-        """Token ids of the rendered text that follows a sampled answer.
-
-        The text begins with one of the template's end tokens. An answer that ended with it has sampled it already;
-        one that was cut off (by its length, or an end token of another kind) still needs it.
-        """
-        ids = self.ids_of(text)
-        if not ids or ids[0] not in self.stop_token_ids:
-            raise RequestError(
-                f"the chat template ended an answer with {text[:20]!r} instead of {self.end_texts[0]!r}",
-                param="messages",
-            )
-        return ids[1:] if len(sampled_ids) and sampled_ids[-1] == ids[0] else ids
-
-    def ids_of_prompt(self, text: str) -> list[int]:
-        """Token ids of a text that is a prompt by itself: special tokens keep their meaning, a first one is added."""
-        first = self._template.special_tokens.get("bos_token")
-        return self._backend.encode(text, add_special_tokens=not (first and text.startswith(first))).ids
-
-    def text_of(self, token_ids: Sequence[int], *, has_ended: bool) -> str:
-        """What a sampled answer says; the last token of one that `has_ended` by itself is its end, not its text."""
-        return self.detokenizer.text_of(token_ids[:-1] if has_ended else token_ids)
-
-    def _encode(self, text: str) -> list[int]:
-        # Without offsets: cheaper.
-        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def _id_of(self, token: str) -> int:
-        return cast("int", self._backend.token_to_id(token))
-
-    # ------------------------------------------------------------------------------------- what the template does
-
-    def _find_end_texts(self) -> tuple[str, ...]:
-        """The control tokens with which the template ends an answer: a plain one first, then one that calls a tool."""
-        answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}
-        plain = self._tokens_after(answer, [question, {"role": "assistant", "content": answer}])
-        if not plain:
-            raise ConfigError(
-                "the chat template writes no special token of the tokenizer after an answer; "
-                "use a template that ends each answer with one, as '<|im_end|>' in ChatML"
-            )
-        function: dict[str, Any] = {"name": "f", "arguments": {"x": answer}}
-        call = {"id": "abcdefghi", "type": "function", "function": function}
-        tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-        try:
-            calling = self._tokens_after(
-                answer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], [tool]
-            )
-        except RequestError:
-            calling = []  # the model knows no tools
-        return (plain[0],) if not calling or plain[0] in calling else (plain[0], calling[-1])
-
-    def _tokens_after(self, answer: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> list[str]:
-        """The control tokens that follow `answer` in the text, in their order."""
-        text = self._template.render(messages, tools, add_generation_prompt=False)
-        return re.findall(any_of(self._turn_texts), text.rpartition(answer)[2]) if answer in text else []
-
-    def _find_answer_header(self) -> str:
-        """What the template writes before every answer, without the thinking that it opens. It may be nothing."""
-        question = [{"role": "user", "content": "x"}]
-        before = self._template.render(question, add_generation_prompt=False)
-        text, _ = self.split_opened(self._template.render(question))
-        return text.removeprefix(before) if text.startswith(before) else ""

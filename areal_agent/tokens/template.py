@@ -1,13 +1,11 @@
-"""A chat template: messages to text, in a sandbox. Knows no tokenizer and no session.
+"""Renders a chat template in a sandbox, and derives a template that keeps the thinking of earlier answers.
 
-Does what transformers does with a template, to the letter, at a third of its cost: it is compiled once, and the
+`ChatTemplate` renders exactly as transformers does, at a third of the cost: the template is compiled once, and the
 messages, which are plain JSON already, are not copied.
 
-Derives from a chat template one that keeps the thinking of earlier answers. It knows no particular template.
-
-The thinking of each answer is handed to the original template as a part of its content, between stand-ins that no
-template looks for; in what the original writes they become `<think>` tags again. The result is a template as any
-other: it goes with the checkpoint, so that the model is served as it was trained.
+`keep_template` wraps any chat template. It hands the thinking of each answer to the original as part of the content,
+between markers that no template looks for, and turns the markers into `<think>` tags in the output. The result is an
+ordinary template that is saved with the checkpoint, so that the model is served as it was trained.
 """
 
 import json
@@ -31,11 +29,11 @@ _LOOP_ATTRIBUTES = frozenset(
     {"first", "last", "index", "index0", "length", "revindex", "revindex0", "previtem", "nextitem"}
 )
 _MISSING = object()
-_PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)  # made once: to make one costs more than to use it
+_PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)  # constructed once, because construction costs more than use
 
 MAX_KNOWN = 2048
 MAX_KNOWN_CHARACTERS = 1000
-"""How many objects, and how long ones, a template's `tojson` remembers: some megabytes at most."""
+"""The number and the length of the objects whose text `tojson` remembers: some megabytes at most."""
 
 
 class ChatTemplate:
@@ -47,12 +45,11 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
         try:
             self._template = _environment().from_string(source, globals=dict(_FUNCTIONS))
         except TemplateError as error:
-            raise ConfigError(f"the chat template is no valid Jinja: {error}; correct chat_template.jinja") from error
-        self._template.globals = dict(self._template.globals)  # in one piece: each rendering copies it
+            raise ConfigError(f"the chat template is not valid Jinja: {error}; correct chat_template.jinja") from error
+        self._template.globals = dict(self._template.globals)  # one flat dict, because each rendering copies it
         self.special_tokens = dict(special_tokens)
 
     def render(
@@ -62,7 +59,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text of a conversation. Raises RequestError when the template refuses it."""
+        """Return the text of a conversation. Raises RequestError when the template refuses it."""
         try:
             return self._template.render(
                 messages=list(messages),
@@ -71,14 +68,14 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        except Exception as error:  # the template is foreign code, run on foreign data
+        except Exception as error:  # the template is foreign code that runs on foreign data
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a short way to the entries of a dict and the state of a loop: most of what is asked for."""
+    """Jinja's sandbox with a shortcut for the usual cases: entries of a dict and attributes of a loop."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_METHODS:
@@ -107,9 +104,9 @@ def _environment() -> _Sandbox:
 
 
 class _JsonTexts:
-    """The filter `tojson`. Tools and calls are rendered again each turn: their texts are kept, by the object.
+    """The filter `tojson`. It keeps the texts of tools and calls, which are rendered again each turn, by object.
 
-    An object that is in here is alive, so no other has its id; and nobody changes what was given to a template.
+    The kept objects stay alive, so no other object gets their id, and nobody changes what was given to a template.
     """
 
     def __init__(self) -> None:
@@ -150,20 +147,18 @@ _FUNCTIONS: Mapping[str, object] = {"raise_exception": _raise_exception, "strfti
 
 
 class HistoryThinking(StrEnum):
-    """What happens to the thinking of earlier answers when the template would strip it from the history."""
+    """The treatment of earlier answers' thinking that the template would strip from the history."""
 
-    TEMPLATE = "template"  # the template has its way: the turn forks where the first stripped answer begins
-    KEEP = (
-        "keep"  # it stays in the prompt: a template derived from the model's writes it, and goes with each checkpoint
-    )
+    TEMPLATE = "template"  # the template strips it, and the turn forks where the first stripped answer begins
+    KEEP = "keep"  # it stays in the prompt; a derived template writes it and is saved with each checkpoint
 
 
 _OPEN = "<|thinking-from-here|>"
 _CLOSE = "<|thinking-to-here|>"
 _CLOSE_ALONE = "<|thinking-to-here-and-nothing-else|>"
 
-STAND_INS = frozenset({_OPEN, _CLOSE, _CLOSE_ALONE})
-"""Texts that must not reach a derived template inside a message: they would come out as tags."""
+MARKERS = frozenset({_OPEN, _CLOSE, _CLOSE_ALONE})
+"""Markers that no message may bring into a derived template, because they would come out as tags."""
 
 _BEFORE = """\
 {%- set kept = namespace(messages=[]) -%}
@@ -203,14 +198,14 @@ _AFTER = """\
 
 
 def keep_template(template: str) -> str:
-    """The derived template. One that was derived already stays, and so does one that knows of no thinking to strip."""
+    """Return the derived template, or `template` itself if it is derived already or has no thinking."""
     if "</think>" not in template or is_keep_template(template):
         return template
     return _filled(_BEFORE) + template.removesuffix("\n") + _filled(_AFTER)
 
 
 def is_keep_template(template: str) -> bool:
-    """Whether a template was derived by `keep_template`."""
+    """Return whether a template was derived by `keep_template`."""
     return template.startswith(_filled(_BEFORE))
 
 

@@ -283,7 +283,7 @@ async def test_closing_ends_calls_under_way() -> None:
 async def test_closed_is_closed() -> None:
     async with serving([OK]) as (transport, _):
         await transport.aclose()
-        with pytest.raises(EngineUnreachable, match="make a new one"):
+        with pytest.raises(EngineUnreachable, match="create a new one"):
             await sample(transport)
 
 

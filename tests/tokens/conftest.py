@@ -1,5 +1,6 @@
-"""Byte-level tokenizers, trained here: with ChatML and Hermes tools, with templates that change the history, and with
-templates in the form of the model families that agents are trained with."""
+"""Byte-level tokenizers, trained here: with ChatML and Hermes tools, with templates that change the history, and one
+for each model family that agents are trained with.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ STRIPS_THINKING = CHATML.replace(
     "else message.content.split('</think>')[-1].lstrip('\\n'))",
 )
 
-# Counts the messages at the top: whatever is said later changes how the conversation begins.
+# Counts the messages at the top, so each later message changes how the conversation begins.
 REWRITES_HISTORY = "{{- '<|im_start|>system\\n' ~ (messages | length) ~ '<|im_end|>\\n' }}" + CHATML
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -52,7 +53,7 @@ CHATML_MARKUP = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_re
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The special tokens of a model family; `markup` are added tokens that are not special."""
+    """The special tokens of a model family; `markup` has added tokens that are not special."""
 
     special: tuple[str, ...]
     eos: str
@@ -118,7 +119,7 @@ def save(folder: Path, chat_template: str) -> Path:
 
 @pytest.fixture(scope="session")
 def family_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder with tokenizer and template for each model family."""
+    """Return a folder with tokenizer and template for each model family."""
     folders: dict[str, Path] = {}
     for name, family in FAMILIES.items():
         template = (TEMPLATES / f"{name}.jinja").read_text().removesuffix("\n")

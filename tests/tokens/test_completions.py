@@ -1,9 +1,9 @@
-"""Prompts that are no conversations:
+"""Plain completions in the forest:
 
 - a first prompt is a root; its text is tokenised, its ids are taken as they are
 - one that begins with a recorded prompt and answer continues it, as text and as ids, also across the two
-- an answer that ended by itself may be continued before and behind its end
-- the longest recorded beginning counts
+- an answer that ended by itself may be continued before and after its end token
+- the longest recorded prefix counts
 - the same prompt again is `repeated`, another beginning is `new_conversation`, a second continuation `edited`
 - the identity is that of the prompt
 """

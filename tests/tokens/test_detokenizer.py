@@ -1,4 +1,4 @@
-"""Ids to text:
+"""Token ids to text:
 
 - streamed text is the whole text: byte-level with broken UTF-8 included, and SentencePiece-like (property)
 - text leaves with the token that completes a character

@@ -1,14 +1,14 @@
 """The model families: Qwen2.5, Qwen3, Llama 3, Mistral, DeepSeek V3 and R1.
 
 - any conversation with canonical answers, tool loops and chats, has the ids of the template's full rendering, turn by
-  turn, and every answer stands in it as it was sampled, except for thinking that the template strips; a call that is
-  forced in any place has the same prompt and its beginning
-- a turn adds what is new, and no more
+  turn, and every answer is in it as it was sampled, except for thinking that the template strips; a call that is forced
+  anywhere has the same prompt, followed by the beginning of the call
+- a turn adds only what is new
 - a template that moves its tools to the last question starts a new root there
-- thinking that is stripped costs a fork at the first stripped answer; in a tool loop it stays; kept, it never forks
-- however its thinking is stripped, each sampled token is in the loss once
-- an answer that was forced to begin in some way is a block with its beginning
-- it ends the thinking before where the template has opened some in this place, and only there
+- stripped thinking causes a fork at the first stripped answer; in a tool loop it stays; kept thinking never forks
+- however the thinking is stripped, each sampled token is in the loss once
+- an answer whose beginning was forced is one block with it
+- a forced beginning ends the thinking first, if and only if the template has opened some
 - the prompt says whether the template opened the thinking
 """
 
@@ -74,7 +74,7 @@ class Chat:
         return self.prompts[-1]
 
     def force(self) -> Prompt:
-        """Ask for what was asked last with an answer that must be a call."""
+        """Ask the last question again, with an answer that must be a call."""
         opening = partial(self.renderer.answer_format.opening, "f")
         prompt = self.forest.plan(list(self.messages), self.tools, normalise=as_it_is, opening=opening)
         said = {"role": "assistant", "content": "a forced call"}
@@ -101,7 +101,7 @@ class Chat:
         self.full.append({**message, "content": full})
 
     def _written(self, message: JsonObject) -> str:
-        """What the template writes for an answer that is followed by something, without thinking and end."""
+        """Return what the template writes for an answer that is followed by something, without thinking and end."""
         tool_calls = message.get("tool_calls")
         after = {"role": "tool", "content": "1", "tool_call_id": CALL_ID} if tool_calls else user("next")
         text = self.renderer.render([*self._history_without_tools(), message, after], ())
@@ -136,12 +136,12 @@ class Chat:
         )
 
     def rendered_ids(self) -> list[int]:
-        """The ids of the template's own rendering of all that was said."""
+        """Return the ids of the template's own rendering of the conversation."""
         return self.renderer.ids_of(self.renderer.render(self.full, self.tools))
 
 
 def turn_of(number: int, prompt: Prompt, token_ids: tuple[int, ...], first_logprob: int) -> Turn:
-    """A turn whose log-probabilities count down, so that each token has its own."""
+    """Return a turn whose log-probabilities count down, so that each token has its own."""
     completion = Completion(
         id=f"c{number}",
         token_ids=token_ids,

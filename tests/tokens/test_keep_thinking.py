@@ -1,9 +1,9 @@
-"""A template that keeps thinking, as plain transformers renders it:
+"""A template that keeps thinking, rendered by plain transformers:
 
-- thinking in content or beside it, before a plain answer or a tool call, is written as a model writes it
+- thinking in the content or beside it, before a plain answer or a tool call, is written as a model writes it
 - conversations without thinking are written as by the original
 - the history of a tool loop is written as the original writes it while it is new
-- a derived template is not derived again, and one that knows no thinking stays as it is
+- a derived template is not derived again, and a template without thinking is unchanged
 """
 
 from pathlib import Path

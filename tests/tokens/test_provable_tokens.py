@@ -1,11 +1,11 @@
-"""Properties of every session, however it goes (random conversations, samples, forks):
+"""Properties of every session (random conversations, samples and forks):
 
 - the prompt of a turn that continues an answer begins with exactly its prompt and its sampled ids
 - what is trained is what was sampled: each sampled token is in the loss of exactly one record, with its own
   log-probability, and prompt tokens are in none
-- where every answer is what the template would render, the prompt ids are the template's own and those of what the
-  answer is made to begin with: for every request, whatever was asked, repeated and edited before
-- a request that is recognised as it was sent goes where its data says, with the same tokens and reason
+- if every answer is what the template would render, the prompt ids are the template's own followed by those of the
+  forced opening: for every request, whatever was asked, repeated and edited before
+- a request that is recognised as sent has the same place, tokens and reason as one that is found by its data
 - text from tools and users never becomes a special token
 """
 
@@ -57,11 +57,11 @@ def parent_of(prompt: Prompt) -> str | None:
 
 @dataclass(kw_only=True)
 class Agent:
-    """Talks with a forest and keeps what the ledger would keep. A conversation is its messages so far."""
+    """Talks with a forest and keeps what the ledger would keep. A conversation is the list of its messages so far."""
 
     renderer: Renderer
     forest: Forest = field(init=False)
-    by_data: Forest = field(init=False)  # hears the same, and recognises nothing as it was sent
+    by_data: Forest = field(init=False)  # is given the same requests, and recognises none as sent
     conversations: list[list[dict[str, Any]]] = field(default_factory=lambda: [[]])
     turns: list[Turn] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
@@ -143,7 +143,7 @@ class Agent:
 
 
 moves = st.tuples(
-    st.integers(0, 99),  # which conversation goes on
+    st.integers(0, 99),  # which conversation continues
     st.sampled_from(["go on", "repeat", "edit", "edit the answer"]),
     texts,
 )
@@ -160,7 +160,7 @@ steps = st.lists(
 
 
 def history_of(agent: Agent, move: tuple[int, str, str]) -> tuple[list[dict[str, Any]], str]:
-    """What stands before the next message, and that message."""
+    """Return the messages before the next one, and that message."""
     choice, kind, text = move
     history = agent.conversations[choice % len(agent.conversations)]
     if kind == "repeat" and history:

@@ -4,11 +4,11 @@
 - a fork: the newest branch trains what is shared, the other names it as its parent; rewards count once
 - a turn that keeps a part of its parent's tokens continues exactly that part
 - altered, aborted and undelivered completions are masked
-- altered ones are trained where that is asked for, except greedy ones
+- altered ones are trained on request, except greedy ones
 - tokens that a later turn injects into its prompt are in the loss where they were sampled, and not there
 - several answers of one turn are branches of their own
 - a branch says where it left its parent, and whether its own call is a parallel sample of another's
-- a turn whose parent does not exist, or that forks behind its end, is an error
+- a turn without its parent, or one that forks beyond the parent's end, is an error
 """
 
 from dataclasses import replace
@@ -198,7 +198,7 @@ def test_no_turns_are_no_records() -> None:
 
 @pytest.mark.parametrize(("parent", "fork_at"), [("c9", 1), ("c1", 3)])
 def test_a_contradiction_is_an_error(parent: str, fork_at: int) -> None:
-    with pytest.raises(LedgerError, match=r"continues|behind"):
+    with pytest.raises(LedgerError, match=r"continues|past the end"):
         token_records(
             trajectory(turn((1,), completion("c1", 2)), turn((3,), completion("c2", 4), parent=parent, fork_at=fork_at))
         )

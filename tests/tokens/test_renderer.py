@@ -4,11 +4,11 @@
 - special-token text in user and tool messages, in tool definitions and in keys becomes plain text
 - markup of answers keeps its meaning in assistant messages; turn tokens do not
 - the text after an answer that ended itself begins after the end token; after one that was cut off, with it
-- what tokenizer.json says of truncation and padding, as training scripts leave it there, changes nothing
+- the truncation and padding that training scripts leave in tokenizer.json change nothing
 - an answer's text leaves out the token that ended it, and keeps special tokens inside
 - a folder without tokenizer or template, and a template that does not end answers, are refused at load
-- a template's own refusal is the request's error
-- the form of answers is the template's, but for what is given; it leaves the rest alone
+- a template's own refusal becomes an error of the request
+- the format of answers is detected from the template; a given format overrides only its own part
 """
 
 from pathlib import Path

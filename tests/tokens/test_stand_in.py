@@ -3,7 +3,7 @@
 - a cut leaves the head with the first question, the last four messages, and neighbours of the same kinds
 - a conversation without a period is not cut
 - a turn's text is made from a bounded number of messages, and each message is normalised once
-- a template whose text depends on what was cut is caught by an audit: the turn is a root, it is counted, and nothing is
+- an audit catches a template whose text depends on what was cut: the turn becomes a root, it is counted, and nothing is
   cut any more; an audit at the end finds it too
 - a template that refuses the short form is rendered whole
 - a conversation of 128 turns is held in less than a megabyte
@@ -23,14 +23,14 @@ from areal_agent.tokens.prompt import MAX_MESSAGES, longest_cut
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ForkReason, JsonObject
 
-# Writes the number of each result: a stand-in has others.
+# Writes the number of each result, which differs in stand-ins.
 NUMBERS = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' ~ (loop.index if m.role == 'tool' else '') ~ m.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' }}"""
 
-# Refuses what no whole conversation is: its second result is missing.
+# Refuses a conversation whose second result is missing, as no whole one is.
 REFUSES = """\
 {%- for m in messages %}
 {%- if m.content == 'odd' and messages[4].content != 'x3' %}{{- raise_exception('where is x3?') }}{%- endif %}

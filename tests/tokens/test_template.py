@@ -2,7 +2,7 @@
 
 - the model families, with and without tools
 - `bos_token`, `raise_exception`, `tojson` with its options, `break`, `generation` blocks, attributes that are missing
-- what a sandbox must not reach is refused, and so is a template that is no Jinja
+- templates that reach outside the sandbox, and texts that are not Jinja, are refused
 """
 
 import pytest
@@ -66,5 +66,5 @@ def test_what_is_refused_is_the_requests_error(source: str) -> None:
 
 
 def test_no_jinja_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="no valid Jinja"):
+    with pytest.raises(ConfigError, match="is not valid Jinja"):
         ChatTemplate("{% if %}", {})

@@ -1,6 +1,6 @@
-"""How a model writes its answers: found by its chat template, read with `parse` or `reader`, written with `format`.
+"""How a model writes its answers: detected in its chat template, read with `parse` or `reader`, written with `format`.
 
-Everything outside this package begins here.
+Code outside this package starts here.
 """
 
 import re
@@ -22,10 +22,10 @@ _THINK_TAG = re.compile("</?think>")
 
 
 class ToolFormat(StrEnum):
-    """How a model writes calls. Formats of one family read the same; they differ in what is written for the model."""
+    """The ways in which models write tool calls. Formats of one family read the same and write differently."""
 
     HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-    QWEN = "qwen"  # the same, tags on lines of their own
+    QWEN = "qwen"  # the same, with each tag on a line of its own
     LLAMA3_JSON = "llama3_json"  # {"name": ..., "parameters": {...}}
     MISTRAL = "mistral"  # [TOOL_CALLS] [{"name": ..., "arguments": {...}}]
     MISTRAL_V11 = "mistral_v11"  # [TOOL_CALLS]name[ARGS]{...}
@@ -43,11 +43,11 @@ _FAMILIES: Mapping[ToolFormat, Family] = {
     ToolFormat.QWEN: Hermes(newline="\n"),
     ToolFormat.LLAMA3_JSON: Llama3(),
 }
-"""A template is compared with them in this order. Llama is last: other templates, too, may write `"parameters":`."""
+"""A template is tried against them in this order. Llama is last: other templates, too, write `"parameters":`."""
 
 
 class ReasoningFormat(StrEnum):
-    """How a model writes what it thinks before it answers."""
+    """The ways in which models write the reasoning before an answer."""
 
     THINK = "think"  # <think>...</think>
     NONE = "none"
@@ -73,9 +73,9 @@ class AnswerFormat:
         tool_format: ToolFormat | None = None,
         reasoning_format: ReasoningFormat | None = None,
     ) -> Self:
-        """The format in which a template writes earlier answers, except for what is given.
+        """Detect the format in which a template writes earlier answers; a given format overrides the detected one.
 
-        Only its text is looked at, without Jinja comments. `<think>` or `</think>` in it: the model thinks.
+        Jinja comments are ignored. A model whose template has `<think>` or `</think>` in it thinks.
         """
         text = _COMMENT.sub("", chat_template)
         found = next((one for one, family in _FAMILIES.items() if family.is_written_by(text)), ToolFormat.NONE)
@@ -105,10 +105,10 @@ class AnswerFormat:
         only_tool: str | None = None,
         accepts: Callable[[ToolCall], bool] | None = None,
     ) -> AnswerReader:
-        """Read an answer that is still coming; a malformed call, and one that `accepts` refuses, stays in its content.
+        """Return a reader of an answer in progress. Malformed calls, and those that `accepts` refuses, become content.
 
         `is_thinking`: the prompt ends inside the reasoning. `only_tool`: a call of another tool is malformed. White
-        space between reasoning and content, and at the ends of the content on the side of a call, belongs to neither.
+        space between reasoning and content, and between content and calls, belongs to neither.
         """
         return AnswerReader(
             family=self._family if may_call_tools else None,
@@ -119,9 +119,9 @@ class AnswerFormat:
         )
 
     def opening(self, tool_name: str | None, *, is_thinking: bool = False) -> str:
-        """The text that begins a forced call: of this tool, or of any (None). It first ends reasoning that is open.
+        """Return the text that begins a forced call of this tool (None: of any), ending reasoning that is open first.
 
-        Raises RequestError where the model's format has no calls.
+        Raises RequestError if the model's format has no calls.
         """
         if self._family is None:
             raise RequestError(
@@ -133,7 +133,7 @@ class AnswerFormat:
         return (f"\n{THINK_END}\n\n" if is_thinking else "") + self._family.opening(tool_name)
 
     def format(self, content: str, tool_calls: Sequence[ToolCall] = (), *, reasoning: str | None = None) -> str:
-        """The text that `parse` reads back: what a scripted model says. Raises ValueError for what cannot be written.
+        """Write the text that `parse` reads back, for a scripted model. Raises ValueError if it cannot be written.
 
         >>> hermes = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
         >>> hermes.format("", [ToolCall(name="f", arguments={"x": 1})])

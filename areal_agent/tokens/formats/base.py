@@ -1,9 +1,8 @@
-"""The records of an answer, and what a family of formats for tool calls implements.
+"""The records of an answer, and what a family of tool-call formats implements.
 
-A family says by which texts its calls begin, reads one call from a `Cursor`, and writes calls. `AnswerReader` does the
-rest: where calls may stand, what of a stream is held back, and what a malformed call becomes. So a family is some 80
-lines. Formats with several calls in one block are families whose block begins by an opening, goes on by separators and
-ends by an ending; formats in which JSON or code is the whole answer have bare openings.
+A family names the texts that begin its calls, reads one call from a `Cursor`, and writes calls. `AnswerReader` does the
+rest: where calls may stand, what of a stream is held back, and what happens to a malformed call. Where one block holds
+several calls, the family's marks have separators and endings; where JSON is the whole answer, they have bare openings.
 """
 
 import json
@@ -17,12 +16,12 @@ from areal_agent.tokens.formats.cursor import Cursor, MalformedCall
 from areal_agent.types import JsonObject
 
 BARE_NAME = re.compile(r"[\w.:/-]*")
-"""The name of a tool where no quotes surround it."""
+"""The name of a tool without quotes around it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One call that the model asked for.
+    """One call that the model made.
 
     >>> ToolCall(name="python", arguments={"code": "1"}).arguments_json
     '{"code": "1"}'
@@ -33,13 +32,13 @@ class ToolCall:
 
     @property
     def arguments_json(self) -> str:
-        """The arguments as text."""
+        """The arguments as JSON text."""
         return format_json(self.arguments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedAnswer:
-    """An answer in its parts. `reasoning` is None when it did not think, "" when it thought nothing."""
+    """The parts of an answer. `reasoning` is None when it did not think, "" when its reasoning is empty."""
 
     content: str
     reasoning: str | None = None
@@ -58,22 +57,22 @@ class AnswerDelta:
     reasoning: str = ""
     content: str = ""
     call: ToolCall | None = None
-    call_index: int = 0  # the place of the call among those of the answer
+    call_index: int = 0  # the index of the call among those of the answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """The texts that surround the calls of a family. None of them is the beginning of another."""
+    """The texts that surround the calls of a family. None of them is a prefix of another."""
 
-    openings: tuple[str, ...]  # a call begins wherever one of these stands in the content
+    openings: tuple[str, ...]  # a call begins wherever one of these occurs in the content
     closing: str  # the last characters of every call
-    bare_openings: tuple[str, ...] = ()  # a call may begin with one at the head of the content; so may other text
-    separators: tuple[str, ...] = ()  # behind a call: another one begins
-    endings: tuple[str, ...] = ()  # behind a call: it was the last of its block
+    bare_openings: tuple[str, ...] = ()  # at the start of the content these may begin a call, or other text
+    separators: tuple[str, ...] = ()  # after a call: another one begins
+    endings: tuple[str, ...] = ()  # after a call: it was the last of its block
 
 
 class PartialCall:
-    """What has been read of one call. `only_tool`: a call of another tool is malformed.
+    """The parts of one call that have been read. `only_tool`: a call of another tool is malformed.
 
     A family whose arguments are not JSON sets `arguments` and `has_arguments` itself.
     """
@@ -81,12 +80,12 @@ class PartialCall:
     def __init__(self, only_tool: str | None) -> None:
         self._only_tool = only_tool
         self.name: str | None = None
-        self.arguments: JsonObject | None = None  # None, too, where the text is not strictly JSON
+        self.arguments: JsonObject | None = None  # also None if the text is not strict JSON
         self.has_arguments = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether this is a call beyond doubt, though it may be malformed."""
+        """Return whether this is certainly a call, though it may be malformed."""
         return self.name is not None and self.has_arguments
 
     def set_name(self, name: str) -> None:
@@ -95,42 +94,42 @@ class PartialCall:
         self.name = name
 
     def read_arguments(self, cursor: Cursor) -> None:
-        """Read the arguments as JSON; their `{` has been read."""
+        """Read the arguments as JSON, after their `{`."""
         if self.has_arguments:
             raise MalformedCall
         self.has_arguments = True
         self.arguments = cursor.read_object()
 
     def whole(self) -> ToolCall | None:
-        """The call, when all of it has been read; None when it lacks its name or its arguments."""
+        """Return the call if it is complete, or None if it has no name or no valid arguments."""
         if self.name is None or self.arguments is None:
             return None
         return ToolCall(name=self.name, arguments=self.arguments)
 
 
 class Family(Protocol):
-    """One format of tool calls, or some that differ only in what is written."""
+    """One format of tool calls, or several that differ only in what is written."""
 
     @property
     def marks(self) -> Marks: ...
 
     def is_written_by(self, template: str) -> bool:
-        """Whether a chat template, its comments taken out, writes the calls of earlier answers in this format."""
+        """Return whether a chat template, without its comments, writes the calls of earlier answers in this format."""
         ...
 
     def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
-        """Read one call whose opening (or separator) has been read, through its closing; raises MalformedCall.
+        """Read one call, after its opening (or separator), through its closing. Raises MalformedCall.
 
-        It is called again with a new `call`, from the same place, when the text at hand was too short.
+        If the text at hand was too short, it is called again from the same place with a new `call`.
         """
         ...
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
-        """Write an answer as the model would; `calls` is not empty."""
+        """Write an answer as the model would. `calls` is not empty."""
         ...
 
     def opening(self, tool_name: str | None) -> str:
-        """The text that begins a call of this tool; None: of whichever tool the model names."""
+        """Return the text that begins a call of this tool, or, for None, of any tool that the model then names."""
         ...
 
 
@@ -140,7 +139,7 @@ class Family(Protocol):
 def read_envelope(
     cursor: Cursor, call: PartialCall, *, argument_keys: tuple[str, ...], other_keys: tuple[str, ...] | None = None
 ) -> None:
-    """Read the object whose `{` has been read, its keys in any order. `other_keys` may stand in it too; None: any."""
+    """Read an object, after its `{`, with its keys in any order; of other keys it may have `other_keys` (None: any)."""
     separator = ","
     while separator == ",":
         key = cursor.read_string()
@@ -167,5 +166,5 @@ def write_envelope(call: ToolCall, argument_key: str) -> str:
 
 
 def open_envelope(name: str, argument_key: str) -> str:
-    """Write a call up to its arguments; the space before them is left to the model, whose tokens may hold both."""
+    """Write a call up to its arguments, without the space before them: one of the model's tokens may hold both."""
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{argument_key}":'

@@ -1,8 +1,8 @@
-"""The text of an answer, which may still be coming, and the place up to which it has been read.
+"""A position in the text of an answer that may still be arriving, and what comes next there.
 
-Every method raises `MoreNeeded` when the text at hand ends before it can decide; at the end of the answer it decides.
-JSON is checked here for what holds it together (brackets, quotes, commas, colons), so that a malformed call ends where
-its text breaks. Whether a value is strictly JSON is decided by `json_text` once the value is whole.
+Every method raises `MoreNeeded` when it needs more text to decide; at the end of the answer it decides with what it
+has. The cursor checks only the structure of JSON (brackets, quotes, commas, colons), so that a malformed call ends
+where its text breaks. Whether a whole value is strict JSON is decided by `tokens/canonical.py`.
 """
 
 import re
@@ -12,14 +12,14 @@ from areal_agent.tokens.canonical import MAX_DEPTH, json_object_at, parse_json_o
 from areal_agent.types import JsonObject
 
 SPACE = re.compile(r"[ \t\n\r]*")
-"""White space as JSON has it."""
+"""White space as JSON defines it."""
 
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+', re.DOTALL)
 _SCALAR = re.compile(r"[\w.+-]*")
 
 
 class MalformedCall(Exception):
-    """The text that comes next is not what a tool call has in its place."""
+    """The text does not have what a tool call has in this place."""
 
 
 class MoreNeeded(Exception):
@@ -36,37 +36,37 @@ class Cursor:
     """
 
     def __init__(self) -> None:
-        self.text = ""  # from some place in the answer on: what was read before is dropped
+        self.text = ""  # from some place in the answer on; text before it has been read and dropped
         self.position = 0
         self.is_ended = False
 
     def append(self, text: str) -> None:
-        """Add text that has come, and drop what has been read."""
+        """Add text that has arrived, and drop what has been read."""
         self.text = self.text[self.position :] + text
         self.position = 0
 
     # -------------------------------------------------------------------------------- literals and patterns
 
     def peek(self, *literals: str) -> str:
-        """The literal that comes next behind white space, or "" when none does."""
+        """Return the literal that comes next after white space, or "" if none does."""
         return self._next(literals)[0]
 
     def accept(self, *literals: str) -> str:
-        """Read the literal that comes next, and the white space before it; read nothing and return "" if none does."""
+        """Read the literal that comes next, and the white space before it. If none does, read nothing and return ""."""
         literal, begin = self._next(literals)
         if literal:
             self.position = begin + len(literal)
         return literal
 
     def expect(self, *literals: str) -> str:
-        """Do as `accept`, but raise MalformedCall when none of them comes next."""
+        """Read the next literal as `accept` does, but raise MalformedCall if none comes next."""
         literal = self.accept(*literals)
         if not literal:
             raise MalformedCall
         return literal
 
     def take(self, characters: re.Pattern[str]) -> str:
-        """Read as many characters of a set, given as its pattern `[...]*`, as come next."""
+        """Read the longest run of the characters in a set, which is given as its pattern `[...]*`."""
         found = characters.match(self.text, self.position)
         text = found[0] if found else ""
         self.position += len(text)
@@ -75,9 +75,9 @@ class Cursor:
         return text
 
     def find(self, tags: tuple[str, ...], say: Callable[[str], None]) -> str:
-        """Read up to the first of the tags, hand the text before it to `say`, and return the tag; "" at the end.
+        """Read up to the first of the tags, pass the text before it to `say`, and return the tag; "" at the end.
 
-        Only what may be the beginning of a tag is held back.
+        Only text that may be the beginning of a tag is held back.
         """
         found = [(begin, tag) for tag in tags if (begin := self.text.find(tag, self.position)) >= 0]
         begin, tag = min(found, default=(self._begin_of_tag(tags), ""))
@@ -89,7 +89,7 @@ class Cursor:
         return tag
 
     def _next(self, literals: tuple[str, ...]) -> tuple[str, int]:
-        """The literal that comes next, and where it begins."""
+        """Return the literal that comes next, and its position."""
         space = SPACE.match(self.text, self.position)
         begin = space.end() if space else self.position
         for literal in literals:
@@ -100,7 +100,7 @@ class Cursor:
         return "", begin
 
     def _begin_of_tag(self, tags: tuple[str, ...]) -> int:
-        """Where the text at hand ends with the beginning of a tag; its length if it does not."""
+        """Return the position at which the text ends with the beginning of a tag, or its length if there is none."""
         length = len(self.text)
         if tags and not self.is_ended:
             for begin in range(max(self.position, length - max(map(len, tags)) + 1), length):
@@ -109,14 +109,14 @@ class Cursor:
         return length
 
     def _may_begin(self, literals: tuple[str, ...], begin: int) -> bool:
-        """Whether all text from `begin` on is the beginning of one of the literals."""
+        """Return whether all text from `begin` on is the beginning of one of the literals."""
         num_left = len(self.text) - begin
         return any(len(one) > num_left and one.startswith(self.text[begin:]) for one in literals)
 
     # ------------------------------------------------------------------------------------------------ JSON
 
     def read_object(self) -> JsonObject | None:
-        """Read the object whose `{` has just been read; None when it holds together but is not strictly JSON."""
+        """Read an object, after its `{`. Return None if its structure is right but it is not strict JSON."""
         begin = self.position - 1
         found = json_object_at(self.text, begin)
         if found:
@@ -168,7 +168,7 @@ class Cursor:
             separator = self.expect(",", "]")
 
     def _rest_of_string(self) -> str:
-        """Read a string whose first quote has been read; returns what stands between the quotes."""
+        """Read a string, after its first quote. Return the text between the quotes."""
         begin = self.position
         while True:
             self.take(_IN_STRING)
@@ -180,7 +180,7 @@ class Cursor:
             self._one()
 
     def _one(self) -> str:
-        """Read the next character, whatever it is."""
+        """Read the next character."""
         if self.position == len(self.text):
             raise MalformedCall if self.is_ended else MoreNeeded
         self.position += 1

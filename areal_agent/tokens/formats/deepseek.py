@@ -24,7 +24,7 @@ _FENCE_BEGIN, _FENCE_END = "```json", "```"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSeek:
-    """`is_fenced` says which of the two is written. Both are read."""
+    """Writes the fenced form if `is_fenced`, else the plain form; reads both."""
 
     is_fenced: bool
 

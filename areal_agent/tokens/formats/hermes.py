@@ -22,7 +22,7 @@ _TAG_ON_ITS_LINE = re.compile(r"<tool_call>(\n|\\n)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hermes:
-    """`newline` is written between the tags and the call, and between calls. Either form is read."""
+    """Writes `newline` between the tags and the call, and between calls; reads calls with and without it."""
 
     newline: str
 

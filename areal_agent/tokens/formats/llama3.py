@@ -1,11 +1,11 @@
-"""Tool calls as Llama 3 writes them: JSON that is the whole answer, or stands behind its tag.
+"""Tool calls as Llama 3 writes them: JSON that is the whole answer, or follows a tag.
 
 ::
 
     {"name": "python", "parameters": {"code": "print(6 * 7)"}}; {"name": "python", "parameters": {"code": "1"}}
     Let me compute that.<|python_tag|>{"name": "python", "parameters": {"code": "print(6 * 7)"}}
 
-Without the tag, an answer that begins with `{` may also be JSON of the model's own: a key that no call has shows it.
+Without the tag, an answer that begins with `{` may also be other JSON; a key that no call has shows this.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _PARAMETERS = "parameters"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3:
-    """Arguments are called `parameters`; small models also say `arguments`, and add a `type`."""
+    """Arguments are called `parameters`; small models also write `arguments`, and add a `type`."""
 
     marks = Marks(openings=(_TAG,), closing="}", bare_openings=("{",), separators=(";",))
 

@@ -26,7 +26,7 @@ _ARGUMENTS = "arguments"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mistral:
-    """`is_list` says which of the two is written. Both are read."""
+    """Writes the list if `is_list`, else the tagged form; reads both."""
 
     is_list: bool
 

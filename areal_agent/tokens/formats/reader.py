@@ -1,8 +1,8 @@
-"""Reads an answer in its order (reasoning, content, calls), whole or as it comes, and decides what leaves when.
+"""Reads an answer in order (reasoning, content, calls), whole or as it arrives, and decides what leaves when.
 
-Reasoning and content leave as they come. From the text by which a call begins, or could begin, nothing leaves until the
-call is whole; then it leaves in one piece. A malformed call becomes content up to where its text breaks, so that the
-agent sees what the model wrote, and is counted.
+Reasoning and content leave as they arrive. Text that begins a call, or may begin one, is held back until the call is
+complete, and the call leaves in one piece. A malformed call is counted and becomes content up to where its text breaks,
+so that the agent sees what the model wrote.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ THINK_BEGIN, THINK_END = "<think>", "</think>"
 
 
 class AnswerReader:
-    """One answer. `feed` it the text in any pieces, then `finish`; the deltas of both together are what it says.
+    """Reads one answer: `feed` it the text in any pieces, then `finish`; together they return all its deltas.
 
-    `family` None: nothing is a call. `has_thinking`: the tags of reasoning have their meaning. `is_thinking`: the
-    prompt has opened the reasoning. `only_tool`: a call of another tool is malformed. So is one that `accepts` refuses.
+    `family`: None if nothing is a call. `has_thinking`: the tags of reasoning have their meaning. `is_thinking`: the
+    prompt has opened the reasoning. `only_tool`: a call of another tool is malformed; so is one that `accepts` refuses.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class AnswerReader:
         self._cursor = Cursor()
         self._reasoning: Prose | None = None
         self._content = Prose(keeps_edges=True)
-        self._opening = ""  # of the call that comes next
-        self._num_tried = 0  # how many characters of that call were at hand when it was read last
+        self._opening = ""  # of the next call
+        self._num_tried = 0  # the number of characters of that call that were at hand when it was last read
         self._calls: list[ToolCall] = []
         self._num_malformed = 0
         self._deltas: list[AnswerDelta] = []
@@ -47,11 +47,11 @@ class AnswerReader:
 
     @property
     def has_call(self) -> bool:
-        """Whether a call has been read."""
+        """Return whether a call has been read."""
         return bool(self._calls)
 
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
-        """Read more of the answer; returns what leaves with it."""
+        """Read more of the answer. Return what leaves with it."""
         self._cursor.append(text)
         with contextlib.suppress(MoreNeeded):
             while not self._is_done:
@@ -60,7 +60,7 @@ class AnswerReader:
         return deltas
 
     def finish(self, text: str = "") -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
-        """Read the end of the answer; returns what leaves last, and all that the answer says."""
+        """Read the end of the answer. Return what leaves last, and the whole answer."""
         self._cursor.is_ended = True
         deltas = self.feed(text)
         return deltas, ParsedAnswer(
@@ -136,7 +136,10 @@ class AnswerReader:
             self._step = self._read_content
 
     def _wait_for_call(self, closing: str) -> None:
-        """Do not read a long call again with every token: only when it may be whole, or has doubled in length."""
+        """Raise MoreNeeded unless the call may be complete or its text has doubled since it was last tried.
+
+        So a long call is not read again with every token.
+        """
         num_held = len(self._cursor.text) - self._cursor.position
         may_end = closing in self._cursor.text[self._cursor.position + max(0, self._num_tried - len(closing) + 1) :]
         if not (may_end or num_held >= 2 * self._num_tried or self._cursor.is_ended):
@@ -159,7 +162,7 @@ class AnswerReader:
 
 
 class Prose:
-    """Text that leaves as it comes. White space waits until more follows, for at an end it may not belong to the text.
+    """Text that leaves as it arrives. White space waits for what follows, as it may not belong to the text at an end.
 
     >>> prose = Prose(keeps_edges=False)
     >>> prose.add(" a "), prose.add("b "), prose.end()
@@ -177,7 +180,7 @@ class Prose:
         return "".join(self._said)
 
     def add(self, text: str) -> str:
-        """Add text that has come; returns what leaves with it."""
+        """Add text that has arrived. Return what leaves with it."""
         text = self._space + text
         body = text.rstrip()
         self._space = text[len(body) :]
@@ -186,7 +189,7 @@ class Prose:
         return self._say(body)
 
     def end(self) -> str:
-        """No more will come; returns what leaves last."""
+        """End the text. Return what leaves last."""
         return self._say(self._space if self.keeps_edges else "")
 
     def _say(self, text: str) -> str:

@@ -1,8 +1,8 @@
-"""Which form a chat template writes:
+"""Detecting the format that a chat template writes:
 
 - each family is known by what it writes for the calls of earlier answers
-- a comment, and the schema of a tool, say nothing
-- a template that says nothing of tools has no form of calls, and cannot be made to call
+- comments and the schemas of tools do not count
+- a template without tools has no format of calls, and no call can be forced
 - thinking is known by its tags
 """
 

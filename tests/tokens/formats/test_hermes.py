@@ -1,9 +1,9 @@
-"""Hermes and Qwen:
+"""The formats Hermes and Qwen:
 
-- calls become name and arguments, what stands around them becomes content
+- calls become name and arguments, the text around them becomes content
 - an answer without calls is its content, to the last space; so is one that may not call
 - a malformed call stays in the text and is counted; well-formed neighbours are taken
-- the keys of a call may stand in any order, others beside them
+- the keys of a call may be in any order, with others beside them
 - a tag inside the arguments is text
 - integers keep all their digits
 """

@@ -1,8 +1,8 @@
-"""Llama 3, Mistral and DeepSeek:
+"""The formats of Llama 3, Mistral and DeepSeek:
 
 - each way of writing calls is read: name, arguments, the content around them
 - a malformed call stays in the text and is counted; well-formed neighbours are taken
-- JSON that a Llama answers without its tag, and that is no call, is content and not counted
+- JSON that Llama writes without its tag, and that is not a call, is content and not counted
 - without a format nothing is a call
 """
 

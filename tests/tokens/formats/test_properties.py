@@ -1,11 +1,11 @@
-"""Properties of every format, for whatever a model may write:
+"""Properties of every format, for any text:
 
-- how a text is cut into chunks does not show: not in what leaves, nor in what is told at the end
-- what has left, put together, is what is told at the end, and what the whole text says
-- an answer that was cut off says the calls that are whole
+- the way in which a text is cut into chunks changes neither what leaves nor the final answer
+- all that has left, put together, is the final answer, and the same as that of the whole text
+- an answer that was cut off contains the calls that are complete
 - nothing is lost: an answer without calls and reasoning is its text
 - what is formatted is parsed back
-- what begins a forced call is how the format begins it
+- a forced call begins as the format writes it
 """
 
 from collections.abc import Iterable
@@ -71,14 +71,14 @@ calls = st.builds(
     name=st.from_regex(r"[\w.:/-]{1,8}", fullmatch=True),
     arguments=st.dictionaries(st.text(), json_values | st.sampled_from(PIECES), max_size=3),
 )
-# What no format takes for its own: no whole tag, no brace at the beginning, no white space at the ends.
+# Text that no format treats as its own: no whole tag, no brace at the beginning, no white space at the ends.
 words = st.text(alphabet="ab é<[", max_size=9).map(str.strip)
 soups = st.lists(st.sampled_from(PIECES) | st.sampled_from([" ", "\n"]) | st.text(max_size=3), max_size=20).map("".join)
 
 
 @st.composite
 def mangled(draw: st.DrawFn) -> str:
-    """A well-formed answer of some format from which a slice was cut, or into which something fell."""
+    """Draw a well-formed answer of some format, with a slice cut out or other text inserted."""
     text = draw(formats).format(draw(words), draw(st.lists(calls, max_size=3)), reasoning=draw(st.none() | words))
     begin, length = draw(st.integers(0, len(text))), draw(st.integers(0, 5) | st.just(len(text)))
     return text[:begin] + draw(st.just("") | st.sampled_from(PIECES)) + text[begin + length :]

@@ -1,11 +1,11 @@
-"""An answer that is still coming:
+"""An answer that is still arriving:
 
-- reasoning and content leave at once, but for what may begin a tag, and white space at an end
-- a call leaves in one piece when its last character has come, each with its index
+- reasoning and content leave at once, except for what may begin a tag, and white space at an end
+- a call leaves in one piece with its last character, each with its index
 - a malformed call becomes content soon after its text breaks, or at the end of the answer, and is counted
 - a long call that is held back is not read again with every token
 - a call of another tool than the only one allowed is content, and so is one that is refused
-- a family needs not be JSON: marks, one function that reads, and one that writes
+- a family need not be JSON: marks, one function that reads, and one that writes
 """
 
 from collections.abc import Sequence
@@ -139,7 +139,7 @@ def test_a_call_that_is_not_allowed_is_content() -> None:
 
 
 class Tagged:
-    """A family that is not JSON: several calls in one block, arguments in tags."""
+    """A family that is not JSON: several calls in one block, with arguments in tags."""
 
     marks = Marks(openings=("<calls>",), closing="</call>", separators=("<call>",), endings=("</calls>",))
 

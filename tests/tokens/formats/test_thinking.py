@@ -1,10 +1,10 @@
-"""Reasoning:
+"""The reasoning of an answer:
 
-- what stands between the tags at the beginning is reasoning; the white space around the tags belongs to nobody
-- where the prompt has opened it, the text up to the closing tag is reasoning
-- what never closes is all reasoning
-- no tags at the beginning: no reasoning; nothing between them: an empty one
-- a call inside the reasoning is reasoning, one behind it is a call, or content if it is malformed
+- the text between the tags at the beginning is reasoning; the white space around the tags is dropped
+- if the prompt has opened it, the text up to the closing tag is reasoning
+- reasoning that never closes extends to the end
+- without tags at the beginning there is no reasoning; with nothing between them it is empty
+- a call inside the reasoning is reasoning; one after it is a call, or content if it is malformed
 - a model that does not think writes tags as text
 """
 

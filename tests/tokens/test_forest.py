@@ -1,22 +1,21 @@
 """The forest of a session's turns:
 
-- a conversation that goes on keeps every token, and adds only what is new
+- a conversation that continues keeps every token, and adds only what is new
 - a conversation may have hundreds of turns
 - an answer is recognised by what it says, not by its layout: white space, null content, ids, JSON spacing
-- it may come back with a name, unless the template writes that before it; an answer that the agent brought keeps its
-  own
-- its reasoning may be left out, and stand beside or in its content; a number is not a truth value
-- a prompt that is repeated branches where it left: `repeated`; one whose later messages are edited: `edited`
-- it may be repeated with another beginning of its answer, at any turn: the prompt is the same but for that
-- an answer that was changed, or left out, is a root: `edited`, as long as a recorded request stands before it
+- it may come back with a name, unless the template writes names; an answer that the agent brought keeps its own
+- its reasoning may be left out, beside its content or in it; a number is not a truth value
+- a repeated prompt branches at the same place: `repeated`; one whose later messages are edited: `edited`
+- it may be repeated with another opening of its answer, at any turn: otherwise the prompt is the same
+- an answer that was changed or left out makes a root: `edited`, if a recorded request precedes it
 - concurrent calls each continue their own answer, whatever their order
-- a first message of another kind is a root: `new_conversation`; so are the same messages under other tools:
+- an unknown first message makes a root: `new_conversation`; so do the same messages under other tools:
   `tools_changed`, and under another system message: `system_changed`
 - of two answers that say the same, the one whose tool-call ids are repeated is continued, then the unused one
 - a template that rewrites the history starts a new root: `template_rewrites_history`; one that strips thinking forks
   there: `template_strips_thinking`
-- a request's identity is the same in every session, whatever else was asked there, and tells repetitions and openings
-  apart
+- a request's identity is the same in every session, whatever else was asked there, and differs between repetitions and
+  between openings
 """
 
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ def as_it_is(message: JsonObject, index: int) -> JsonObject:
 
 
 class Chat:
-    """A forest, and an agent that talks with it: names its answers c1, c2 ... in their order."""
+    """A forest, and an agent that talks with it: numbers its answers c1, c2 ... in order."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.forest = Forest(renderer)
