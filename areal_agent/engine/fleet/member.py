@@ -347,6 +347,8 @@ class Roster:
         """Choose the serving member for a request; there has to be one. Those that are behind come last."""
         serving = self.serving
         candidates = [member for member in serving if member.lag <= MAX_LAG] or serving
+        if len(self._members) == 1:
+            return candidates[0]
         url = self._router.choose(input_ids, {member.url: member.num_requests for member in candidates})
         return self._members[url]
 
