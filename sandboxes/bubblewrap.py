@@ -38,7 +38,6 @@ from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-OF_THE_CELL = ("disk_bytes", "inodes")
 GONE = "the jail of this sandbox is gone, and its files with it; acquire another"
 MAX_ZYGOTES = 8
 """Each zygote takes some 10 MB. Above this number, the least recently used one ends if none of its jails lives."""
@@ -308,9 +307,7 @@ class JailGround:
 
     def limits_of_process(self, limits: Limits, *, has_group: bool) -> dict[str, int | None]:
         """Return the limits of each process; a control group, if there is one, bounds memory and process count."""
-        for name in OF_THE_CELL:
-            if getattr(limits, name) not in (None, getattr(self._limits, name)):
-                raise ValueError(f"Limits.{name} holds for a whole sandbox; give it in SandboxSpec.limits")
+        limits.check_within(self._limits)
         return {
             "cpu_s": limits.max_cpu_s,
             "address_space_bytes": None if has_group else limits.memory_bytes,

@@ -21,6 +21,7 @@ from typing import Self
 from areal_agent.errors import SandboxError
 from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, START, Ask, End, Tell, pack
 from sandboxes.containers.engine import EngineStream
+from sandboxes.link import Ended, settle
 
 READY_TIMEOUT_S = 60.0
 MAX_ON_THE_WAY = 32
@@ -44,11 +45,9 @@ class AgentEnd:
 
     def __init__(self, body: bytes) -> None:
         numbers = ENDED.unpack(body)
-        self.wait_status: int = numbers[0]
-        os.waitstatus_to_exitcode(self.wait_status)  # ValueError for an invalid status
+        os.waitstatus_to_exitcode(numbers[0])  # ValueError for an invalid status
+        self.ended = Ended(wait_status=numbers[0], cpu_s=numbers[2] / 1e6, peak_memory_bytes=numbers[3])
         self.wall_s: float = numbers[1] / 1e6  # as the agent measured it: the host hears of a start late
-        self.cpu_s: float = numbers[2] / 1e6
-        self.peak_memory_bytes: int = numbers[3]
         self.oom_kills: int = numbers[4]
         self.refused_forks: int = numbers[5]
         self.reason = End(numbers[6])
@@ -238,13 +237,7 @@ class AgentLink:
         set_timer(run, None)
         if not run.has_started:
             self._room.release()
-        if run.ended.done():
-            return
-        if isinstance(outcome, SandboxError):
-            run.ended.set_exception(outcome)
-            run.ended.exception()  # mark it as retrieved: a cancelled waiter does not ask for it
-        else:
-            run.ended.set_result(outcome)
+        settle(run.ended, outcome)
 
     # ── what comes ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -276,8 +269,7 @@ class AgentLink:
         run = self._runs.get(number)
         if kind is Tell.READY:
             self.has = body[0]
-            if not self._ready.done():
-                self._ready.set_result(None)
+            settle(self._ready, None)
         elif run is None:
             return
         elif kind in (Tell.STDOUT, Tell.STDERR):
@@ -303,9 +295,7 @@ class AgentLink:
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
             self._settle(run, SandboxError(f"the container of this sandbox is gone: {reason}"))
-        if not self._ready.done():
-            self._ready.set_exception(SandboxError(f"a container did not start: {reason}"))
-            self._ready.exception()  # mark it as retrieved: a cancelled waiter does not ask for it
+        settle(self._ready, SandboxError(f"a container did not start: {reason}"))
 
 
 def set_timer(run: AgentRun, timer: asyncio.TimerHandle | None) -> None:

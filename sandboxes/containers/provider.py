@@ -14,15 +14,16 @@ from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities, Program
+from sandboxes.cgroups import Bounds
 from sandboxes.containers.agent.wire import Has
 from sandboxes.containers.agent_link import COMMAND, AgentLink, boot_data
 from sandboxes.containers.cell import AgentCell, ContainerProcess, program_request
 from sandboxes.containers.confinement import (
     OWNER_LABEL,
-    Bounds,
     Ownership,
     SharedBounds,
     check,
+    config_of,
     container_config,
     has_tunnel,
     is_orphan,
@@ -182,7 +183,7 @@ class DockerProvider:
 
     def _bounds_of(self, spec: CellSpec, container: str) -> SharedBounds:
         async def change(bounds: Bounds) -> None:
-            await self._engine.limit(container, bounds.config(spec))
+            await self._engine.limit(container, config_of(bounds, spec))
 
         return SharedBounds(Bounds.of(spec.limits), change)
 
