@@ -68,9 +68,6 @@ class WorkingFolder:
             return False
         return True
 
-    def remove(self) -> None:
-        remove_tree(self.path)
-
 
 class OpenFolder:
     """Files beneath an open folder, which the caller still owns. Written files belong to `owner`, or to this user."""

@@ -313,6 +313,7 @@ def refusal(number: int) -> SandboxError:
 
 PACKAGE = Path(__file__).parent.parent
 MODULES = (
+    "inner.processes",
     "inner.kernel",
     "inner.program",
     "containers.agent.wire",
@@ -323,7 +324,7 @@ MODULES = (
     "containers.agent.relay",
     "containers.agent.main",
 )
-"""In the order of their imports. The first two fail where Python has no `ctypes`, and the agent does without them."""
+"""In the order of their imports. `kernel` and `program` fail where Python has no `ctypes`; the agent does without."""
 PACKAGES = ("", "inner", "containers", "containers.agent")
 READER = """
 import marshal, os, sys, types

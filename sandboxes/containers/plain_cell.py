@@ -180,10 +180,8 @@ def _result_of(
 ) -> ExecResult:
     """Return the result of an exec; a `code` above 128 means a signal, as in a shell, and None that it was killed."""
     stdout, stderr = (b"".join(chunks) for chunks in run.output)
-    if code is None:
-        wait_status = int(signal.SIGKILL)
-    else:
-        wait_status = code - 128 if 128 < code <= 128 + signal.NSIG else code << 8
+    code = 128 + signal.SIGKILL if code is None else code
+    wait_status = code - 128 if 128 < code <= 128 + signal.NSIG else code << 8
     return result_of(
         Ended(wait_status=wait_status, cpu_s=0.0, peak_memory_bytes=0),
         stdout,

@@ -7,7 +7,7 @@
       program.py    turns a forked child into a program
       bounds.py     the kernel's limits on each process
       landlock.py   confines what a program may change where there are no walls
-      processes.py  children, groups, exits
+      processes.py  children: their ends, killing them, executables (the agent of containers has it too)
       kernel.py     system calls that Python has no function for
     enter.py      the walls around all jails, by system calls
       namespaces.py  namespaces and mounts

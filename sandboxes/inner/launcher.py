@@ -20,14 +20,11 @@ its host descriptors of the working folder and of itself, and ends without sweep
 import contextlib
 import json
 import os
-import resource
-import select
 import signal
 import socket
 import stat
 import sys
 import time
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +38,7 @@ from sandboxes.inner.kernel import (
     prctl,
 )
 from sandboxes.inner.landlock import landlock_version, restrict_to_folder
-from sandboxes.inner.processes import children_of, exited_children, kill_group, kill_rest_of_group
+from sandboxes.inner.processes import exited_children, kill_group, kill_rest_of_group, kill_strays, serve
 from sandboxes.inner.program import Interpreter, run_program
 from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
 
@@ -73,27 +70,15 @@ class Launcher:
         self._landlock = 0 if self._is_jailed else landlock_version()
         self._num_processes = 0  # of this user; 0: not known
         self._counted_s = float("-inf")
-        self._wake_read, self._wake_write = os.pipe()
 
     def serve(self) -> None:
         """Serve until the host is gone."""
         if IS_LINUX:
             prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans and daemons become our children, so that we can kill them
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        signal.signal(signal.SIGCHLD, ignore_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # with Python's own handler, a program of this jail could end us
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it, but it reports files that grow too long
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._greet()
-        while True:
-            ready, _, _ = select.select([self._wake_read, self._control], [], [])
-            if self._wake_read in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
-                self._reap()
-            if self._control in ready and not self._take_request():
-                return
+        serve(self._control, self._reap, self._take_request)
 
     def kill_all(self) -> None:
         """Kill every program, and what is left of them."""
@@ -103,7 +88,7 @@ class Launcher:
             kill_group(pid)
         for pid in pids:
             os.waitpid(pid, 0)
-        self._kill_strays()
+        kill_strays(self._runs, MAX_SWEEPS)
 
     def _take_request(self) -> bool:
         """Do what the host asks; False when the host is gone."""
@@ -179,41 +164,16 @@ class Launcher:
 
     def _reap(self) -> None:
         """Take the status of what has ended; report a program only once all its descendants are dead too."""
-        ended: list[tuple[int, int, resource.struct_rusage]] = []
-        for pid, status, usage in exited_children():
+        ended: list[tuple[int, ...]] = []
+        for pid, *outcome in exited_children():
             run_id = self._runs.pop(pid, None)
             if run_id is not None:
                 del self._pids[run_id]
                 kill_rest_of_group(pid)
-                ended.append((run_id, status, usage))
-        self._kill_strays()
-        for run_id, status, usage in ended:
-            peak_bytes = usage.ru_maxrss * (1024 if IS_LINUX else 1)
-            cpu_us = int((usage.ru_utime + usage.ru_stime) * 1e6)
-            self._report(ReportKind.ENDED, run_id, status, cpu_us, peak_bytes)
-
-    def _kill_strays(self) -> None:
-        """Kill the orphans of dead programs and the daemons of living ones, and what these leave in turn."""
-        for _ in range(MAX_SWEEPS):
-            strays = [pid for pid in children_of(self._pid) if self._is_stray(pid)]
-            if not strays:
-                return
-            for pid in strays:
-                kill_group(pid)
-            for pid in strays:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
-
-    def _is_stray(self, pid: int) -> bool:
-        """Return whether a child is an orphan outside the group of every running program; one inside dies with its
-        program.
-        """
-        if pid in self._runs:
-            return False
-        try:
-            return os.getpgid(pid) not in self._runs
-        except ProcessLookupError:
-            return False
+                ended.append((run_id, *outcome))
+        kill_strays(self._runs, MAX_SWEEPS)
+        for report in ended:
+            self._report(ReportKind.ENDED, *report)
 
     def _greet(self) -> None:
         with contextlib.suppress(ConnectionError):  # the host is gone, which the next read will show
@@ -231,10 +191,6 @@ def enter(folder: str) -> None:
     if not os.stat(folder).st_mode & stat.S_IXUSR:
         os.chmod(folder, 0o700)
     os.chdir(folder)
-
-
-def ignore_signal(_number: int, _frame: types.FrameType | None) -> None:
-    """Do nothing: the wake-up pipe is written only for signals that have a handler."""
 
 
 def control_socket(inherited: int) -> socket.socket:

@@ -7,7 +7,7 @@ exception names their file; 3. a Python of this version does not look at the sou
 import pytest
 
 from sandboxes import Sandbox
-from sandboxes.sessions import precompiled
+from sandboxes.judge.languages import precompiled
 
 OTHER_VERSION = b"\0\0\r\n"
 

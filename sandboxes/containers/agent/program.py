@@ -4,12 +4,12 @@ Its memory is a copy of the forker's, which holds nobody's data; the request is 
 """
 
 import os
-import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from sandboxes.containers.agent.files import list_tree, read_file, write_files
 from sandboxes.containers.agent.wire import REQUEST, Operation, unpack
+from sandboxes.inner.processes import run_executable
 
 try:
     import resource
@@ -27,8 +27,6 @@ except ImportError:  # no ctypes: a Python program gets an interpreter of its ow
 if TYPE_CHECKING:
     from sandboxes.inner.program import Interpreter
 
-HAS_RESOURCE = resource is not None
-"""Without it `os.wait4` does not work either."""
 HAS_WARM_PYTHON = program is not None
 NICENESS = 10
 """Lets the agent get its turn among many programs on few CPUs."""
@@ -52,16 +50,6 @@ def become_program(interpreter: "Interpreter | None", request: bytes, standard: 
     elif operation == Operation.SOURCE:
         run_python(interpreter, arguments[0], [os.fsdecode(text) for text in unpack(env)])
     serve_files(operation, arguments)
-
-
-def run_executable(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        os.execvpe(argv[0], argv, env)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        os.write(2, f"sandbox: cannot run {os.fsdecode(argv[0])!r}: {reason}\n".encode(errors="replace"))
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def run_python(interpreter: "Interpreter | None", source: bytes, env: list[str]) -> NoReturn:

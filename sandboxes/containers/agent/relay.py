@@ -115,7 +115,7 @@ class Relay:
             run.is_stdin_ending = True
             self._feed(run)
         elif kind == Ask.KILL:
-            self._kill(run)
+            self._order(KILL, run, [])
         elif kind == Ask.MORE:
             for descriptor, stream in run.outputs.items():
                 if stream == body[0]:
@@ -159,9 +159,6 @@ class Relay:
         for descriptor in descriptors:
             os.close(descriptor)
         self._tell(Tell.FAILED, run.number, bytes([error.errno or 255]))
-
-    def _kill(self, run: Run) -> None:
-        self._order(KILL, run, [])
 
     # ── to the forker ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -246,7 +243,7 @@ class Relay:
     def _stop(self, run: Run, reason: End) -> None:
         run.end = run.end or reason
         run.deadline_s = float("inf")
-        self._kill(run)
+        self._order(KILL, run, [])
 
     def _end_late_runs(self) -> None:
         now_s = time.monotonic()
