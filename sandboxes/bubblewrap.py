@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities
+from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
 from sandboxes.cgroups import DEFAULT_PIDS, ControlGroup, GroupTree, reap_groups
 from sandboxes.folder import OpenFolder
 from sandboxes.inner.processes import children_of
@@ -125,25 +125,11 @@ async def find_walls(candidates: Sequence[Walls] = tuple(Walls)) -> Walls:
 
 def capabilities_of(walls: Walls, *, has_groups: bool) -> Capabilities:
     """Return what this backend enforces, with or without control groups."""
-    enforced = [
-        "wall-clock time",
-        "CPU time, file length and open files of each process",
-        "output",
-        "disk and number of files of the sandbox",
-        "no reading your files",
-        "no using the network",
-        "no changing files outside the working directory",
-        "no reading the memory and environment of your other processes",
-        "no sending signals to your other processes",
-        "daemons die with their program",
-        f"walls by {walls.value}",
-    ]
-    together = "memory and processes of a program together"
-    enforced.append(together if has_groups else "address space of each process")
+    together = "memory and processes of a program together" if has_groups else "address space of each process"
     return Capabilities(
         backend="bubblewrap",
         isolation=Isolation.NAMESPACES,
-        enforces=tuple(enforced),
+        enforces=(*ENFORCED_BY_WALLS, "no using the network", f"walls by {walls.value}", together),
         cannot_stop=("attacks on the kernel", *(() if has_groups else ("memory of many processes together",))),
     )
 

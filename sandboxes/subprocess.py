@@ -185,8 +185,5 @@ def capabilities_of(landlock_version: int) -> Capabilities:
     else:
         not_stopped.append("leaving daemons behind")
     return Capabilities(
-        backend="subprocess",
-        isolation=Isolation.PROCESS,
-        enforces=tuple(enforced),
-        cannot_stop=tuple(not_stopped),
+        backend="subprocess", isolation=Isolation.PROCESS, enforces=tuple(enforced), cannot_stop=tuple(not_stopped)
     )

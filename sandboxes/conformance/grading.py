@@ -2,13 +2,11 @@
 
 from collections.abc import Awaitable, Callable
 
-from sandboxes.conformance.row import Row
+from sandboxes.conformance.row import JAILED, Row
 from sandboxes.judge import CallCase, CustomChecker, SameLines, StdinCase, UnitTests, grade
 from sandboxes.judge.cheats import RIGHT, SCRIPT, TRICKS
 from sandboxes.pool import Pool
-from sandboxes.spec import Isolation
 
-JAILED = Isolation.NAMESPACES
 NUMBER = 7
 WORD = f"needle-{10_000_000 + NUMBER}"  # assembled, as a jail may show this file
 TEST = f"""

@@ -1,8 +1,8 @@
 """Rows 1 to 9: programs that use up resources. Row 25: programs that fake how they ended."""
 
-from sandboxes.conformance.row import MIB, Row, ends_with, in_box, prints, told
+from sandboxes.conformance.row import JAILED, MIB, Row, ends_with, in_box, prints, told
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Isolation, Limits, Status
+from sandboxes.spec import Limits, Status
 
 FORK_BOMB = """
 import os
@@ -81,7 +81,6 @@ async def full_disk(box: Sandbox) -> str:
     return ""
 
 
-JAILED = Isolation.NAMESPACES
 SMALL = Limits(wall_s=20.0, memory_bytes=100 * MIB)
 RESOURCE_ROWS = (
     Row(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, START, Ask, End, Tell, pack
+from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, START, Ask, End, Tell, pack, whole_frames
 from sandboxes.containers.engine import EngineStream
 from sandboxes.link import Ended, settle
 
@@ -252,14 +252,7 @@ class AgentLink:
     def _on_data(self, data: bytes) -> None:
         self._received += data
         try:
-            while len(self._received) >= HEADER.size:
-                kind, number, size = HEADER.unpack_from(self._received)
-                if size > MAX_PAYLOAD_BYTES:
-                    raise ValueError(f"a frame of {size} bytes")
-                if len(self._received) < HEADER.size + size:
-                    return
-                body = bytes(self._received[HEADER.size : HEADER.size + size])
-                del self._received[: HEADER.size + size]
+            for kind, number, body in whole_frames(self._received, MAX_PAYLOAD_BYTES):
                 self._on_frame(Tell(kind), number, body)
         except (ValueError, LookupError, struct.error) as error:
             self.fail(f"its agent is not the one that was sent there ({error})")
@@ -314,6 +307,7 @@ def refusal(number: int) -> SandboxError:
 PACKAGE = Path(__file__).parent.parent
 MODULES = (
     "inner.processes",
+    "inner.files",
     "inner.kernel",
     "inner.program",
     "containers.agent.wire",

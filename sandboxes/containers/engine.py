@@ -230,10 +230,7 @@ class EngineStream(asyncio.Protocol):
     """One stream, made with `open`. `on_data` gets stdout, `on_error` stderr; `on_end` is called once, at the end."""
 
     def __init__(
-        self,
-        on_data: Callable[[bytes], None],
-        on_error: Callable[[bytes], None],
-        on_end: Callable[[], None],
+        self, on_data: Callable[[bytes], None], on_error: Callable[[bytes], None], on_end: Callable[[], None]
     ) -> None:
         self._on_data = on_data
         self._on_error = on_error

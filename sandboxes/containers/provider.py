@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities, Program
+from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
 from sandboxes.cgroups import Bounds
 from sandboxes.containers.agent.wire import Has
 from sandboxes.containers.agent_link import COMMAND, AgentLink, boot_data
@@ -258,16 +258,8 @@ CAPABILITIES = Capabilities(
     backend="docker",
     isolation=Isolation.CONTAINER,
     enforces=(
-        "wall-clock time",
-        "CPU time, file length and open files of each process",
-        "output",
-        "disk and number of files of the sandbox",
-        "no reading your files",
+        *ENFORCED_BY_WALLS,
         "no network but what is allowed",
-        "no changing files outside the working directory",
-        "no reading the memory and environment of your other processes",
-        "no sending signals to your other processes",
-        "daemons die with their program",
         "memory and processes of all programs of a sandbox together",
     ),
     cannot_stop=("attacks on the kernel",),

@@ -38,7 +38,14 @@ from sandboxes.inner.kernel import (
     prctl,
 )
 from sandboxes.inner.landlock import landlock_version, restrict_to_folder
-from sandboxes.inner.processes import exited_children, kill_group, kill_rest_of_group, kill_strays, serve
+from sandboxes.inner.processes import (
+    exited_children,
+    forget_package,
+    kill_group,
+    kill_rest_of_group,
+    kill_strays,
+    serve,
+)
 from sandboxes.inner.program import Interpreter, run_program
 from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
 
@@ -52,12 +59,7 @@ MAX_SWEEPS = 100
 class Launcher:
     """Forks programs, and is responsible for every process that comes of them."""
 
-    def __init__(
-        self,
-        control: socket.socket,
-        interpreter: Interpreter,
-        handed: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, control: socket.socket, interpreter: Interpreter, handed: Sequence[int] = ()) -> None:
         """`handed` are the descriptors that a jail's launcher gives to the host."""
         self._control = control
         self._interpreter = interpreter
@@ -198,12 +200,6 @@ def control_socket(inherited: int) -> socket.socket:
     control = socket.socket(fileno=os.dup(inherited))
     os.close(inherited)
     return control
-
-
-def forget_package() -> None:
-    """Remove our modules: a program may have a module named `sandboxes`."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
-        del sys.modules[name]
 
 
 def main() -> None:

@@ -132,3 +132,9 @@ def run_executable(argv: list[str] | list[bytes], env: dict[str, str] | dict[byt
         reason = error.strerror if isinstance(error, OSError) else str(error)
         os.write(2, f"sandbox: cannot run {os.fsdecode(argv[0])!r}: {reason}\n".encode(errors="replace"))
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def forget_package() -> None:
+    """Remove our modules: a program may have a module named `sandboxes`."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
+        del sys.modules[name]

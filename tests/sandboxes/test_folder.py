@@ -1,10 +1,10 @@
 """The working directory.
 
-1. Bytes round-trip, folders are made on the way; 2. odd names round-trip; 3. a spec's files are there from the start;
-4. a path that leads out is refused, for reading and writing; 5. a missing file is FileNotFoundError; 6. symlinks are
-not followed, in the last place or before it; 7. a file longer than the limit is not read; 8. writing replaces what a
-program planted; 9. the folder is private; 10. whatever programs leave is removed: deep, locked, odd, linked outside;
-11. sandboxes do not share a folder. (Reading a FIFO and the like is row 11 of the hostile suite.)
+1. Bytes round-trip, folders are made on the way; 2. odd names round-trip; 3. a path that leads out is refused, for
+reading and writing; 4. a missing file is FileNotFoundError; 5. symlinks are not followed, in the last place or before
+it; 6. a file longer than the limit is not read; 7. writing replaces what a program planted; 8. the folder is private;
+9. whatever programs leave is removed: deep, locked, odd, linked outside; 10. sandboxes do not share a folder. (Reading
+a FIFO and the like is row 11 of the hostile suite.)
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import Pool, Sandbox, SandboxSpec, Status
+from sandboxes import Pool, Sandbox, Status
 from sandboxes.folder import remove_tree
 
 
@@ -33,11 +33,6 @@ async def test_bytes_round_trip(any_box: Sandbox) -> None:
 async def test_odd_names_round_trip(box: Sandbox, name: str) -> None:
     await box.write(name, b"x")
     assert await box.read(name) == b"x"
-
-
-async def test_files_of_the_spec(pool: Pool) -> None:
-    async with pool.acquire(SandboxSpec(files={"in/data.txt": b"7"})) as box:
-        assert (await box.exec_python("print(open('in/data.txt').read())")).stdout == b"7\n"
 
 
 async def test_path_that_leads_out(any_box: Sandbox) -> None:

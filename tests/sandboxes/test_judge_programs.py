@@ -52,26 +52,22 @@ async def test_each_case_counts_for_its_part(pool: Pool, code: str, cases: list)
 @pytest.mark.parametrize(
     "language", [pytest.param(name, marks=pytest.mark.slow if name == "cpp" else ()) for name in BY_LANGUAGE]
 )
-async def test_languages(require, language: str) -> None:
-    await require("bubblewrap")
+async def test_languages(jails: Pool, language: str) -> None:
     if shutil.which(PROGRAM_OF[language], path="/usr/bin:/bin") is None and language != "python":
         pytest.skip(f"{PROGRAM_OF[language]} is not installed")
-    async with open_pool(backend="bubblewrap") as pool:
-        right = await grade(BY_LANGUAGE[language], SUMS, pool=pool, language=language, limits=AMPLE)
-        wrong = await grade("(", SUMS, pool=pool, language=language, limits=AMPLE)
+    right = await grade(BY_LANGUAGE[language], SUMS, pool=jails, language=language, limits=AMPLE)
+    wrong = await grade("(", SUMS, pool=jails, language=language, limits=AMPLE)
     assert right.reward == 1.0, right
     assert wrong.cases[0].outcome in (Outcome.CRASHED, Outcome.NOT_BUILT)
     assert wrong.cases[0].detail
 
 
-async def test_calls_in_javascript(require) -> None:
-    await require("bubblewrap")
+async def test_calls_in_javascript(jails: Pool) -> None:
     if shutil.which("node", path="/usr/bin:/bin") is None:
         pytest.skip("node is not installed")
     code = "class Solution { add(a, b) { console.log('thinking'); return a + b } }"
-    async with open_pool(backend="bubblewrap") as pool:
-        assert (await grade(code, ADDS, pool=pool, language="javascript", limits=AMPLE)).reward == 1.0
-        assert (await grade("const add = (a, b) => a - b", ADDS, pool=pool, language="javascript")).reward == 0.0
+    assert (await grade(code, ADDS, pool=jails, language="javascript", limits=AMPLE)).reward == 1.0
+    assert (await grade("const add = (a, b) => a - b", ADDS, pool=jails, language="javascript")).reward == 0.0
 
 
 async def test_a_language_of_ones_own(pool: Pool) -> None:

@@ -1,12 +1,12 @@
 """The pool, its launcher, and every way to end.
 
-2. programs at once are bounded and wait in their order; 3. checkouts
-are not bounded; 4. a slot is free again after a failure; 5. cancelling a call kills its program; 6. so does closing its
-sandbox, and the call fails; 7. closing the pool leaves neither process nor file, also with programs running; 8. closing
-twice is harmless, and afterwards nothing runs; 9. a killed launcher fails its calls, takes its programs along, and the
-next program gets a fresh one; 10. so does one that no longer answers; 11. when the host is killed, programs and files
-go too; 12. opening warns of what is not stopped; 13. more isolation than there is, a limit that is not
-enforced, too many programs, an unknown backend are refused.
+1. Programs at once are bounded and wait in their order; 2. checkouts are not bounded; 3. a slot is free again after a
+failure; 4. cancelling a call kills its program; 5. so does closing its sandbox, and the call fails; 6. closing the
+pool leaves neither process nor file, also with programs running; 7. closing twice is harmless, and afterwards nothing
+runs; 8. a killed launcher fails its calls, takes its programs along, and the next program gets a fresh one; 9. so does
+one that no longer answers; 10. when the host is killed, programs and files go too; 11. opening warns of what is not
+stopped; 12. more isolation than there is, a limit that is not enforced, too many programs, an unknown backend are
+refused.
 """
 
 import asyncio

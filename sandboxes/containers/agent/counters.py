@@ -2,10 +2,7 @@
 
 import os
 
-OOM_KILLS = (
-    ("/sys/fs/cgroup/memory.events", b"oom_kill"),
-    ("/sys/fs/cgroup/memory/memory.oom_control", b"oom_kill"),
-)
+OOM_KILLS = (("/sys/fs/cgroup/memory.events", b"oom_kill"), ("/sys/fs/cgroup/memory/memory.oom_control", b"oom_kill"))
 REFUSED_FORKS = (("/sys/fs/cgroup/pids.events", b"max"), ("/sys/fs/cgroup/pids/pids.events", b"max"))
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from sandboxes.containers.agent.files import list_tree, read_file, write_files
+from sandboxes.containers.agent.files import receive_files, send_file, send_tree
 from sandboxes.containers.agent.wire import REQUEST, Operation, unpack
 from sandboxes.inner.processes import run_executable
 
@@ -68,11 +68,11 @@ def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:
     path = arguments[0]
     try:
         if operation == Operation.WRITE:
-            write_files(path, 0)
+            receive_files(path, 0)
         elif operation == Operation.READ:
-            read_file(path, int(arguments[1]), 1)
+            send_file(path, int(arguments[1]), 1)
         else:
-            list_tree(path, int(arguments[1]), 1)
+            send_tree(path, int(arguments[1]), 1)
     except OSError as error:
         os._exit(error.errno or 255)
     os._exit(0)

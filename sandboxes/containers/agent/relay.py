@@ -18,7 +18,7 @@ from sandboxes.containers.agent.counters import Counters
 from sandboxes.containers.agent.forker import ENDED as FORKER_ENDED
 from sandboxes.containers.agent.forker import KILL, ORDER, REPORT, START
 from sandboxes.containers.agent.forker import STARTED as FORKER_STARTED
-from sandboxes.containers.agent.wire import ENDED, HEADER, REQUEST, Ask, End, Tell
+from sandboxes.containers.agent.wire import ENDED, HEADER, REQUEST, Ask, End, Tell, whole_frames
 from sandboxes.containers.agent.wire import START as START_BODY
 
 CHUNK_BYTES = 65_536
@@ -93,13 +93,8 @@ class Relay:
     def _hear(self) -> bool:
         data = os.read(self._source, CHUNK_BYTES)
         self._received += data
-        while len(self._received) >= HEADER.size:
-            kind, number, size = HEADER.unpack_from(self._received)
-            if len(self._received) < HEADER.size + size:
-                break
-            body = bytes(self._received[HEADER.size : HEADER.size + size])
-            del self._received[: HEADER.size + size]
-            self._obey(kind, number, body)
+        for frame in whole_frames(self._received):
+            self._obey(*frame)
         return bool(data)
 
     def _obey(self, kind: int, number: int, body: bytes) -> None:
