@@ -92,13 +92,8 @@ class AgentLink:
     async def open(cls, socket_path: str, container: str, *, silence_s: float = SILENCE_S) -> Self:
         """Attach to a container that is not started yet."""
         link = cls(silence_s)
-        link._stream = await EngineStream.open(
-            socket_path,
-            f"/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1",
-            {},
-            on_data=link._on_data,
-            on_error=link._on_diagnosis,
-            on_end=link._on_end,
+        link._stream = await EngineStream.attach(
+            socket_path, container, on_data=link._on_data, on_error=link._on_diagnosis, on_end=link._on_end
         )
         return link
 
@@ -314,7 +309,6 @@ MODULES = (
     "containers.agent.files",
     "containers.agent.program",
     "containers.agent.forker",
-    "containers.agent.counters",
     "containers.agent.relay",
     "containers.agent.main",
 )

@@ -224,16 +224,11 @@ class AgentCell:
         await self._write(b"", [(FILE, os.fsencode(name), data)], path)
 
     async def upload(self, tar: bytes, path: str) -> None:
-        entries = [
-            (
-                FOLDER if entry.data is None else EXECUTABLE if entry.is_executable else FILE,
-                entry.path,
-                entry.data or b"",
-            )
-            for entry in await asyncio.to_thread(entries_of, tar)
-        ]
-        folder = b"" if folder_of(path) == b"." else folder_of(path)
-        await self._write(folder, [(FOLDER, b".", b""), *((k, os.fsencode(n), d) for k, n, d in entries)], path)
+        entries = [(FOLDER, b".", b"")]
+        for entry in await asyncio.to_thread(entries_of, tar):
+            kind = FOLDER if entry.data is None else EXECUTABLE if entry.is_executable else FILE
+            entries.append((kind, os.fsencode(entry.path), entry.data or b""))
+        await self._write(folder_of(path), entries, path)
 
     async def download(self, path: str, max_bytes: int) -> bytes:
         arguments = [folder_of(path), b"%d" % max_bytes]

@@ -267,6 +267,20 @@ class EngineStream(asyncio.Protocol):
             raise
         return stream
 
+    @classmethod
+    async def attach(
+        cls,
+        socket_path: str,
+        container: str,
+        *,
+        on_end: Callable[[], None],
+        on_data: Callable[[bytes], None] = lambda _data: None,
+        on_error: Callable[[bytes], None] = lambda _data: None,
+    ) -> Self:
+        """Open the stream of the first process of a container, which may not have started yet."""
+        path = f"/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
+        return await cls.open(socket_path, path, {}, on_data=on_data, on_error=on_error, on_end=on_end)
+
     def write(self, data: bytes) -> None:
         """Send data; does nothing when the stream has ended."""
         if self._transport is not None:

@@ -71,14 +71,7 @@ class PlainCell:
 
     async def start(self) -> Self:
         """Start the container, which was made with `COMMAND`."""
-        self._stream = await EngineStream.open(
-            self._engine.socket_path,
-            f"/containers/{self._container}/attach?stream=1&stdin=1&stdout=1&stderr=1",
-            {},
-            on_data=lambda _data: None,
-            on_error=lambda _data: None,
-            on_end=self._gone.set,
-        )
+        self._stream = await EngineStream.attach(self._engine.socket_path, self._container, on_end=self._gone.set)
         await self._engine.start(self._container)
         return self
 

@@ -20,6 +20,7 @@ its host descriptors of the working folder and of itself, and ends without sweep
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -28,7 +29,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sandboxes.inner.bounds import count_user_tasks, set_limits
 from sandboxes.inner.kernel import (
     IS_LINUX,
     PR_SET_CHILD_SUBREAPER,
@@ -193,6 +193,40 @@ def enter(folder: str) -> None:
     if not os.stat(folder).st_mode & stat.S_IXUSR:
         os.chmod(folder, 0o700)
     os.chdir(folder)
+
+
+def set_limits(request: dict[str, Any], num_processes: int) -> None:
+    """Set the kernel's limits on each process of the program. Control groups enforce those that are None.
+
+    The kernel counts processes by user, so the limit is `num_processes`, which exist already, plus `new_processes`.
+    """
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_FSIZE, request["file_bytes"])
+    lower_limit(resource.RLIMIT_NOFILE, request["open_files"])
+    if request["new_processes"] is not None and num_processes:
+        lower_limit(resource.RLIMIT_NPROC, num_processes + request["new_processes"])
+    # The soft limit ends the program with SIGXCPU; one that ignores it dies a second later.
+    if request["cpu_s"] is not None:
+        lower_limit(resource.RLIMIT_CPU, request["cpu_s"], grace=1)
+    if request["address_space_bytes"] is not None:
+        lower_limit(resource.RLIMIT_AS, request["address_space_bytes"])
+
+
+def lower_limit(name: int, value: int, *, grace: int = 0) -> None:
+    """Set a soft limit, and a hard limit `grace` above it; a stricter hard limit of the host's stays."""
+    _, ceiling = resource.getrlimit(name)
+    hard = value + grace if ceiling == resource.RLIM_INFINITY else min(value + grace, ceiling)
+    resource.setrlimit(name, (min(value, hard), hard))
+
+
+def count_user_tasks() -> int:
+    """Return the number of processes and threads of this user, as RLIMIT_NPROC counts them."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):  # it may end while we look
+            if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
+                count += len(os.listdir(f"{entry.path}/task"))
+    return count
 
 
 def control_socket(inherited: int) -> socket.socket:

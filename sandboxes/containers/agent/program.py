@@ -36,30 +36,26 @@ MAX_DESCRIPTORS = 256
 
 def become_program(interpreter: "Interpreter | None", request: bytes, standard: list[int]) -> NoReturn:
     """Become the program, in the container's working directory; without `interpreter`, Python starts afresh."""
-    (operation, uid, gid, *limits), (cwd, env, *arguments) = (
-        REQUEST.unpack_from(request),
-        unpack(request[REQUEST.size :]),
-    )
+    operation, uid, gid, *limits = REQUEST.unpack_from(request)
+    cwd, env, *arguments = unpack(request[REQUEST.size :])
     _confine(uid, gid, limits)
     _enter(cwd)
     for target, descriptor in enumerate(standard):
         os.dup2(descriptor, target)
     os.closerange(3, MAX_DESCRIPTORS)
+    variables = dict(text.split(b"=", 1) for text in unpack(env))
     if operation == Operation.EXECUTABLE:
-        run_executable(arguments, dict(text.split(b"=", 1) for text in unpack(env)))
+        run_executable(arguments, variables)
     elif operation == Operation.SOURCE:
-        run_python(interpreter, arguments[0], [os.fsdecode(text) for text in unpack(env)])
+        run_python(interpreter, arguments[0], variables)
     serve_files(operation, arguments)
 
 
-def run_python(interpreter: "Interpreter | None", source: bytes, env: list[str]) -> NoReturn:
-    variables = dict(text.split("=", 1) for text in env)
+def run_python(interpreter: "Interpreter | None", source: bytes, env: dict[bytes, bytes]) -> NoReturn:
     if kernel is None or program is None or interpreter is None:
-        argv = [sys.executable, "-X", "utf8", "-c", source]
-        run_executable(
-            [os.fsencode(argument) for argument in argv], {os.fsencode(k): os.fsencode(v) for k, v in variables.items()}
-        )
+        run_executable([os.fsencode(sys.executable), b"-X", b"utf8", b"-c", source], env)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # changing the user cleared it, which made /dev/stdin unreadable
+    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
     program.run_source(interpreter, source.decode(errors="surrogatepass"), variables)
 
 
