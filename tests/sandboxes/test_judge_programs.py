@@ -4,7 +4,8 @@
 is not in it; 3. how a program fails is told; 4. each case counts for its part; 5. `stop_early` leaves out what follows
 the first failure; 6. a case may have limits of its own; 7. a custom checker decides, may give a part, and one that
 fails passes nothing; 8. what the program prints in a call is no result; 9. what cannot be judged is refused; 10. a
-sandbox that fails, or that has not the language, raises SandboxError: it is no verdict.
+sandbox that fails, or that has not the language, raises SandboxError: it is no verdict; 11. a text that is
+precompiled does what its source does, in a Python of any version.
 """
 
 import shutil
@@ -12,8 +13,9 @@ import shutil
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes import Limits, Pool, open_pool
+from sandboxes import Limits, Pool, Sandbox, open_pool
 from sandboxes.judge import CallCase, CloseNumbers, CustomChecker, Exact, Language, Outcome, StdinCase, UnitTests, grade
+from sandboxes.judge.languages import precompiled
 
 SUMS = [StdinCase(stdin=f"{n} 2", expected=str(n + 2)) for n in range(3)]
 ADDS = [CallCase(function="add", args=[n, 2], expected=n + 2) for n in range(3)]
@@ -190,3 +192,20 @@ async def test_a_sandbox_that_fails_is_no_verdict() -> None:
         await pool.close()
         with pytest.raises(SandboxError):
             await grade(READS_AND_ADDS, SUMS, pool=pool)
+
+
+OTHER_VERSION = b"\0\0\r\n"
+
+
+@pytest.mark.parametrize("options", [{}, {"version": OTHER_VERSION}], ids=["same", "other"])
+async def test_a_precompiled_text_does_what_its_source_does(box: Sandbox, options: dict[str, bytes]) -> None:
+    text = precompiled('import sys\nprint(__name__, sys.stdin.read(), \'"""\\n{}\')\n1 / 0', "<mine>", **options)
+    result = await box.exec_python(text, stdin=b"given")
+    assert result.stdout == b'__main__ given """\n{}\n'
+    assert b'File "<mine>", line 3' in result.stderr
+    assert result.stderr.endswith(b"ZeroDivisionError: division by zero\n")
+
+
+async def test_a_python_of_this_version_does_not_look_at_the_source(box: Sandbox) -> None:
+    text = precompiled("print('as compiled')", "<mine>")
+    assert (await box.exec_python(text.replace("print(", "1 / 0 (", 1))).stdout == b"as compiled\n"

@@ -6,7 +6,8 @@ pool leaves neither process nor file, also with programs running; 7. closing twi
 runs; 8. a killed launcher fails its calls, takes its programs along, and the next program gets a fresh one; 9. so does
 one that no longer answers; 10. when the host is killed, programs and files go too; 11. opening warns of what is not
 stopped; 12. more isolation than there is, a limit that is not enforced, too many programs, an unknown backend are
-refused.
+refused; 13. `auto` and `embedded` take plain processes only where these are allowed, with a warning that says why, and
+the next strongest backend where the strongest does not work.
 """
 
 import asyncio
@@ -20,6 +21,9 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
+from sandboxes.base import Provider
+from sandboxes.pool import start_strongest
+from sandboxes.subprocess import SubprocessProvider
 
 WAIT = "witness.recv(9)\n"
 
@@ -191,3 +195,35 @@ async def test_bad_options_are_refused(options: dict[str, object], message: str)
     with pytest.raises(ValueError, match=message):
         async with open_pool(**options):
             pass
+
+
+async def broken() -> Provider:
+    raise SandboxError("no daemon answers")
+
+
+async def working() -> Provider:
+    return await SubprocessProvider.start()
+
+
+@pytest.mark.parametrize("backend", ["auto", "embedded"])
+async def test_plain_processes_are_never_taken_unasked(backend: str) -> None:
+    with pytest.raises(SandboxError, match=rf"no daemon answers.*the {backend} backend .*sandbox\.min_isolation=none"):
+        await start_strongest(backend, [(Isolation.CONTAINER, broken)], None)
+
+
+async def test_where_they_are_allowed_a_warning_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        provider = await start_strongest("auto", [(Isolation.CONTAINER, broken)], Isolation.NONE)
+    try:
+        assert provider.capabilities().isolation is Isolation.PROCESS
+        assert "subprocess, for no daemon answers" in caplog.text
+    finally:
+        await provider.close()
+
+
+async def test_the_next_strongest_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    isolating = [(Isolation.CONTAINER, broken), (Isolation.NAMESPACES, working)]
+    with caplog.at_level(logging.WARNING):
+        provider = await start_strongest("auto", isolating, None)
+    await provider.close()
+    assert "subprocess, for" not in caplog.text
