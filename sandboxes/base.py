@@ -40,6 +40,20 @@ class Capabilities:
     cannot_stop: tuple[str, ...]
 
 
+ENFORCED_BY_WALLS = (
+    "wall-clock time",
+    "CPU time, file length and open files of each process",
+    "output",
+    "disk and number of files of the sandbox",
+    "no reading your files",
+    "no changing files outside the working directory",
+    "no reading the memory and environment of your other processes",
+    "no sending signals to your other processes",
+    "daemons die with their program",
+)
+"""The guarantees of every backend with walls."""
+
+
 class Process(Protocol):
     """A running program, whose output can be read as it is printed.
 

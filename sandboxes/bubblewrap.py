@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities
+from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
 from sandboxes.cgroups import DEFAULT_PIDS, ControlGroup, GroupTree, reap_groups
 from sandboxes.folder import OpenFolder
 from sandboxes.inner.processes import children_of
@@ -38,7 +38,6 @@ from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-OF_THE_CELL = ("disk_bytes", "inodes")
 GONE = "the jail of this sandbox is gone, and its files with it; acquire another"
 MAX_ZYGOTES = 8
 """Each zygote takes some 10 MB. Above this number, the least recently used one ends if none of its jails lives."""
@@ -126,25 +125,11 @@ async def find_walls(candidates: Sequence[Walls] = tuple(Walls)) -> Walls:
 
 def capabilities_of(walls: Walls, *, has_groups: bool) -> Capabilities:
     """Return what this backend enforces, with or without control groups."""
-    enforced = [
-        "wall-clock time",
-        "CPU time, file length and open files of each process",
-        "output",
-        "disk and number of files of the sandbox",
-        "no reading your files",
-        "no using the network",
-        "no changing files outside the working directory",
-        "no reading the memory and environment of your other processes",
-        "no sending signals to your other processes",
-        "daemons die with their program",
-        f"walls by {walls.value}",
-    ]
-    together = "memory and processes of a program together"
-    enforced.append(together if has_groups else "address space of each process")
+    together = "memory and processes of a program together" if has_groups else "address space of each process"
     return Capabilities(
         backend="bubblewrap",
         isolation=Isolation.NAMESPACES,
-        enforces=tuple(enforced),
+        enforces=(*ENFORCED_BY_WALLS, "no using the network", f"walls by {walls.value}", together),
         cannot_stop=("attacks on the kernel", *(() if has_groups else ("memory of many processes together",))),
     )
 
@@ -308,9 +293,7 @@ class JailGround:
 
     def limits_of_process(self, limits: Limits, *, has_group: bool) -> dict[str, int | None]:
         """Return the limits of each process; a control group, if there is one, bounds memory and process count."""
-        for name in OF_THE_CELL:
-            if getattr(limits, name) not in (None, getattr(self._limits, name)):
-                raise ValueError(f"Limits.{name} holds for a whole sandbox; give it in SandboxSpec.limits")
+        limits.check_within(self._limits)
         return {
             "cpu_s": limits.max_cpu_s,
             "address_space_bytes": None if has_group else limits.memory_bytes,

@@ -78,7 +78,7 @@ def _below(mount_point: str, root: str, path: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """The part of a program's limits that a group enforces."""
+    """The part of a program's limits that holds for all its processes together."""
 
     memory_bytes: int
     pids: int
@@ -449,16 +449,11 @@ def reap() -> Reaped:
 
 
 def reap_groups() -> int:
-    """Remove the control groups of dead processes, with the processes in them."""
+    """Kill and remove the groups of owners that are dead; return the number of trees."""
     try:
-        return remove_abandoned()
+        hierarchies = hierarchies_here()
     except FileNotFoundError:
         return 0  # no control groups on this system
-
-
-def remove_abandoned() -> int:
-    """Kill and remove the groups of owners that are dead; return the number of trees."""
-    hierarchies = hierarchies_here()
     trees = [
         tree
         for path in {ancestor for hierarchy in hierarchies for ancestor in _with_parent(hierarchy)}
@@ -467,9 +462,10 @@ def remove_abandoned() -> int:
     ]
     for tree in trees:
         for members in tree.glob("*/cgroup.procs"):
-            for pid in members.read_text().split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(FileNotFoundError):  # somebody else removed it
+                for pid in members.read_text().split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
         for folder in (*tree.glob("*/"), tree):
             with contextlib.suppress(OSError):  # what is still dying goes at the next call
                 folder.rmdir()

@@ -109,26 +109,17 @@ class Execution:
         self, ended: Ended, stdout: bytes = b"", stderr: bytes = b"", *, is_truncated: bool = False
     ) -> ExecResult:
         """Return the result with the output that was kept. Call this before the control group is gone."""
-        code = os.waitstatus_to_exitcode(ended.wait_status)
-        status = self._verdict or status_of(code, ended, stderr, self._limits, has_group=self._group is not None)
-        oom_kills = 0
-        if self._group is not None:
-            oom_kills = self._group.num_oom_kills()
-            if oom_kills:
-                status = Status.MEMORY
-            elif self._group.was_refused_processes():
-                status = Status.PIDS
-        return ExecResult(
-            status=status,
-            exit_code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
-            stdout=stdout,
-            stderr=stderr,
-            truncated=is_truncated,
+        return result_of(
+            ended,
+            stdout,
+            stderr,
+            self._limits,
+            verdict=self._verdict,
+            is_truncated=is_truncated,
             wall_s=self._loop.time() - self._begun_s,
-            cpu_s=ended.cpu_s,
-            peak_memory_bytes=ended.peak_memory_bytes,
-            oom_kills=oom_kills,
+            oom_kills=0 if self._group is None else self._group.num_oom_kills(),
+            was_refused_processes=self._group is not None and self._group.was_refused_processes(),
+            has_group=self._group is not None,
         )
 
     @property
@@ -155,6 +146,44 @@ class Execution:
             if self._group is not None:
                 self._group.kill()
             self._link.kill(self._run)
+
+
+def result_of(
+    ended: Ended,
+    stdout: bytes,
+    stderr: bytes,
+    limits: Limits,
+    *,
+    verdict: Status | None,
+    is_truncated: bool,
+    wall_s: float,
+    oom_kills: int = 0,
+    was_refused_processes: bool = False,
+    has_group: bool = True,
+) -> ExecResult:
+    """Return the result of a program. `verdict` is the reason for which the host had it killed, if it did.
+
+    What its control group counted goes before this reason. Nothing that the program printed can make it OK.
+    """
+    code = os.waitstatus_to_exitcode(ended.wait_status)
+    if oom_kills:
+        status = Status.MEMORY
+    elif was_refused_processes:
+        status = Status.PIDS
+    else:
+        status = verdict or status_of(code, ended, stderr, limits, has_group=has_group)
+    return ExecResult(
+        status=status,
+        exit_code=code if code >= 0 else None,
+        signal=-code if code < 0 else None,
+        stdout=stdout,
+        stderr=stderr,
+        truncated=is_truncated,
+        wall_s=wall_s,
+        cpu_s=ended.cpu_s,
+        peak_memory_bytes=ended.peak_memory_bytes,
+        oom_kills=oom_kills,
+    )
 
 
 def status_of(code: int, ended: Ended, stderr: bytes, limits: Limits, *, has_group: bool = False) -> Status:

@@ -17,13 +17,13 @@ import os
 import secrets
 import stat
 import tarfile
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandboxes.inner.files import FOLDER_FLAGS, entries_below, open_folder, read_file, write_file
 from sandboxes.spec import folder_parts, relative_parts
 
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 TAR_BLOCK_BYTES = 512  # the least that an entry takes
 MAX_DEPTH = 100
 
@@ -68,9 +68,6 @@ class WorkingFolder:
             return False
         return True
 
-    def remove(self) -> None:
-        remove_tree(self.path)
-
 
 class OpenFolder:
     """Files beneath an open folder, which the caller still owns. Written files belong to `owner`, or to this user."""
@@ -82,8 +79,8 @@ class OpenFolder:
     def read(self, path: str, max_bytes: int) -> bytes:
         """Return the bytes of a regular file of at most `max_bytes`."""
         *parents, name = relative_parts(path)
-        with contextlib.ExitStack() as stack:
-            data = _read_file(self._descend(parents, stack), name, max_bytes)
+        with open_folder(self._top, parents) as folder:
+            data = read_file(folder, name, max_bytes)
         if len(data) > max_bytes:
             raise OSError(errno.EFBIG, f"longer than Limits.file_bytes, {max_bytes}", path)
         return data
@@ -91,74 +88,23 @@ class OpenFolder:
     def write(self, path: str, data: bytes, *, is_executable: bool = False) -> None:
         """Write a file, replacing any old one, and make its parent folders."""
         *parents, name = relative_parts(path)
-        with contextlib.ExitStack() as stack:
-            folder = self._descend(parents, stack, create=True)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)  # a program may have put a FIFO or a link there
-            new_file = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            mode = 0o700 if is_executable else 0o600
-            file = stack.enter_context(open(os.open(name, new_file, mode, dir_fd=folder), "wb"))
-            file.write(data)
-            if self._owner is not None:
-                os.fchown(file.fileno(), self._owner, self._owner)
+        with open_folder(self._top, parents, create=True, owner=self._owner) as folder:
+            write_file(folder, name, data, 0o700 if is_executable else 0o600, self._owner)
 
     def make_folder(self, path: str) -> None:
         """Make a folder and its parents; harmless when it exists."""
-        with contextlib.ExitStack() as stack:
-            self._descend(folder_parts(path), stack, create=True)
+        with open_folder(self._top, folder_parts(path), create=True, owner=self._owner):
+            pass
 
     def entries(self, path: str, max_bytes: int) -> Generator[Entry, None, None]:
         """Yield the files and folders beneath a folder; OSError when they exceed `max_bytes` or are too deep."""
         room = max_bytes
-        with contextlib.ExitStack() as stack:
-            for entry in _entries_below(self._descend(folder_parts(path), stack), "", max_bytes):
-                room -= TAR_BLOCK_BYTES + len(entry.data or b"")
+        with open_folder(self._top, folder_parts(path)) as folder:
+            for name, data, is_executable in entries_below(folder, max_bytes, MAX_DEPTH):
+                room -= TAR_BLOCK_BYTES + len(data or b"")
                 if room < 0:
                     raise OSError(errno.EFBIG, f"its files are more than max_bytes, {max_bytes}", path)
-                yield entry
-
-    def _descend(self, names: Sequence[str], stack: contextlib.ExitStack, *, create: bool = False) -> int:
-        """Open the folder at the end of these names, never through a symlink."""
-        folder = self._top
-        for name in names:
-            if create:
-                self._make_folder(name, folder)
-            folder = os.open(name, FOLDER_FLAGS, dir_fd=folder)
-            stack.callback(os.close, folder)
-        return folder
-
-    def _make_folder(self, name: str, parent: int) -> None:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=parent)
-            if self._owner is not None:
-                os.chown(name, self._owner, self._owner, dir_fd=parent, follow_symlinks=False)
-
-
-def _read_file(folder: int, name: str, max_bytes: int) -> bytes:
-    """Return the bytes of a regular file, at most one more than `max_bytes`."""
-    # Without blocking: opening a FIFO would wait for a writer.
-    with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "only regular files can be read", name)
-        return file.read(max_bytes + 1)
-
-
-def _entries_below(folder: int, prefix: str, max_bytes: int) -> Generator[Entry, None, None]:
-    """Yield entries depth first, holding one open descriptor per level."""
-    if prefix.count("/") > MAX_DEPTH:
-        raise OSError(errno.ENAMETOOLONG, f"deeper than {MAX_DEPTH} folders", prefix)
-    for name in sorted(os.listdir(folder)):
-        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-        if stat.S_ISDIR(mode):
-            yield Entry(path=prefix + name, data=None)
-            below = os.open(name, FOLDER_FLAGS, dir_fd=folder)
-            try:
-                yield from _entries_below(below, f"{prefix}{name}/", max_bytes)
-            finally:
-                os.close(below)
-        elif stat.S_ISREG(mode):
-            data = _read_file(folder, name, max_bytes)
-            yield Entry(path=prefix + name, data=data, is_executable=bool(mode & 0o100))
+                yield Entry(path=name, data=data, is_executable=is_executable)
 
 
 def remove_tree(root: Path) -> None:
@@ -264,7 +210,5 @@ def _entries_in_folder(folder: Path) -> Iterator[Entry]:
             raise ValueError(f"{str(path)!r} is neither a file nor a folder; leave it out")
         is_file = path.is_file()
         yield Entry(
-            path=name,
-            data=path.read_bytes() if is_file else None,
-            is_executable=is_file and os.access(path, os.X_OK),
+            path=name, data=path.read_bytes() if is_file else None, is_executable=is_file and os.access(path, os.X_OK)
         )

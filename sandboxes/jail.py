@@ -301,11 +301,7 @@ def _load_argument(index: int) -> Instruction:
 
 
 def _deny_bits(argument: int, bits: int) -> list[Instruction]:
-    return [
-        _load_argument(argument),
-        *_if(JUMP_IF_SET, bits, [_refuse(errno.EPERM)]),
-        (RETURN, 0, 0, ALLOW),
-    ]
+    return [_load_argument(argument), *_if(JUMP_IF_SET, bits, [_refuse(errno.EPERM)]), (RETURN, 0, 0, ALLOW)]
 
 
 def _deny_values(argument: int, values: tuple[int, ...]) -> list[Instruction]:

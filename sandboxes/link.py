@@ -308,7 +308,7 @@ class LauncherLink:
         if flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:
                 os.close(descriptor)
-            _settle(self._hello, SandboxError(NO_ROOM))
+            settle(self._hello, SandboxError(NO_ROOM))
         elif descriptors:
             self.folder, process, *listeners = descriptors
             self._process = ForkedProcess(process)
@@ -320,10 +320,9 @@ class LauncherLink:
         run = self._runs.get(run_id)
         if kind == ReportKind.HELLO:
             self.landlock_version = value
-            if not self._hello.done():
-                self._hello.set_result(None)
+            settle(self._hello, None)
         elif kind == ReportKind.FAILED and run_id == 0:
-            _settle(self._hello, SandboxError(f"the jail could not be built: {os.strerror(value)}"))
+            settle(self._hello, SandboxError(f"the jail could not be built: {os.strerror(value)}"))
         elif run is None:
             return  # it failed already: we learned of its child's death before the launcher did
         elif kind == ReportKind.STARTED:
@@ -335,10 +334,10 @@ class LauncherLink:
             del self._runs[run_id]
             if kind == ReportKind.ENDED:
                 ended = Ended(wait_status=value, cpu_s=cpu_us / 1e6, peak_memory_bytes=peak_bytes)
-                _settle(run.ended, ended)
+                settle(run.ended, ended)
             else:
                 reason = os.strerror(value) if value else "not a system error"
-                _settle(run.ended, SandboxError(f"the program could not be set up: {reason}"))
+                settle(run.ended, SandboxError(f"the program could not be set up: {reason}"))
 
     def _fail(self, reason: str) -> None:
         """Give the launcher up: fail everything that waits for it and release it."""
@@ -353,11 +352,11 @@ class LauncherLink:
             run.turn.end()
             if self._process is not None and self._process.shares_pids:
                 _kill_orphans(run)
-            _settle(run.ended, SandboxError(f"{reason} while a program ran"))
-        _settle(self._hello, SandboxError(f"{reason} before it was ready"))
+            settle(run.ended, SandboxError(f"{reason} while a program ran"))
+        settle(self._hello, SandboxError(f"{reason} before it was ready"))
 
 
-def _settle(future: asyncio.Future[Outcome], outcome: Outcome | SandboxError) -> None:
+def settle(future: asyncio.Future[Outcome], outcome: Outcome | SandboxError) -> None:
     """Give a future its outcome, unless its waiter has gone."""
     if future.done():
         return

@@ -9,17 +9,13 @@ Each run of a `ShellSession` is a process of its own, with its own limits, and t
 ends, bash saves variables, functions, aliases, options, umask and the current folder to a file of the sandbox for the
 next run. A run that is killed, becomes another program (`exec`) or sets its own EXIT trap saves nothing. Background
 jobs end with their run; start what must live on with `Sandbox.spawn`.
-
-`precompiled` spares Python that is sent to sandboxes again and again its compilation.
 """
 
 import asyncio
 import contextlib
-import marshal
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from time import monotonic
 from typing import Protocol, Self
@@ -251,26 +247,3 @@ class ShellSession:
             raise ValueError(f"the command is longer than {MAX_COMMAND_BYTES} bytes; write it to a file, and run that")
         async with self._turn:
             return await self._execute(["bash", "-c", self._script, "bash", command], stdin=stdin, limits=limits)
-
-
-TEXT = """\
-import marshal, sys
-exec(
-    marshal.loads({code!r})
-    if getattr(sys.modules.get("_frozen_importlib_external"), "MAGIC_NUMBER", b"") == {version!r}
-    else compile({source!r}, {name!r}, "exec", dont_inherit=True, optimize=2)
-)
-"""
-
-
-def precompiled(source: str, name: str, version: bytes = MAGIC_NUMBER) -> str:
-    """Return source that does what `source` does but hardly has to be compiled.
-
-    A Python whose bytecode version is `version` runs the code as it is; any other compiles the included source. `name`
-    is the file shown in tracebacks.
-
-    >>> exec(precompiled("print(6 * 7)", "<example>"))
-    42
-    """
-    code = marshal.dumps(compile(source, name, "exec", dont_inherit=True, optimize=2))
-    return TEXT.format(code=code, version=version, source=source, name=name)

@@ -48,6 +48,12 @@ class Limits:
         """The CPU limit in the kernel's unit, whole seconds."""
         return math.ceil(self.wall_s if self.cpu_s is None else self.cpu_s)
 
+    def check_within(self, sandbox: "Limits") -> None:
+        """Raise ValueError if these limits of one program change what holds for its whole sandbox."""
+        for name in ("disk_bytes", "inodes"):
+            if getattr(self, name) not in (None, getattr(sandbox, name)):
+                raise ValueError(f"Limits.{name} holds for a whole sandbox; give it in SandboxSpec.limits")
+
 
 class Isolation(StrEnum):
     """The separation between a program and its host, weakest first."""

@@ -142,7 +142,7 @@ class SharedGround:
     async def aclose(self) -> None:
         try:
             if not self._folder.remove_if_empty():
-                await asyncio.to_thread(self._folder.remove)
+                await asyncio.to_thread(remove_tree, self._folder.path)
         except OSError as error:  # a process that could not be stopped may still write there; the provider tries again
             logger.warning("the files of a sandbox were not removed: %s", error)
 
@@ -185,8 +185,5 @@ def capabilities_of(landlock_version: int) -> Capabilities:
     else:
         not_stopped.append("leaving daemons behind")
     return Capabilities(
-        backend="subprocess",
-        isolation=Isolation.PROCESS,
-        enforces=tuple(enforced),
-        cannot_stop=tuple(not_stopped),
+        backend="subprocess", isolation=Isolation.PROCESS, enforces=tuple(enforced), cannot_stop=tuple(not_stopped)
     )

@@ -2,20 +2,29 @@
 
 from collections.abc import Awaitable, Callable
 
-from sandboxes.conformance.row import Row
-from sandboxes.judge import CallCase, StdinCase, UnitTests, grade
+from sandboxes.conformance.row import JAILED, Row
+from sandboxes.judge import CallCase, CustomChecker, SameLines, StdinCase, UnitTests, grade
 from sandboxes.judge.cheats import RIGHT, SCRIPT, TRICKS
 from sandboxes.pool import Pool
-from sandboxes.spec import Isolation
 
-JAILED = Isolation.NAMESPACES
 NUMBER = 7
 WORD = f"needle-{10_000_000 + NUMBER}"  # assembled, as a jail may show this file
-TEST = f"import solution\ndef test_it(): assert solution.secret({NUMBER}) == {WORD!r}\n"
+TEST = f"""
+import solution, unittest
+from solution import secret
+class Words(unittest.TestCase):
+    def test_equal(self): self.assertEqual(secret({NUMBER}), {WORD!r})
+def test_it(): assert solution.secret({NUMBER}) == {WORD!r}
+def test_turned(): assert {WORD!r} == secret({NUMBER})
+"""
+LINES = SameLines()
+CHECKER = CustomChecker("def check(stdin, expected, output): return output.split() == expected.split()")
+TEXT = [StdinCase(stdin=f"{NUMBER}\n", expected=f"{WORD}\n")]
 WAYS = {
-    "text": (SCRIPT, [StdinCase(stdin=f"{NUMBER}\n", expected=f"{WORD}\n")]),
-    "calls": ("", [CallCase(function="secret", args=[NUMBER], expected=WORD)]),
-    "unit tests": ("", UnitTests(files={"test_it.py": TEST})),
+    "text": (SCRIPT, TEXT, LINES),
+    "calls": ("", [CallCase(function="secret", args=[NUMBER], expected=WORD)], LINES),
+    "unit tests": ("", UnitTests(files={"test_it.py": TEST}), LINES),
+    "a custom checker": (SCRIPT, TEXT, CHECKER),
 }
 ENDINGS = ("exits", "raises SystemExit", "skips", "fails as", "stops", "interrupts")
 FALSE_OBJECTS = ("is ", "has a giant", "returns", "gets its own")
@@ -29,13 +38,13 @@ def earn_nothing(*beginnings: str) -> Callable[[Pool], Awaitable[str]]:
     async def run(pool: Pool) -> str:
         tricks = {name: code for name, code in TRICKS.items() if name.startswith(beginnings)}
         has_walls = pool.capabilities().isolation.covers(JAILED)
-        for way, (ending, cases) in WAYS.items():
-            if isinstance(cases, UnitTests) and not has_walls:
+        for way, (ending, cases, checker) in WAYS.items():
+            if (isinstance(cases, UnitTests) or checker is CHECKER) and not has_walls:
                 continue  # they are refused there
             for name, code in {"is right": RIGHT, **tricks}.items():
-                verdict = await grade(code + ending, cases, pool=pool)
-                if verdict.reward != (code is RIGHT):
-                    return f"a program that {name} earns {verdict.reward} by {way}"
+                verdict = await grade(code + ending, cases, pool=pool, checker=checker)
+                if {verdict.reward, verdict.partial_reward} != {float(code is RIGHT)}:
+                    return f"a program that {name} earns {verdict.partial_reward} by {way}"
         return ""
 
     return run

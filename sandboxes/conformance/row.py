@@ -9,6 +9,7 @@ from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Isolation, Limits, Status
 
 MIB = 2**20
+JAILED = Isolation.NAMESPACES
 SURVIVES = "print('still works')"
 OTHER_PROCESSES = """
 import os

@@ -6,9 +6,9 @@ import socket
 import tempfile
 from collections.abc import Generator
 
-from sandboxes.conformance.row import Row, in_box, prints, told
+from sandboxes.conformance.row import JAILED, Row, in_box, prints, told
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Isolation, Limits, Status
+from sandboxes.spec import Limits, Status
 
 HOST_BY_PROC = """
 import os
@@ -162,7 +162,6 @@ async def host_is_absent(box: Sandbox) -> str:
     return "" if result.is_ok and result.stdout == expected else f"{told(result)}, printed {result.stdout!r}"
 
 
-JAILED = Isolation.NAMESPACES
 ROWS = (
     Row(
         number=14, harm="the host through /proc", required="nothing of it", needs=JAILED,

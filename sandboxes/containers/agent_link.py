@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, START, Ask, End, Tell, pack
+from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, START, Ask, End, Tell, pack, whole_frames
 from sandboxes.containers.engine import EngineStream
+from sandboxes.link import Ended, settle
 
 READY_TIMEOUT_S = 60.0
 MAX_ON_THE_WAY = 32
@@ -44,11 +45,9 @@ class AgentEnd:
 
     def __init__(self, body: bytes) -> None:
         numbers = ENDED.unpack(body)
-        self.wait_status: int = numbers[0]
-        os.waitstatus_to_exitcode(self.wait_status)  # ValueError for an invalid status
+        os.waitstatus_to_exitcode(numbers[0])  # ValueError for an invalid status
+        self.ended = Ended(wait_status=numbers[0], cpu_s=numbers[2] / 1e6, peak_memory_bytes=numbers[3])
         self.wall_s: float = numbers[1] / 1e6  # as the agent measured it: the host hears of a start late
-        self.cpu_s: float = numbers[2] / 1e6
-        self.peak_memory_bytes: int = numbers[3]
         self.oom_kills: int = numbers[4]
         self.refused_forks: int = numbers[5]
         self.reason = End(numbers[6])
@@ -93,13 +92,8 @@ class AgentLink:
     async def open(cls, socket_path: str, container: str, *, silence_s: float = SILENCE_S) -> Self:
         """Attach to a container that is not started yet."""
         link = cls(silence_s)
-        link._stream = await EngineStream.open(
-            socket_path,
-            f"/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1",
-            {},
-            on_data=link._on_data,
-            on_error=link._on_diagnosis,
-            on_end=link._on_end,
+        link._stream = await EngineStream.attach(
+            socket_path, container, on_data=link._on_data, on_error=link._on_diagnosis, on_end=link._on_end
         )
         return link
 
@@ -238,13 +232,7 @@ class AgentLink:
         set_timer(run, None)
         if not run.has_started:
             self._room.release()
-        if run.ended.done():
-            return
-        if isinstance(outcome, SandboxError):
-            run.ended.set_exception(outcome)
-            run.ended.exception()  # mark it as retrieved: a cancelled waiter does not ask for it
-        else:
-            run.ended.set_result(outcome)
+        settle(run.ended, outcome)
 
     # ── what comes ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -259,14 +247,7 @@ class AgentLink:
     def _on_data(self, data: bytes) -> None:
         self._received += data
         try:
-            while len(self._received) >= HEADER.size:
-                kind, number, size = HEADER.unpack_from(self._received)
-                if size > MAX_PAYLOAD_BYTES:
-                    raise ValueError(f"a frame of {size} bytes")
-                if len(self._received) < HEADER.size + size:
-                    return
-                body = bytes(self._received[HEADER.size : HEADER.size + size])
-                del self._received[: HEADER.size + size]
+            for kind, number, body in whole_frames(self._received, MAX_PAYLOAD_BYTES):
                 self._on_frame(Tell(kind), number, body)
         except (ValueError, LookupError, struct.error) as error:
             self.fail(f"its agent is not the one that was sent there ({error})")
@@ -276,8 +257,7 @@ class AgentLink:
         run = self._runs.get(number)
         if kind is Tell.READY:
             self.has = body[0]
-            if not self._ready.done():
-                self._ready.set_result(None)
+            settle(self._ready, None)
         elif run is None:
             return
         elif kind in (Tell.STDOUT, Tell.STDERR):
@@ -303,9 +283,7 @@ class AgentLink:
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
             self._settle(run, SandboxError(f"the container of this sandbox is gone: {reason}"))
-        if not self._ready.done():
-            self._ready.set_exception(SandboxError(f"a container did not start: {reason}"))
-            self._ready.exception()  # mark it as retrieved: a cancelled waiter does not ask for it
+        settle(self._ready, SandboxError(f"a container did not start: {reason}"))
 
 
 def set_timer(run: AgentRun, timer: asyncio.TimerHandle | None) -> None:
@@ -323,17 +301,18 @@ def refusal(number: int) -> SandboxError:
 
 PACKAGE = Path(__file__).parent.parent
 MODULES = (
+    "inner.processes",
+    "inner.files",
     "inner.kernel",
     "inner.program",
     "containers.agent.wire",
     "containers.agent.files",
     "containers.agent.program",
     "containers.agent.forker",
-    "containers.agent.counters",
     "containers.agent.relay",
     "containers.agent.main",
 )
-"""In the order of their imports. The first two fail where Python has no `ctypes`, and the agent does without them."""
+"""In the order of their imports. `kernel` and `program` fail where Python has no `ctypes`; the agent does without."""
 PACKAGES = ("", "inner", "containers", "containers.agent")
 READER = """
 import marshal, os, sys, types

@@ -1,8 +1,7 @@
 """A container as a cell: its agent runs programs and handles files over one stream.
 
-`AgentCell` is the cell, `ContainerProcess` a program whose output is read as it comes. `result_of` judges how a program
-ended from what the kernel told the agent; nothing that the program printed can make it OK. The request functions pack
-what the agent is asked to do.
+`AgentCell` is the cell, `ContainerProcess` a program whose output is read as it comes. The request functions pack what
+the agent is asked to do.
 """
 
 import asyncio
@@ -16,42 +15,12 @@ from sandboxes.containers.agent.files import EXECUTABLE, FILE, FOLDER
 from sandboxes.containers.agent.wire import REQUEST, End, Operation, Tell, pack, unpack
 from sandboxes.containers.agent_link import CHUNK_BYTES, AgentEnd, AgentLink, AgentRun
 from sandboxes.containers.confinement import SharedBounds, User
-from sandboxes.execution import status_of
+from sandboxes.execution import result_of
 from sandboxes.folder import Entry, checked, entries_of
 from sandboxes.folder import pack as pack_tar
-from sandboxes.link import Ended
 from sandboxes.spec import ExecResult, Limits, Status, folder_parts, relative_parts
 
 STATUS_OF_END = {End.DEADLINE: Status.TIMEOUT, End.OUTPUT: Status.OUTPUT_LIMIT}
-
-
-def result_of(end: AgentEnd, stdout: bytes, stderr: bytes, limits: Limits) -> ExecResult:
-    code = os.waitstatus_to_exitcode(end.wait_status)
-    return ExecResult(
-        status=_status(code, end, stderr, limits),
-        exit_code=code if code >= 0 else None,
-        signal=-code if code < 0 else None,
-        stdout=stdout,
-        stderr=stderr,
-        truncated=end.is_cut,
-        wall_s=end.wall_s,
-        cpu_s=end.cpu_s,
-        peak_memory_bytes=end.peak_memory_bytes,
-        oom_kills=end.oom_kills,
-    )
-
-
-def _status(code: int, end: AgentEnd, stderr: bytes, limits: Limits) -> Status:
-    if end.oom_kills:
-        return Status.MEMORY
-    if end.refused_forks:
-        return Status.PIDS
-    if end.reason in STATUS_OF_END:
-        return STATUS_OF_END[end.reason]
-    ended = Ended(wait_status=end.wait_status, cpu_s=end.cpu_s, peak_memory_bytes=end.peak_memory_bytes)
-    return status_of(code, ended, stderr, limits, has_group=True)
-
-
 MAX_WAITING_BYTES = 4 * 2**20
 """An honest agent never has more in flight: it sends a chunk once the last was taken, and at the end what pipes hold.
 """
@@ -129,7 +98,7 @@ class ContainerProcess:
 
     async def wait(self) -> ExecResult:
         end = await asyncio.shield(self.run.ended)
-        return result_of(end, b"", b"", self._limits)
+        return _result_of(end, b"", b"", self._limits)
 
     async def kill(self) -> None:
         self._link.kill(self.run)
@@ -147,6 +116,20 @@ class ContainerProcess:
     def _on_end(self, _ended: object) -> None:
         for chunks in self._chunks.values():
             chunks.put(b"")
+
+
+def _result_of(end: AgentEnd, stdout: bytes, stderr: bytes, limits: Limits) -> ExecResult:
+    return result_of(
+        end.ended,
+        stdout,
+        stderr,
+        limits,
+        verdict=STATUS_OF_END.get(end.reason),
+        is_truncated=end.is_cut,
+        wall_s=end.wall_s,
+        oom_kills=end.oom_kills,
+        was_refused_processes=end.refused_forks > 0,
+    )
 
 
 UNBOUNDED = 2**63 - 1
@@ -189,7 +172,6 @@ def _packed(
     return REQUEST.pack(*numbers) + pack(cwd, pack(*variables), *arguments)
 
 
-OF_THE_CELL = ("disk_bytes", "inodes")
 FILES_TIMEOUT_S = 60.0
 
 
@@ -217,13 +199,11 @@ class AgentCell:
         return self._link.is_alive
 
     async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:
-        self._check_limits(limits)
         request = self._request(program, limits, is_timed=True)
         async with self._bounds.held(limits):
             return await self._run(request, stdin, limits)
 
     async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> ContainerProcess:
-        self._check_limits(limits)
         request = self._request(program, limits, is_timed=is_timed)
         await self._bounds.hold(limits)
         try:
@@ -244,16 +224,11 @@ class AgentCell:
         await self._write(b"", [(FILE, os.fsencode(name), data)], path)
 
     async def upload(self, tar: bytes, path: str) -> None:
-        entries = [
-            (
-                FOLDER if entry.data is None else EXECUTABLE if entry.is_executable else FILE,
-                entry.path,
-                entry.data or b"",
-            )
-            for entry in await asyncio.to_thread(entries_of, tar)
-        ]
-        folder = b"" if folder_of(path) == b"." else folder_of(path)
-        await self._write(folder, [(FOLDER, b".", b""), *((k, os.fsencode(n), d) for k, n, d in entries)], path)
+        entries = [(FOLDER, b".", b"")]
+        for entry in await asyncio.to_thread(entries_of, tar):
+            kind = FOLDER if entry.data is None else EXECUTABLE if entry.is_executable else FILE
+            entries.append((kind, os.fsencode(entry.path), entry.data or b""))
+        await self._write(folder_of(path), entries, path)
 
     async def download(self, path: str, max_bytes: int) -> bytes:
         arguments = [folder_of(path), b"%d" % max_bytes]
@@ -263,12 +238,8 @@ class AgentCell:
         await self._link.aclose()
         await self._remove()
 
-    def _check_limits(self, limits: Limits) -> None:
-        for name in OF_THE_CELL:
-            if getattr(limits, name) not in (None, getattr(self._limits, name)):
-                raise ValueError(f"Limits.{name} holds for a whole sandbox; give it in SandboxSpec.limits")
-
     def _request(self, program: Program, limits: Limits, *, is_timed: bool) -> bytes:
+        limits.check_within(self._limits)
         return program_request(program, {**self._env, **program.env}, self._user, limits, is_timed=is_timed)
 
     async def _run(self, request: bytes, stdin: bytes, limits: Limits) -> ExecResult:
@@ -297,7 +268,7 @@ class AgentCell:
             end = await run.ended
         finally:
             self._link.kill(run)
-        return result_of(end, b"".join(output[Tell.STDOUT]), b"".join(output[Tell.STDERR]), limits)
+        return _result_of(end, b"".join(output[Tell.STDOUT]), b"".join(output[Tell.STDERR]), limits)
 
     async def _write(self, folder: bytes, entries: list[tuple[bytes, bytes, bytes]], path: str) -> None:
         data = pack(*(text for entry in entries for text in entry))
@@ -309,7 +280,7 @@ class AgentCell:
         """Run a file operation; the errno, which the exit code holds, is raised as OSError."""
         slack = 64 * 1024  # for the packing
         limits = Limits(wall_s=FILES_TIMEOUT_S, output_bytes=max_bytes * 2 + slack)
-        async with self._bounds.slot():
+        async with self._bounds.slots:
             result = await self._run(file_request(operation, self._user, *arguments), data, limits)
         if result.exit_code:
             raise OSError(result.exit_code, os.strerror(result.exit_code), path)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_agent.errors import SandboxError
-from sandboxes.cgroups import DEFAULT_PIDS
+from sandboxes.cgroups import Bounds
 from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
 from sandboxes.owner import is_abandoned, own_tag
 from sandboxes.spec import Access, CellSpec, Limits
@@ -51,28 +51,16 @@ class User:
     gid: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
-    """The bounds on all programs of a container together. They can be changed while it runs."""
-
-    memory_bytes: int
-    pids: int
-    cpus: float | None
-
-    @classmethod
-    def of(cls, limits: Limits) -> "Bounds":
-        return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
-
-    def config(self, spec: CellSpec) -> dict[str, Any]:
-        """Return the engine's settings, without swap, and with room for our own processes and the runtime."""
-        has_way_out, is_kernel = has_tunnel(spec), spec.runtime not in (None, DEFAULT_RUNTIME)
-        memory_bytes = self.memory_bytes + AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
-        return {
-            "Memory": memory_bytes,
-            "MemorySwap": memory_bytes,
-            "PidsLimit": self.pids + AGENT_PIDS + has_way_out + SANDBOXED_PIDS * is_kernel,
-            "NanoCpus": round((self.cpus or 0) * 1e9),
-        }
+def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
+    """Return the engine's settings, without swap, and with room for our own processes and the runtime."""
+    has_way_out, is_kernel = has_tunnel(spec), spec.runtime not in (None, DEFAULT_RUNTIME)
+    memory_bytes = bounds.memory_bytes + AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
+    return {
+        "Memory": memory_bytes,
+        "MemorySwap": memory_bytes,
+        "PidsLimit": bounds.pids + AGENT_PIDS + has_way_out + SANDBOXED_PIDS * is_kernel,
+        "NanoCpus": round((bounds.cpus or 0) * 1e9),
+    }
 
 
 def user_of(spec: CellSpec) -> User:
@@ -151,7 +139,7 @@ def container_config(
         "StdinOnce": True,  # its end is the end of the host
         "Tty": False,
         "HostConfig": {
-            **Bounds.of(spec.limits).config(spec),
+            **config_of(Bounds.of(spec.limits), spec),
             "AutoRemove": True,
             "CapAdd": list(AGENT_CAPABILITIES) if is_agent else [],
             "CapDrop": ["ALL"],
@@ -191,7 +179,7 @@ class SharedBounds:
         self._bounds = bounds
         self._change = change
         self._changing = asyncio.Lock()
-        self._slots = asyncio.Semaphore(bounds.pids)
+        self.slots = asyncio.Semaphore(bounds.pids)  # to hold while a process is needed
         self._num_held = 0
 
     @asynccontextmanager
@@ -199,14 +187,10 @@ class SharedBounds:
         """Hold the bounds and a slot for one program that runs to its end."""
         await self.hold(limits)
         try:
-            async with self.slot():
+            async with self.slots:
                 yield
         finally:
             self.release()
-
-    def slot(self) -> asyncio.Semaphore:
-        """Return the semaphore to hold while a process is needed."""
-        return self._slots
 
     async def hold(self, limits: Limits) -> None:
         """Hold the bounds for one program until `release`. ValueError when others run within other bounds."""
@@ -220,7 +204,7 @@ class SharedBounds:
                     )
                 await self._change(bounds)
                 self._bounds = bounds
-                self._slots = asyncio.Semaphore(bounds.pids)
+                self.slots = asyncio.Semaphore(bounds.pids)
             self._num_held += 1
 
     def release(self) -> None:

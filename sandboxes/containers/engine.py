@@ -230,10 +230,7 @@ class EngineStream(asyncio.Protocol):
     """One stream, made with `open`. `on_data` gets stdout, `on_error` stderr; `on_end` is called once, at the end."""
 
     def __init__(
-        self,
-        on_data: Callable[[bytes], None],
-        on_error: Callable[[bytes], None],
-        on_end: Callable[[], None],
+        self, on_data: Callable[[bytes], None], on_error: Callable[[bytes], None], on_end: Callable[[], None]
     ) -> None:
         self._on_data = on_data
         self._on_error = on_error
@@ -269,6 +266,20 @@ class EngineStream(asyncio.Protocol):
                 raise SandboxError(f"the container engine did not open a stream: {error or 'no answer'}") from error
             raise
         return stream
+
+    @classmethod
+    async def attach(
+        cls,
+        socket_path: str,
+        container: str,
+        *,
+        on_end: Callable[[], None],
+        on_data: Callable[[bytes], None] = lambda _data: None,
+        on_error: Callable[[bytes], None] = lambda _data: None,
+    ) -> Self:
+        """Open the stream of the first process of a container, which may not have started yet."""
+        path = f"/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
+        return await cls.open(socket_path, path, {}, on_data=on_data, on_error=on_error, on_end=on_end)
 
     def write(self, data: bytes) -> None:
         """Send data; does nothing when the stream has ended."""

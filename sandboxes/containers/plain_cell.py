@@ -14,7 +14,7 @@ from areal_agent.errors import SandboxError
 from sandboxes.base import Process, Program
 from sandboxes.containers.confinement import SharedBounds
 from sandboxes.containers.engine import Engine, EngineStream
-from sandboxes.execution import status_of
+from sandboxes.execution import result_of
 from sandboxes.link import Ended
 from sandboxes.spec import ExecResult, Limits, Status, relative_parts
 
@@ -71,14 +71,7 @@ class PlainCell:
 
     async def start(self) -> Self:
         """Start the container, which was made with `COMMAND`."""
-        self._stream = await EngineStream.open(
-            self._engine.socket_path,
-            f"/containers/{self._container}/attach?stream=1&stdin=1&stdout=1&stderr=1",
-            {},
-            on_data=lambda _data: None,
-            on_error=lambda _data: None,
-            on_end=self._gone.set,
-        )
+        self._stream = await EngineStream.attach(self._engine.socket_path, self._container, on_end=self._gone.set)
         await self._engine.start(self._container)
         return self
 
@@ -141,7 +134,7 @@ class PlainCell:
         finally:
             oom_kills = await asyncio.shield(asyncio.ensure_future(self._kill_the_rest()))
         code = await self._engine.exit_code(number)
-        return result_of(run, code, verdict, oom_kills, limits, time.monotonic() - started_s)
+        return _result_of(run, code, verdict, oom_kills, limits, time.monotonic() - started_s)
 
     async def _start_exec(
         self, command: Sequence[str], stdin: bytes, env: Mapping[str, str], folder: str, max_bytes: int
@@ -175,26 +168,20 @@ class PlainCell:
         return counted - before
 
 
-def result_of(
+def _result_of(
     run: Exec, code: int | None, verdict: Status | None, oom_kills: int, limits: Limits, wall_s: float
 ) -> ExecResult:
     """Return the result of an exec; a `code` above 128 means a signal, as in a shell, and None that it was killed."""
     stdout, stderr = (b"".join(chunks) for chunks in run.output)
-    if code is None:
-        code = -signal.SIGKILL
-    elif 128 < code <= 128 + signal.NSIG:
-        code = 128 - code
-    ended = Ended(wait_status=0, cpu_s=0.0, peak_memory_bytes=0)
-    status = verdict or status_of(code, ended, stderr, limits, has_group=True)
-    return ExecResult(
-        status=Status.MEMORY if oom_kills else status,
-        exit_code=code if code >= 0 else None,
-        signal=-code if code < 0 else None,
-        stdout=stdout,
-        stderr=stderr,
-        truncated=run.is_cut,
+    code = 128 + signal.SIGKILL if code is None else code
+    wait_status = code - 128 if 128 < code <= 128 + signal.NSIG else code << 8
+    return result_of(
+        Ended(wait_status=wait_status, cpu_s=0.0, peak_memory_bytes=0),
+        stdout,
+        stderr,
+        limits,
+        verdict=verdict,
+        is_truncated=run.is_cut,
         wall_s=wall_s,
-        cpu_s=0.0,
-        peak_memory_bytes=0,
         oom_kills=oom_kills,
     )

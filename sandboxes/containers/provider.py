@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities, Program
+from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
+from sandboxes.cgroups import Bounds
 from sandboxes.containers.agent.wire import Has
 from sandboxes.containers.agent_link import COMMAND, AgentLink, boot_data
 from sandboxes.containers.cell import AgentCell, ContainerProcess, program_request
 from sandboxes.containers.confinement import (
     OWNER_LABEL,
-    Bounds,
     Ownership,
     SharedBounds,
     check,
+    config_of,
     container_config,
     has_tunnel,
     is_orphan,
@@ -182,7 +183,7 @@ class DockerProvider:
 
     def _bounds_of(self, spec: CellSpec, container: str) -> SharedBounds:
         async def change(bounds: Bounds) -> None:
-            await self._engine.limit(container, bounds.config(spec))
+            await self._engine.limit(container, config_of(bounds, spec))
 
         return SharedBounds(Bounds.of(spec.limits), change)
 
@@ -257,16 +258,8 @@ CAPABILITIES = Capabilities(
     backend="docker",
     isolation=Isolation.CONTAINER,
     enforces=(
-        "wall-clock time",
-        "CPU time, file length and open files of each process",
-        "output",
-        "disk and number of files of the sandbox",
-        "no reading your files",
+        *ENFORCED_BY_WALLS,
         "no network but what is allowed",
-        "no changing files outside the working directory",
-        "no reading the memory and environment of your other processes",
-        "no sending signals to your other processes",
-        "daemons die with their program",
         "memory and processes of all programs of a sandbox together",
     ),
     cannot_stop=("attacks on the kernel",),

@@ -21,17 +21,14 @@ import contextlib
 import json
 import os
 import resource
-import select
 import signal
 import socket
 import stat
 import sys
 import time
-import types
 from collections.abc import Sequence
 from typing import Any
 
-from sandboxes.inner.bounds import count_user_tasks, set_limits
 from sandboxes.inner.kernel import (
     IS_LINUX,
     PR_SET_CHILD_SUBREAPER,
@@ -41,7 +38,14 @@ from sandboxes.inner.kernel import (
     prctl,
 )
 from sandboxes.inner.landlock import landlock_version, restrict_to_folder
-from sandboxes.inner.processes import children_of, exited_children, kill_group, kill_rest_of_group
+from sandboxes.inner.processes import (
+    exited_children,
+    forget_package,
+    kill_group,
+    kill_rest_of_group,
+    kill_strays,
+    serve,
+)
 from sandboxes.inner.program import Interpreter, run_program
 from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
 
@@ -55,12 +59,7 @@ MAX_SWEEPS = 100
 class Launcher:
     """Forks programs, and is responsible for every process that comes of them."""
 
-    def __init__(
-        self,
-        control: socket.socket,
-        interpreter: Interpreter,
-        handed: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, control: socket.socket, interpreter: Interpreter, handed: Sequence[int] = ()) -> None:
         """`handed` are the descriptors that a jail's launcher gives to the host."""
         self._control = control
         self._interpreter = interpreter
@@ -73,27 +72,15 @@ class Launcher:
         self._landlock = 0 if self._is_jailed else landlock_version()
         self._num_processes = 0  # of this user; 0: not known
         self._counted_s = float("-inf")
-        self._wake_read, self._wake_write = os.pipe()
 
     def serve(self) -> None:
         """Serve until the host is gone."""
         if IS_LINUX:
             prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans and daemons become our children, so that we can kill them
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        signal.signal(signal.SIGCHLD, ignore_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # with Python's own handler, a program of this jail could end us
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it, but it reports files that grow too long
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._greet()
-        while True:
-            ready, _, _ = select.select([self._wake_read, self._control], [], [])
-            if self._wake_read in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
-                self._reap()
-            if self._control in ready and not self._take_request():
-                return
+        serve(self._control, self._reap, self._take_request)
 
     def kill_all(self) -> None:
         """Kill every program, and what is left of them."""
@@ -103,7 +90,7 @@ class Launcher:
             kill_group(pid)
         for pid in pids:
             os.waitpid(pid, 0)
-        self._kill_strays()
+        kill_strays(self._runs, MAX_SWEEPS)
 
     def _take_request(self) -> bool:
         """Do what the host asks; False when the host is gone."""
@@ -179,41 +166,16 @@ class Launcher:
 
     def _reap(self) -> None:
         """Take the status of what has ended; report a program only once all its descendants are dead too."""
-        ended: list[tuple[int, int, resource.struct_rusage]] = []
-        for pid, status, usage in exited_children():
+        ended: list[tuple[int, ...]] = []
+        for pid, *outcome in exited_children():
             run_id = self._runs.pop(pid, None)
             if run_id is not None:
                 del self._pids[run_id]
                 kill_rest_of_group(pid)
-                ended.append((run_id, status, usage))
-        self._kill_strays()
-        for run_id, status, usage in ended:
-            peak_bytes = usage.ru_maxrss * (1024 if IS_LINUX else 1)
-            cpu_us = int((usage.ru_utime + usage.ru_stime) * 1e6)
-            self._report(ReportKind.ENDED, run_id, status, cpu_us, peak_bytes)
-
-    def _kill_strays(self) -> None:
-        """Kill the orphans of dead programs and the daemons of living ones, and what these leave in turn."""
-        for _ in range(MAX_SWEEPS):
-            strays = [pid for pid in children_of(self._pid) if self._is_stray(pid)]
-            if not strays:
-                return
-            for pid in strays:
-                kill_group(pid)
-            for pid in strays:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
-
-    def _is_stray(self, pid: int) -> bool:
-        """Return whether a child is an orphan outside the group of every running program; one inside dies with its
-        program.
-        """
-        if pid in self._runs:
-            return False
-        try:
-            return os.getpgid(pid) not in self._runs
-        except ProcessLookupError:
-            return False
+                ended.append((run_id, *outcome))
+        kill_strays(self._runs, MAX_SWEEPS)
+        for report in ended:
+            self._report(ReportKind.ENDED, *report)
 
     def _greet(self) -> None:
         with contextlib.suppress(ConnectionError):  # the host is gone, which the next read will show
@@ -233,8 +195,38 @@ def enter(folder: str) -> None:
     os.chdir(folder)
 
 
-def ignore_signal(_number: int, _frame: types.FrameType | None) -> None:
-    """Do nothing: the wake-up pipe is written only for signals that have a handler."""
+def set_limits(request: dict[str, Any], num_processes: int) -> None:
+    """Set the kernel's limits on each process of the program. Control groups enforce those that are None.
+
+    The kernel counts processes by user, so the limit is `num_processes`, which exist already, plus `new_processes`.
+    """
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_FSIZE, request["file_bytes"])
+    lower_limit(resource.RLIMIT_NOFILE, request["open_files"])
+    if request["new_processes"] is not None and num_processes:
+        lower_limit(resource.RLIMIT_NPROC, num_processes + request["new_processes"])
+    # The soft limit ends the program with SIGXCPU; one that ignores it dies a second later.
+    if request["cpu_s"] is not None:
+        lower_limit(resource.RLIMIT_CPU, request["cpu_s"], grace=1)
+    if request["address_space_bytes"] is not None:
+        lower_limit(resource.RLIMIT_AS, request["address_space_bytes"])
+
+
+def lower_limit(name: int, value: int, *, grace: int = 0) -> None:
+    """Set a soft limit, and a hard limit `grace` above it; a stricter hard limit of the host's stays."""
+    _, ceiling = resource.getrlimit(name)
+    hard = value + grace if ceiling == resource.RLIM_INFINITY else min(value + grace, ceiling)
+    resource.setrlimit(name, (min(value, hard), hard))
+
+
+def count_user_tasks() -> int:
+    """Return the number of processes and threads of this user, as RLIMIT_NPROC counts them."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):  # it may end while we look
+            if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
+                count += len(os.listdir(f"{entry.path}/task"))
+    return count
 
 
 def control_socket(inherited: int) -> socket.socket:
@@ -242,12 +234,6 @@ def control_socket(inherited: int) -> socket.socket:
     control = socket.socket(fileno=os.dup(inherited))
     os.close(inherited)
     return control
-
-
-def forget_package() -> None:
-    """Remove our modules: a program may have a module named `sandboxes`."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
-        del sys.modules[name]
 
 
 def main() -> None:

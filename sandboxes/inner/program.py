@@ -9,7 +9,6 @@ import gc
 import json
 import linecache
 import os
-import signal
 import site
 import stat
 import sys
@@ -17,6 +16,8 @@ import traceback
 import types
 from collections.abc import Generator, Mapping
 from typing import Any, NoReturn, TextIO
+
+from sandboxes.inner.processes import run_executable
 
 PROGRAM_FILE = "<program>"
 READY = (json,)
@@ -88,16 +89,6 @@ def run_program(interpreter: Interpreter, request: dict[str, Any]) -> NoReturn:
     if request["argv"] is not None:
         run_executable(request["argv"], request["env"])
     run_source(interpreter, request["source"], request["env"])
-
-
-def run_executable(argv: list[str], env: dict[str, str]) -> NoReturn:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        os.execvpe(argv[0], argv, env)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        os.write(2, f"sandbox: cannot run {argv[0]!r}: {reason}\n".encode(errors="replace"))
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def run_source(interpreter: Interpreter, source: str, env: Mapping[str, str]) -> NoReturn:

@@ -19,8 +19,9 @@ import sys
 from typing import Any
 
 from sandboxes.inner.inside import serve_cell, tell_failure, telling_the_host
-from sandboxes.inner.launcher import control_socket, forget_package
+from sandboxes.inner.launcher import control_socket
 from sandboxes.inner.namespaces import NEW_PIDS, own_processes, start_children_in, unshare
+from sandboxes.inner.processes import forget_package
 from sandboxes.inner.program import Interpreter
 from sandboxes.inner.wire import MAX_CELL, REPORT, ReportKind
 

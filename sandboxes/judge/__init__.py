@@ -6,7 +6,7 @@
     verdict.py      the cases (StdinCase, CallCase, UnitTests), and the verdict: an outcome per case, a reward
     checkers.py     when an output is right: exact, by lines, close numbers, or a checker of the task's own
     languages.py    how programs of a language are built and run; bundles of files of inside/
-    programs.py     texts and calls: one process per case; the conversation with a process
+    programs.py     texts and calls: one process per case
     unit_tests.py   unit tests, which run in one sandbox while the program runs in another
     records.py      records of published data sets as problems
     cheats.py       programs that try to cheat, for tests

@@ -17,9 +17,8 @@ from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 from sandboxes import Limits, Sandbox
-from sandboxes.judge.languages import INSIDE
+from sandboxes.judge.languages import INSIDE, precompiled
 from sandboxes.judge.verdict import JsonValue
-from sandboxes.sessions import precompiled
 
 
 class Checker(Protocol):

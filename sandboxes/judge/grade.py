@@ -41,13 +41,7 @@ async def grade(
     if not cases:
         raise ValueError("cases is empty; give at least one")
     judge = ProgramJudge(
-        pool=pool,
-        spec=spec,
-        language=language,
-        code=code,
-        checker=checker,
-        limits=limits,
-        stop_early=stop_early,
+        pool=pool, spec=spec, language=language, code=code, checker=checker, limits=limits, stop_early=stop_early
     )
     return await judge.judge(cases)
 

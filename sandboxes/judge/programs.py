@@ -2,22 +2,17 @@
 
 The host keeps the expected outputs and compares. A few cases run at once, and a case that fails does not affect the
 others.
-
-A `Conversation` exchanges lines of JSON with a process in a sandbox. It bounds what the process says; callers must not
-trust it.
 """
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, Sandbox, SandboxSpec
-from sandboxes.base import Process
 from sandboxes.judge.checkers import Checker, CustomChecker, CustomChecks
 from sandboxes.judge.languages import Language
 from sandboxes.judge.verdict import (
@@ -228,68 +223,3 @@ def parse_json(text: bytes) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
-
-
-MAX_LINE_BYTES = 16 * 2**20
-MAX_STDERR_BYTES = 4_096
-
-
-class Conversation:
-    """A conversation with one process, from its start to its death. Use it with `async with`."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._chunks = process.stdout
-        self._received = bytearray()
-        self._stderr = bytearray()
-        self._draining = asyncio.create_task(self._drain())
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.end()
-
-    async def tell(self, message: Any) -> None:
-        """Send a message. If nobody listens any more, `hear` finds out."""
-        with contextlib.suppress(BrokenPipeError, ConnectionError):
-            await self._process.write(json.dumps(message).encode() + b"\n")
-
-    async def hear(self) -> bytes | None:
-        """Return the next line; None when there is none or it is too long."""
-        searched = 0
-        while (end := self._received.find(b"\n", searched)) < 0:
-            searched = len(self._received)
-            if searched > MAX_LINE_BYTES:
-                return None
-            chunk = await anext(self._chunks, None)
-            if chunk is None:
-                return None
-            self._received += chunk
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
-        return line
-
-    async def hear_message(self) -> dict[str, Any] | None:
-        """Return the next line as a JSON object; None when it is anything else."""
-        line = await self.hear()
-        if line is None:
-            return None
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-        return message if isinstance(message, dict) else None
-
-    async def end(self) -> tuple[ExecResult, bytes]:
-        """Kill the process, and return its result and the last of its stderr."""
-        await self._process.kill()
-        result = await self._process.wait()
-        await self._draining
-        return result, bytes(self._stderr)
-
-    async def _drain(self) -> None:
-        """Read stderr until the process dies, so that it never blocks on a full pipe."""
-        async for chunk in self._process.stderr:
-            self._stderr += chunk
-            del self._stderr[:-MAX_STDERR_BYTES]

@@ -12,14 +12,15 @@ dies or is killed during a test fails it, even if the test does not notice; it i
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from areal_agent.errors import SandboxError
+from sandboxes.base import Process
 from sandboxes.judge.languages import bundle
-from sandboxes.judge.programs import Conversation
 from sandboxes.judge.verdict import (
     MAX_TEXT,
     OUTCOME_OF,
@@ -40,6 +41,8 @@ LOADING_S = 30.0
 """The time that the tests' interpreter may take to start and load them, in addition to the time of one test."""
 MAX_NAMES_CHARACTERS = 256 * 1024
 """The most characters of all names of a program together, as JSON; more could fill the memory of the tests' sandbox."""
+MAX_LINE_BYTES = 16 * 2**20
+MAX_STDERR_BYTES = 4_096
 Names = dict[str, tuple[str, list[str]]]
 """By name of the program: what kind of thing it is, and the built-in exceptions that it derives from."""
 
@@ -70,15 +73,11 @@ class RemoteProgram:
         self._box = box
         self._code = code
         self._module = module
-        self._limits = limits
+        self.wall_s = limits.wall_s  # of its start, and of one test
         self._conversation: Conversation | None = None
         self._stopping = asyncio.Lock()
         self.failure = CaseVerdict(outcome=Outcome.CRASHED)  # the reason of its last end
         self.num_ends = 0
-
-    @property
-    def wall_s(self) -> float:
-        return self._limits.wall_s
 
     async def start(self) -> Names | None:
         """Start the process and return the program's names; None, with `failure` set, when it cannot be loaded."""
@@ -151,6 +150,67 @@ def told(raised: Any) -> str:
 def outcome_of_end(result: ExecResult) -> Outcome:
     """Return why a program is gone that should have waited for requests; exiting with 0 is no excuse."""
     return Outcome.CRASHED if result.status is Status.OK else OUTCOME_OF[result.status]
+
+
+class Conversation:
+    """A conversation with one process, from its start to its death. Use it with `async with`."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._chunks = process.stdout
+        self._received = bytearray()
+        self._stderr = bytearray()
+        self._draining = asyncio.create_task(self._drain())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end()
+
+    async def tell(self, message: Any) -> None:
+        """Send a message. If nobody listens any more, `hear` finds out."""
+        with contextlib.suppress(BrokenPipeError, ConnectionError):
+            await self._process.write(json.dumps(message).encode() + b"\n")
+
+    async def hear(self) -> bytes | None:
+        """Return the next line; None when there is none or it is too long."""
+        searched = 0
+        while (end := self._received.find(b"\n", searched)) < 0:
+            searched = len(self._received)
+            if searched > MAX_LINE_BYTES:
+                return None
+            chunk = await anext(self._chunks, None)
+            if chunk is None:
+                return None
+            self._received += chunk
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return line
+
+    async def hear_message(self) -> dict[str, Any] | None:
+        """Return the next line as a JSON object; None when it is anything else."""
+        line = await self.hear()
+        if line is None:
+            return None
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return message if isinstance(message, dict) else None
+
+    async def end(self) -> tuple[ExecResult, bytes]:
+        """Kill the process, and return its result and the last of its stderr."""
+        await self._process.kill()
+        result = await self._process.wait()
+        await self._draining
+        return result, bytes(self._stderr)
+
+    async def _drain(self) -> None:
+        """Read stderr until the process dies, so that it never blocks on a full pipe."""
+        async for chunk in self._process.stderr:
+            self._stderr += chunk
+            del self._stderr[:-MAX_STDERR_BYTES]
 
 
 class TestRun:

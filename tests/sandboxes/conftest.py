@@ -1,7 +1,10 @@
 """A real pool, a real sandbox, and a witness that tells without polling whether a program lives."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import os
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 
 import pytest
 
@@ -12,7 +15,6 @@ from sandboxes.containers.provider import DockerProvider
 from sandboxes.jail import Walls
 
 PATIENCE_S = 20.0
-BACKENDS = ("subprocess", "namespaces", "bubblewrap")
 JAILS = ("namespaces", "bubblewrap")
 
 
@@ -81,17 +83,22 @@ def require() -> Callable[[str], Awaitable[None]]:
     return require
 
 
-@pytest.fixture
-async def pool() -> AsyncIterator[Pool]:
-    async with open_pool(backend="subprocess", wall_s=PATIENCE_S) as pool:
+@asynccontextmanager
+async def pool_of(backend: str, require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool]:
+    await require(backend)
+    async with open_pool(backend=backend, wall_s=PATIENCE_S) as pool:
         yield pool
 
 
 @pytest.fixture
-async def jails(require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool]:
-    """For what is judged behind walls only."""
-    await require("bubblewrap")
-    async with open_pool(backend="bubblewrap", wall_s=PATIENCE_S) as pool:
+def backend() -> str:
+    """The backend of `pool` and `box`; modules for several backends have a fixture of their own."""
+    return "subprocess"
+
+
+@pytest.fixture
+async def pool(backend: str, require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool]:
+    async with pool_of(backend, require) as pool:
         yield pool
 
 
@@ -99,3 +106,40 @@ async def jails(require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool
 async def box(pool: Pool) -> AsyncIterator[Sandbox]:
     async with pool.acquire() as box:
         yield box
+
+
+@pytest.fixture
+async def jails(require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool]:
+    """For what is judged behind walls only."""
+    async with pool_of("bubblewrap", require) as pool:
+        yield pool
+
+
+@pytest.fixture(params=["subprocess", "bubblewrap", pytest.param("docker", marks=pytest.mark.slow)])
+async def any_box(request: pytest.FixtureRequest, require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Sandbox]:
+    """A sandbox of every backend, for what each implements in its own way."""
+    async with pool_of(request.param, require) as pool, pool.acquire() as box:
+        yield box
+
+
+@pytest.fixture
+def descriptors_left() -> Callable[[int], AbstractContextManager[None]]:
+    @contextmanager
+    def descriptors_left(number: int) -> Iterator[None]:
+        """This process may open so many more."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(number)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(number):
+            os.close(taken.pop())
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in taken:
+                os.close(descriptor)
+
+    return descriptors_left

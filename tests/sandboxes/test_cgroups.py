@@ -28,7 +28,7 @@ from sandboxes.cgroups import (
     Hierarchy,
     find_hierarchies,
     hierarchies_here,
-    remove_abandoned,
+    reap_groups,
 )
 from sandboxes.owner import GROUP_PREFIX, is_abandoned, own_tag
 
@@ -183,7 +183,7 @@ async def test_trees_of_dead_owners_are_removed(tree: GroupTree) -> None:
     for folder in (dead, alive):
         (folder / "1").mkdir(parents=True)
     try:
-        assert remove_abandoned() >= 1
+        assert reap_groups() >= 1
         assert (dead.exists(), alive.exists()) == (False, True)
     finally:
         (alive / "1").rmdir()

@@ -8,27 +8,30 @@ that cannot be run with 126; 11. the environment has PATH, HOME, TMPDIR and what
 written; 13. a megabyte of honest output within the bound is whole; 14. time and memory are measured; 15. text that the
 system cannot take is the program's failure; 16. a string for argv, bytes for source, a `cwd` outside and an empty argv
 are refused; 17. the standard streams and the handler of Ctrl-C are those of a Python that has just started, be stdin a
-file or a pipe; 18. where this process has too few descriptors left, that is the sandbox's failure, and none is lost.
+file or a pipe; 18. where this process has too few descriptors left, that is the sandbox's failure, and none is lost;
+19. a signal tells of CPU time, of a file that is too long, or is the program's own; 20. `os._exit(0)` loses its output;
+21. 200 programs at once need no thread each; 22. processes that make sessions and more processes are dead by the
+deadline.
 """
 
+import asyncio
 import gc
 import os
-import resource
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from contextlib import contextmanager
+import signal
+import threading
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
+from sandboxes.conformance.row import processes_left
 from sandboxes.jail import interpreter
 
 
-@pytest.fixture(params=["subprocess", "namespaces", "bubblewrap"])
-async def pool(request: pytest.FixtureRequest, require) -> AsyncIterator[Pool]:
-    await require(request.param)
-    async with open_pool(backend=request.param, wall_s=20.0) as pool:
-        yield pool
+@pytest.fixture(params=["subprocess", "namespaces", "bubblewrap", pytest.param("docker", marks=pytest.mark.slow)])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 async def test_python_runs_as_main(box: Sandbox) -> None:
@@ -144,10 +147,44 @@ async def test_time_and_memory_are_measured(box: Sandbox) -> None:
     assert 50_000_000 <= result.peak_memory_bytes < 120_000_000
 
 
+@pytest.mark.parametrize(
+    ("source", "limits", "status", "number"),
+    [
+        ("while True: pass", {"cpu_s": 0.5}, Status.TIMEOUT, signal.SIGXCPU),
+        ("while True: file.write(bytes(2**16))", {"file_bytes": 2**20}, Status.DISK, signal.SIGXFSZ),
+        ("import os; os.kill(os.getpid(), 11)", {}, Status.SIGNALED, signal.SIGSEGV),
+    ],
+)
+async def test_a_signal_tells_how_it_ended(
+    box: Sandbox, source: str, limits: dict[str, float], status: Status, number: signal.Signals
+) -> None:
+    result = await box.exec_python(f"file = open('big', 'wb')\n{source}", limits=Limits(**{"wall_s": 20.0, **limits}))
+    assert (result.status, result.exit_code, result.signal) == (status, None, number)
+
+
+async def test_early_exit_loses_its_output(box: Sandbox) -> None:
+    result = await box.exec_python("print('42')\nimport os\nos._exit(0)")
+    assert (result.status, result.stdout) == (Status.OK, b"")
+
+
+async def test_200_programs_at_once_without_a_thread_each(backend: str, require) -> None:
+    await require(backend)
+    async with open_pool(backend=backend, wall_s=60.0, max_concurrent=200) as pool, pool.acquire() as box:
+        await box.exec_python("")
+        num_threads = threading.active_count()
+        results = await asyncio.gather(*(box.exec_python(f"print({number})") for number in range(200)))
+        assert threading.active_count() <= num_threads
+    assert [result.stdout for result in results] == [b"%d\n" % number for number in range(200)]
+
+
 @pytest.mark.parametrize("text", ["\ud800", "a\0b"])
-async def test_text_that_the_system_cannot_take_fails_the_program(box: Sandbox, text: str) -> None:
+async def test_text_that_the_system_cannot_take_fails_the_program(backend: str, box: Sandbox, text: str) -> None:
     assert (await box.exec_python(f"print(1) # {text}")).status is Status.NONZERO
-    assert (await box.exec([text])).exit_code == 126
+    if backend == "docker":
+        with pytest.raises(ValueError):
+            await box.exec([text])
+    else:
+        assert (await box.exec([text])).exit_code == 126
 
 
 @pytest.mark.parametrize("argv", ["ls", []])
@@ -175,8 +212,8 @@ print(signal.getsignal(signal.SIGINT).__name__, signal.getsignal(signal.SIGCHLD)
 """
 
 
-async def test_streams_are_those_of_a_python_that_has_just_started(box: Sandbox) -> None:
-    bare = [interpreter(), "-I", "-S", "-X", "utf8", "-c", STREAMS]
+async def test_streams_are_those_of_a_python_that_has_just_started(backend: str, box: Sandbox) -> None:
+    bare = ["python3" if backend == "docker" else interpreter(), "-I", "-S", "-X", "utf8", "-c", STREAMS]
     started = await box.exec(bare, stdin=b"a file")
     assert started.is_ok, started
     assert (await box.exec_python(STREAMS, stdin=b"a file")).stdout == started.stdout
@@ -184,26 +221,6 @@ async def test_streams_are_those_of_a_python_that_has_just_started(box: Sandbox)
     said = [chunk async for chunk in talking.stdout]
     assert b"".join(said) == b"".join([chunk async for chunk in expected.stdout])
     assert (await talking.wait()).is_ok
-
-
-@contextmanager
-def descriptors_left(number: int) -> Generator[None, None, None]:
-    """So many more may this process open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(number)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-    try:
-        while True:
-            taken.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError:
-        for descriptor in taken[len(taken) - number :]:
-            os.close(descriptor)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in taken[: len(taken) - number]:
-            os.close(descriptor)
 
 
 async def run(box: Sandbox) -> None:
@@ -215,7 +232,11 @@ async def talk(box: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("use", [run, talk])
-async def test_too_few_descriptors(box: Sandbox, use: Callable[[Sandbox], Awaitable[None]]) -> None:
+async def test_too_few_descriptors(
+    backend: str, box: Sandbox, use: Callable[[Sandbox], Awaitable[None]], descriptors_left
+) -> None:
+    if backend == "docker":
+        pytest.skip("programs of containers take no descriptors of the host's")
     await use(box)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
@@ -231,3 +252,24 @@ async def test_too_few_descriptors(box: Sandbox, use: Callable[[Sandbox], Awaita
     assert num_refused
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+STORM = """
+import os, threading
+def storm():
+    while True:
+        try:
+            if os.fork() == 0:
+                os.setsid()
+                storm()
+        except OSError: pass
+for _ in range(4): threading.Thread(target=storm).start()
+"""
+
+
+async def test_storms_of_sessions_are_dead_by_the_deadline(backend: str, box: Sandbox) -> None:
+    if backend == "subprocess":
+        pytest.skip("nothing bounds the processes of a program without walls")
+    results = await asyncio.gather(*(box.exec_python(STORM, limits=Limits(wall_s=1.0)) for _ in range(2)))
+    assert {result.status for result in results} <= {Status.PIDS, Status.TIMEOUT}
+    assert await processes_left(box) == ""

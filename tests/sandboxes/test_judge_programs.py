@@ -4,7 +4,8 @@
 is not in it; 3. how a program fails is told; 4. each case counts for its part; 5. `stop_early` leaves out what follows
 the first failure; 6. a case may have limits of its own; 7. a custom checker decides, may give a part, and one that
 fails passes nothing; 8. what the program prints in a call is no result; 9. what cannot be judged is refused; 10. a
-sandbox that fails, or that has not the language, raises SandboxError: it is no verdict.
+sandbox that fails, or that has not the language, raises SandboxError: it is no verdict; 11. a text that is
+precompiled does what its source does, in a Python of any version.
 """
 
 import shutil
@@ -12,8 +13,9 @@ import shutil
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes import Limits, Pool, open_pool
+from sandboxes import Limits, Pool, Sandbox, open_pool
 from sandboxes.judge import CallCase, CloseNumbers, CustomChecker, Exact, Language, Outcome, StdinCase, UnitTests, grade
+from sandboxes.judge.languages import precompiled
 
 SUMS = [StdinCase(stdin=f"{n} 2", expected=str(n + 2)) for n in range(3)]
 ADDS = [CallCase(function="add", args=[n, 2], expected=n + 2) for n in range(3)]
@@ -52,26 +54,22 @@ async def test_each_case_counts_for_its_part(pool: Pool, code: str, cases: list)
 @pytest.mark.parametrize(
     "language", [pytest.param(name, marks=pytest.mark.slow if name == "cpp" else ()) for name in BY_LANGUAGE]
 )
-async def test_languages(require, language: str) -> None:
-    await require("bubblewrap")
+async def test_languages(jails: Pool, language: str) -> None:
     if shutil.which(PROGRAM_OF[language], path="/usr/bin:/bin") is None and language != "python":
         pytest.skip(f"{PROGRAM_OF[language]} is not installed")
-    async with open_pool(backend="bubblewrap") as pool:
-        right = await grade(BY_LANGUAGE[language], SUMS, pool=pool, language=language, limits=AMPLE)
-        wrong = await grade("(", SUMS, pool=pool, language=language, limits=AMPLE)
+    right = await grade(BY_LANGUAGE[language], SUMS, pool=jails, language=language, limits=AMPLE)
+    wrong = await grade("(", SUMS, pool=jails, language=language, limits=AMPLE)
     assert right.reward == 1.0, right
     assert wrong.cases[0].outcome in (Outcome.CRASHED, Outcome.NOT_BUILT)
     assert wrong.cases[0].detail
 
 
-async def test_calls_in_javascript(require) -> None:
-    await require("bubblewrap")
+async def test_calls_in_javascript(jails: Pool) -> None:
     if shutil.which("node", path="/usr/bin:/bin") is None:
         pytest.skip("node is not installed")
     code = "class Solution { add(a, b) { console.log('thinking'); return a + b } }"
-    async with open_pool(backend="bubblewrap") as pool:
-        assert (await grade(code, ADDS, pool=pool, language="javascript", limits=AMPLE)).reward == 1.0
-        assert (await grade("const add = (a, b) => a - b", ADDS, pool=pool, language="javascript")).reward == 0.0
+    assert (await grade(code, ADDS, pool=jails, language="javascript", limits=AMPLE)).reward == 1.0
+    assert (await grade("const add = (a, b) => a - b", ADDS, pool=jails, language="javascript")).reward == 0.0
 
 
 async def test_a_language_of_ones_own(pool: Pool) -> None:
@@ -194,3 +192,20 @@ async def test_a_sandbox_that_fails_is_no_verdict() -> None:
         await pool.close()
         with pytest.raises(SandboxError):
             await grade(READS_AND_ADDS, SUMS, pool=pool)
+
+
+OTHER_VERSION = b"\0\0\r\n"
+
+
+@pytest.mark.parametrize("options", [{}, {"version": OTHER_VERSION}], ids=["same", "other"])
+async def test_a_precompiled_text_does_what_its_source_does(box: Sandbox, options: dict[str, bytes]) -> None:
+    text = precompiled('import sys\nprint(__name__, sys.stdin.read(), \'"""\\n{}\')\n1 / 0', "<mine>", **options)
+    result = await box.exec_python(text, stdin=b"given")
+    assert result.stdout == b'__main__ given """\n{}\n'
+    assert b'File "<mine>", line 3' in result.stderr
+    assert result.stderr.endswith(b"ZeroDivisionError: division by zero\n")
+
+
+async def test_a_python_of_this_version_does_not_look_at_the_source(box: Sandbox) -> None:
+    text = precompiled("print('as compiled')", "<mine>")
+    assert (await box.exec_python(text.replace("print(", "1 / 0 (", 1))).stdout == b"as compiled\n"

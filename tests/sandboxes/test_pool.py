@@ -1,12 +1,13 @@
 """The pool, its launcher, and every way to end.
 
-1. 200 programs at once, without a thread each; 2. programs at once are bounded and wait in their order; 3. checkouts
-are not bounded; 4. a slot is free again after a failure; 5. cancelling a call kills its program; 6. so does closing its
-sandbox, and the call fails; 7. closing the pool leaves neither process nor file, also with programs running; 8. closing
-twice is harmless, and afterwards nothing runs; 9. a killed launcher fails its calls, takes its programs along, and the
-next program gets a fresh one; 10. so does one that no longer answers; 11. when the host is killed, programs and files
-go too; 12. opening warns of what is not stopped; 13. more isolation than there is, a limit that is not
-enforced, too many programs, an unknown backend are refused.
+1. Programs at once are bounded and wait in their order; 2. checkouts are not bounded; 3. a slot is free again after a
+failure; 4. cancelling a call kills its program; 5. so does closing its sandbox, and the call fails; 6. closing the
+pool leaves neither process nor file, also with programs running; 7. closing twice is harmless, and afterwards nothing
+runs; 8. a killed launcher fails its calls, takes its programs along, and the next program gets a fresh one; 9. so does
+one that no longer answers; 10. when the host is killed, programs and files go too; 11. opening warns of what is not
+stopped; 12. more isolation than there is, a limit that is not enforced, too many programs, an unknown backend are
+refused; 13. `auto` and `embedded` take plain processes only where these are allowed, with a warning that says why, and
+the next strongest backend where the strongest does not work.
 """
 
 import asyncio
@@ -14,28 +15,21 @@ import logging
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
+from sandboxes.base import Provider
+from sandboxes.pool import start_strongest
+from sandboxes.subprocess import SubprocessProvider
 
 WAIT = "witness.recv(9)\n"
 
 
 async def launcher_pid(box: Sandbox) -> int:
     return int((await box.exec_python("import os; print(os.getppid())")).stdout)
-
-
-async def test_200_programs_at_once_without_a_thread_each() -> None:
-    async with open_pool(backend="subprocess", wall_s=30.0, max_concurrent=200) as pool, pool.acquire() as box:
-        num_threads = threading.active_count()
-        calls = [asyncio.create_task(box.exec_python(f"print({number})")) for number in range(200)]
-        results = await asyncio.gather(*calls)
-        assert threading.active_count() == num_threads
-    assert [result.stdout for result in results] == [b"%d\n" % number for number in range(200)]
 
 
 async def test_programs_wait_in_their_order(witness) -> None:
@@ -201,3 +195,35 @@ async def test_bad_options_are_refused(options: dict[str, object], message: str)
     with pytest.raises(ValueError, match=message):
         async with open_pool(**options):
             pass
+
+
+async def broken() -> Provider:
+    raise SandboxError("no daemon answers")
+
+
+async def working() -> Provider:
+    return await SubprocessProvider.start()
+
+
+@pytest.mark.parametrize("backend", ["auto", "embedded"])
+async def test_plain_processes_are_never_taken_unasked(backend: str) -> None:
+    with pytest.raises(SandboxError, match=rf"no daemon answers.*the {backend} backend .*sandbox\.min_isolation=none"):
+        await start_strongest(backend, [(Isolation.CONTAINER, broken)], None)
+
+
+async def test_where_they_are_allowed_a_warning_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        provider = await start_strongest("auto", [(Isolation.CONTAINER, broken)], Isolation.NONE)
+    try:
+        assert provider.capabilities().isolation is Isolation.PROCESS
+        assert "subprocess, for no daemon answers" in caplog.text
+    finally:
+        await provider.close()
+
+
+async def test_the_next_strongest_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    isolating = [(Isolation.CONTAINER, broken), (Isolation.NAMESPACES, working)]
+    with caplog.at_level(logging.WARNING):
+        provider = await start_strongest("auto", isolating, None)
+    await provider.close()
+    assert "subprocess, for" not in caplog.text

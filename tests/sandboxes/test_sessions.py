@@ -8,8 +8,8 @@ or a syntax error loses nothing; 10. a run that is killed leaves the state of th
 Python: 11. names are kept, an exception is its own traceback and loses nothing; 12. an interrupted run loses nothing;
 13. one that takes no interruption loses the state, and says so; 14. so does one that dies, whose status is the
 kernel's; 15. output is bounded; 16. limits of the session are not taken for a run; 17. cancelling a run ends it;
-18. what runs print and write to descriptors is data; 19. a child that a run forks does not take part in the next;
-20. with its sandbox a session is closed.
+18. a child that a run forks does not take part in the next; 19. with its sandbox a session is closed. (What runs print
+and write to descriptors is row 25 of the hostile suite.)
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes import Limits, Pool, Sandbox, Status, open_pool
+from sandboxes import Limits, Pool, Sandbox, Status
 
 SET_UP = """
 text='a  b'; list=(1 '2 3'); declare -A map=([k]=v); export E=e
@@ -32,10 +32,8 @@ ECHO = "import sys\nfor line in sys.stdin: print('got', line, end='', flush=True
 
 
 @pytest.fixture(params=["subprocess", "bubblewrap", pytest.param("docker", marks=pytest.mark.slow)])
-async def pool(request: pytest.FixtureRequest, require) -> AsyncIterator[Pool]:
-    await require(request.param)
-    async with open_pool(backend=request.param, wall_s=20.0) as pool:
-        yield pool
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 async def test_spawned_program_answers_while_it_runs(box: Sandbox) -> None:
@@ -178,15 +176,6 @@ async def test_cancelling_a_run_of_python_ends_it(box: Sandbox) -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
         assert (await python.run("print(1)")).stdout == b"1\n"
-
-
-async def test_what_python_prints_is_data(box: Sandbox) -> None:
-    forged = bytes([3, 17, 0, 0, 0]) + bytes(17)
-    source = f"import os\nfor fd in range(64):\n  try: os.write(fd, {forged!r})\n  except OSError: pass\nexit(5)"
-    async with box.python() as python:
-        for _ in range(2):
-            result = await python.run(source)
-            assert (result.exit_code, result.stdout, result.stderr) == (5, forged, forged)
 
 
 async def test_forked_child_is_not_the_session(box: Sandbox) -> None:

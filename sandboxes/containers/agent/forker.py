@@ -7,14 +7,13 @@ differs from the programs', so they can neither signal nor trace it; besides, th
 import contextlib
 import errno
 import os
-import select
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn
 
-from sandboxes.containers.agent.program import HAS_RESOURCE
+from sandboxes.inner.processes import exited_children, kill_group, kill_rest_of_group, kill_strays, serve
 
 ORDER = struct.Struct("=BQI")
 """START or KILL, number of the run, user. START comes with descriptors: request, stdin, stdout, stderr."""
@@ -36,22 +35,10 @@ class Forker:
         self._relay = relay
         self._relay_pid = relay_pid
         self._runs: dict[int, tuple[int, int]] = {}  # number and user, by pid
-        self._wake_read, self._wake_write = os.pipe()
 
     def serve(self) -> None:
         """Serve until the relay is gone, which ends with the host."""
-        for descriptor in (self._wake_read, self._wake_write):
-            os.set_blocking(descriptor, False)
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # so that the wake-up pipe is written
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        while True:
-            ready, _, _ = select.select([self._wake_read, self._relay], [], [])
-            if self._wake_read in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
-                self._reap()
-            if self._relay in ready and not self._take_order():
-                return
+        serve(self._relay, self._reap, self._take_order)
 
     def _take_order(self) -> bool:
         message, descriptors, _, _ = socket.recv_fds(self._relay, ORDER.size, NUM_DESCRIPTORS)
@@ -100,10 +87,10 @@ class Forker:
                 os._exit(1)
             run_id, uid = self._runs.pop(pid, (None, 0))
             if run_id is not None:
-                kill_group(pid)
+                kill_rest_of_group(pid)
                 self._kill_user(uid)
                 reports.append((run_id, *outcome))
-        self._kill_strays()
+        kill_strays(self._runs, MAX_SWEEPS, spared=self._relay_pid, before_sweep=self._kill_many)
         for report in reports:
             self._report(ENDED, *report)
 
@@ -113,60 +100,14 @@ class Forker:
             return
         kill_all_of(uid)
 
-    def _kill_strays(self) -> None:
-        """Kill the orphans of dead programs and the daemons of living ones, and what these leave in turn.
-
-        If they keep coming, all programs of their users die; otherwise the whole container would have to.
-        """
-        for sweep in range(MAX_SWEEPS):
-            strays = [pid for pid in children() if self._is_stray(pid)]
-            if not strays:
-                return
-            if sweep >= MANY_SWEEPS:
-                for uid in {uid for _, uid in self._runs.values()}:
-                    kill_all_of(uid)
-            for pid in strays:
-                kill_group(pid)
-            for pid in strays:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
-
-    def _is_stray(self, pid: int) -> bool:
-        """Return whether a child is an orphan outside the group of every running program; one inside dies with its
-        program.
-        """
-        if pid == self._relay_pid or pid in self._runs:
-            return False
-        try:
-            return os.getpgid(pid) not in self._runs
-        except ProcessLookupError:
-            return False
+    def _kill_many(self, sweep: int) -> None:
+        """If strays keep coming, kill all programs of all users; otherwise the whole container would have to die."""
+        if sweep >= MANY_SWEEPS:
+            for uid in {uid for _, uid in self._runs.values()}:
+                kill_all_of(uid)
 
     def _report(self, kind: int, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
         self._relay.send(REPORT.pack(kind, run_id, value, cpu_us, peak_bytes))
-
-
-def exited_children() -> Iterator[tuple[int, int, int, int]]:
-    """Yield pid, status, CPU microseconds and peak resident bytes of every child that has ended."""
-    while True:
-        try:
-            pid, *usage = wait_for_one()
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, usage[0], usage[1], usage[2]
-
-
-def wait_for_one() -> tuple[int, int, int, int]:
-    if HAS_RESOURCE:
-        pid, status, usage = os.wait4(-1, os.WNOHANG)
-        return pid, status, int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss * 1024
-    before = os.times()
-    pid, status = os.waitpid(-1, os.WNOHANG)
-    after = os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
-    return pid, status, int(cpu_s * 1e6), 0
 
 
 def kill_all_of(uid: int) -> None:
@@ -175,28 +116,3 @@ def kill_all_of(uid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     os.setresuid(0, 0, 0)
-
-
-def kill_group(pid: int) -> None:
-    """Kill a process and its group; by its own id too, since it may not have made its group yet."""
-    for kill in (os.kill, os.killpg):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
-def children() -> list[int]:
-    """Return the children of this process, by asking every process for its parent if the kernel does not list them."""
-    own = os.getpid()
-    try:
-        with open(f"/proc/{own}/task/{own}/children") as file:
-            return [int(child) for child in file.read().split()]
-    except FileNotFoundError:
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == own]
-
-
-def parent_of(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0

@@ -2,13 +2,13 @@
 
 import os
 import socket
-import sys
 from functools import partial
 
 from sandboxes.containers.agent.forker import Forker
 from sandboxes.containers.agent.program import HAS_WARM_PYTHON, become_program
 from sandboxes.containers.agent.relay import Relay
 from sandboxes.containers.agent.wire import Has
+from sandboxes.inner.processes import forget_package
 
 try:
     from sandboxes.inner.kernel import load_filter
@@ -23,8 +23,7 @@ def main(system_call_filter: bytes) -> None:
     if load_filter is not None and system_call_filter:
         load_filter(system_call_filter)
         has |= Has.FILTER
-    for name in [name for name in sys.modules if name.split(".")[0] == "sandboxes"]:
-        del sys.modules[name]  # a program may have a module of that name
+    forget_package()
     for_forker, for_relay = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     relay_pid = os.fork()
     if relay_pid == 0:

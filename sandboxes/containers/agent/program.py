@@ -4,12 +4,12 @@ Its memory is a copy of the forker's, which holds nobody's data; the request is 
 """
 
 import os
-import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from sandboxes.containers.agent.files import list_tree, read_file, write_files
+from sandboxes.containers.agent.files import receive_files, send_file, send_tree
 from sandboxes.containers.agent.wire import REQUEST, Operation, unpack
+from sandboxes.inner.processes import run_executable
 
 try:
     import resource
@@ -27,8 +27,6 @@ except ImportError:  # no ctypes: a Python program gets an interpreter of its ow
 if TYPE_CHECKING:
     from sandboxes.inner.program import Interpreter
 
-HAS_RESOURCE = resource is not None
-"""Without it `os.wait4` does not work either."""
 HAS_WARM_PYTHON = program is not None
 NICENESS = 10
 """Lets the agent get its turn among many programs on few CPUs."""
@@ -38,40 +36,26 @@ MAX_DESCRIPTORS = 256
 
 def become_program(interpreter: "Interpreter | None", request: bytes, standard: list[int]) -> NoReturn:
     """Become the program, in the container's working directory; without `interpreter`, Python starts afresh."""
-    (operation, uid, gid, *limits), (cwd, env, *arguments) = (
-        REQUEST.unpack_from(request),
-        unpack(request[REQUEST.size :]),
-    )
+    operation, uid, gid, *limits = REQUEST.unpack_from(request)
+    cwd, env, *arguments = unpack(request[REQUEST.size :])
     _confine(uid, gid, limits)
     _enter(cwd)
     for target, descriptor in enumerate(standard):
         os.dup2(descriptor, target)
     os.closerange(3, MAX_DESCRIPTORS)
+    variables = dict(text.split(b"=", 1) for text in unpack(env))
     if operation == Operation.EXECUTABLE:
-        run_executable(arguments, dict(text.split(b"=", 1) for text in unpack(env)))
+        run_executable(arguments, variables)
     elif operation == Operation.SOURCE:
-        run_python(interpreter, arguments[0], [os.fsdecode(text) for text in unpack(env)])
+        run_python(interpreter, arguments[0], variables)
     serve_files(operation, arguments)
 
 
-def run_executable(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        os.execvpe(argv[0], argv, env)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        os.write(2, f"sandbox: cannot run {os.fsdecode(argv[0])!r}: {reason}\n".encode(errors="replace"))
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
-
-
-def run_python(interpreter: "Interpreter | None", source: bytes, env: list[str]) -> NoReturn:
-    variables = dict(text.split("=", 1) for text in env)
+def run_python(interpreter: "Interpreter | None", source: bytes, env: dict[bytes, bytes]) -> NoReturn:
     if kernel is None or program is None or interpreter is None:
-        argv = [sys.executable, "-X", "utf8", "-c", source]
-        run_executable(
-            [os.fsencode(argument) for argument in argv], {os.fsencode(k): os.fsencode(v) for k, v in variables.items()}
-        )
+        run_executable([os.fsencode(sys.executable), b"-X", b"utf8", b"-c", source], env)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # changing the user cleared it, which made /dev/stdin unreadable
+    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
     program.run_source(interpreter, source.decode(errors="surrogatepass"), variables)
 
 
@@ -80,11 +64,11 @@ def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:
     path = arguments[0]
     try:
         if operation == Operation.WRITE:
-            write_files(path, 0)
+            receive_files(path, 0)
         elif operation == Operation.READ:
-            read_file(path, int(arguments[1]), 1)
+            send_file(path, int(arguments[1]), 1)
         else:
-            list_tree(path, int(arguments[1]), 1)
+            send_tree(path, int(arguments[1]), 1)
     except OSError as error:
         os._exit(error.errno or 255)
     os._exit(0)

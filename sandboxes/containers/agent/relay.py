@@ -14,17 +14,19 @@ import socket
 import time
 from collections import deque
 
-from sandboxes.containers.agent.counters import Counters
 from sandboxes.containers.agent.forker import ENDED as FORKER_ENDED
 from sandboxes.containers.agent.forker import KILL, ORDER, REPORT, START
 from sandboxes.containers.agent.forker import STARTED as FORKER_STARTED
-from sandboxes.containers.agent.wire import ENDED, HEADER, REQUEST, Ask, End, Tell
+from sandboxes.containers.agent.wire import ENDED, HEADER, REQUEST, Ask, End, Tell, whole_frames
 from sandboxes.containers.agent.wire import START as START_BODY
 
 CHUNK_BYTES = 65_536
 PAUSE_S = 0.01
 """How long a program's start and output may wait to be sent together with its end: each message wakes four processes.
 """
+OOM_KILLS = (("/sys/fs/cgroup/memory.events", b"oom_kill"), ("/sys/fs/cgroup/memory/memory.oom_control", b"oom_kill"))
+REFUSED_FORKS = (("/sys/fs/cgroup/pids.events", b"max"), ("/sys/fs/cgroup/pids/pids.events", b"max"))
+"""The files of control groups, version 2 or 1, and the names of the counters in them."""
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
@@ -59,7 +61,7 @@ class Relay:
         self._orders: deque[tuple[bytes, Run, list[int]]] = deque()  # each with its descriptors
         self._first_deadline_s = float("inf")  # no later than any run's
         self._poll = select.poll()
-        self._counters = Counters()
+        self._counters = [Counter(OOM_KILLS), Counter(REFUSED_FORKS)]
         self._runs: dict[int, Run] = {}
         self._run_of: dict[int, Run] = {}  # by descriptor of a pipe
         self._received = bytearray()
@@ -93,13 +95,8 @@ class Relay:
     def _hear(self) -> bool:
         data = os.read(self._source, CHUNK_BYTES)
         self._received += data
-        while len(self._received) >= HEADER.size:
-            kind, number, size = HEADER.unpack_from(self._received)
-            if len(self._received) < HEADER.size + size:
-                break
-            body = bytes(self._received[HEADER.size : HEADER.size + size])
-            del self._received[: HEADER.size + size]
-            self._obey(kind, number, body)
+        for frame in whole_frames(self._received):
+            self._obey(*frame)
         return bool(data)
 
     def _obey(self, kind: int, number: int, body: bytes) -> None:
@@ -115,7 +112,7 @@ class Relay:
             run.is_stdin_ending = True
             self._feed(run)
         elif kind == Ask.KILL:
-            self._kill(run)
+            self._order(KILL, run, [])
         elif kind == Ask.MORE:
             for descriptor, stream in run.outputs.items():
                 if stream == body[0]:
@@ -127,7 +124,7 @@ class Relay:
         request = body[end_of_stdin:]
         _, uid, gid, *_ = REQUEST.unpack_from(request)
         run = Run(number, uid, *told)
-        run.counted = self._counters.read()
+        run.counted = [counter.read() for counter in self._counters]
         descriptors: list[int] = []
         try:
             descriptors.append(file_of(request))
@@ -159,9 +156,6 @@ class Relay:
         for descriptor in descriptors:
             os.close(descriptor)
         self._tell(Tell.FAILED, run.number, bytes([error.errno or 255]))
-
-    def _kill(self, run: Run) -> None:
-        self._order(KILL, run, [])
 
     # ── to the forker ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -246,7 +240,7 @@ class Relay:
     def _stop(self, run: Run, reason: End) -> None:
         run.end = run.end or reason
         run.deadline_s = float("inf")
-        self._kill(run)
+        self._order(KILL, run, [])
 
     def _end_late_runs(self) -> None:
         now_s = time.monotonic()
@@ -278,7 +272,7 @@ class Relay:
         run = self._runs.pop(number, None)
         if run is None:
             return  # it failed already: we heard from its child before the forker saw it end
-        counted = [now - before for now, before in zip(self._counters.read(), run.counted, strict=True)]
+        counted = [counter.read() - before for counter, before in zip(self._counters, run.counted, strict=True)]
         if kind != FORKER_ENDED:
             if value != errno.EAGAIN or not counted[1]:
                 self._close(run)
@@ -332,6 +326,23 @@ class Relay:
             at += os.write(self._out, self._untold[at : at + CHUNK_BYTES])
         self._untold.clear()
         self._tell_at_s = float("inf")
+
+
+class Counter:
+    """A counter of the container's control group, in the first of these files that exists; 0 where none does."""
+
+    def __init__(self, places: tuple[tuple[str, bytes], ...]) -> None:
+        self._file: int | None = None
+        self._name = b""
+        for path, name in places:
+            if self._file is None and os.path.exists(path):
+                self._file, self._name = os.open(path, os.O_RDONLY | os.O_CLOEXEC), name
+
+    def read(self) -> int:
+        if self._file is None:
+            return 0
+        words = os.pread(self._file, 4096, 0).split()
+        return int(words[words.index(self._name) + 1])
 
 
 def file_of(data: bytes) -> int:

@@ -4,6 +4,7 @@ The host decodes nothing that comes out of a container except numbers and raw by
 """
 
 import struct
+from collections.abc import Iterator
 from enum import IntEnum
 
 HEADER = struct.Struct("=BQI")
@@ -67,6 +68,20 @@ class Has(IntEnum):
 
     FILTER = 1
     WARM_PYTHON = 2
+
+
+def whole_frames(received: bytearray, max_bytes: float = float("inf")) -> Iterator[tuple[int, int, bytes]]:
+    """Yield kind, number and body of the frames at the front, and remove them; ValueError for too long a body."""
+    while len(received) >= HEADER.size:
+        kind, number, size = HEADER.unpack_from(received)
+        if size > max_bytes:
+            raise ValueError(f"a frame of {size} bytes")
+        end = HEADER.size + size
+        if len(received) < end:
+            return
+        body = bytes(received[HEADER.size : end])
+        del received[:end]
+        yield kind, number, body
 
 
 def pack(*texts: bytes) -> bytes:

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Program
+from sandboxes.cgroups import Bounds
 from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
 from sandboxes.containers.agent_link import MAX_ON_THE_WAY, AgentEnd, AgentLink
 from sandboxes.containers.cell import AgentCell
-from sandboxes.containers.confinement import Bounds, SharedBounds, User
+from sandboxes.containers.confinement import SharedBounds, User
 from sandboxes.spec import Limits
 
 LIMITS = Limits(wall_s=60.0, output_bytes=10)
