@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from areal_agent import RolloutBatch
 from areal_agent.observe.batch_metrics import describe_batch, pass_at
 from areal_agent.types import FinishReason, Rewards
-from tests.observe.batches import batch_of, record, trajectory
+from tests.histories import batch_of, record, trajectory
 
 
 @pytest.fixture

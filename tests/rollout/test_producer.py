@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
+from areal_agent import Status, Task, Trajectory, TrajectoryGroup
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
@@ -29,17 +29,7 @@ from areal_agent.rollout.tasks.draws import Draws
 from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.rollout.tasks.stream import TaskStream
 from areal_agent.staleness import Admission
-from areal_agent.types import (
-    Completion,
-    Distribution,
-    FinishReason,
-    SamplingParams,
-    SessionPurpose,
-    SessionRecord,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from tests.histories import begin_rollout, end_rollout, trajectory
 
 GROUP_SIZE = 2
 
@@ -48,55 +38,8 @@ async def roll_out(
     ledger: Ledger, session_id: str, group_id: str, versions: list[int], status: Status, reward: float
 ) -> Trajectory:
     """Record one rollout whose one answer was sampled under `versions`, token by token."""
-    record = SessionRecord(
-        id=session_id,
-        group_id=group_id,
-        task_id="0",
-        purpose=SessionPurpose.TRAIN,
-        seed=0,
-        key_hash="0" * 64,
-        started_s=1.0,
-    )
-    spans = tuple(
-        VersionSpan(version=WeightVersion(step=version), start=place, end=place + 1)
-        for place, version in enumerate(versions)
-    )
-    completion = Completion(
-        id=f"{session_id}-c",
-        token_ids=tuple(range(len(versions))),
-        logprobs=(-0.5,) * len(versions),
-        versions=spans,
-        finish_reason=FinishReason.STOP,
-        distribution=Distribution.EXACT,
-    )
-    turn = Turn(
-        id=f"{session_id}-t",
-        parent=None,
-        fork_at=0,
-        new_prompt_ids=(1, 2),
-        completions=(completion,),
-        request_delta=(),
-        sampling=SamplingParams(),
-        started_s=1.0,
-        ended_s=2.0,
-    )
-    await ledger.own.open_session(record)
-    await ledger.own.append_turn(session_id, turn)
-    await ledger.own.close_session(
-        Trajectory(
-            session_id=session_id,
-            group_id=group_id,
-            task_id="0",
-            turns=(turn,),
-            rewards=Rewards(final=reward),
-            status=status,
-            error=None,
-            logged={},
-            started_s=1.0,
-            ended_s=3.0,
-        )
-    )
-    return await ledger.trajectory(session_id)
+    await begin_rollout(ledger, session_id, group_id)
+    return await end_rollout(ledger, trajectory(session_id, versions, reward, group_id=group_id, status=status))
 
 
 class Script:

@@ -11,7 +11,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from areal_agent.trainer.wire import StepInput
-from areal_agent.types import Rewards, RolloutBatch, Status, TokenRecord, Trajectory, TrajectoryGroup
+from areal_agent.types import RolloutBatch, TokenRecord, Trajectory
+from tests.histories import batch_of, trajectory
 
 VOCAB_SIZE = 61
 
@@ -73,7 +74,7 @@ def make_batch() -> Callable[..., RolloutBatch]:
     def make(step: int, *, num_groups: int = 3, seed: int = 0) -> RolloutBatch:
         rng = np.random.default_rng([seed, step])
         records: list[TokenRecord] = []
-        groups: list[TrajectoryGroup] = []
+        trajectories: list[Trajectory] = []
         for number in range(num_groups):
             rewards = {f"s{step}-{number}-{i}": float((number + i) % 3 == 0) for i in range(4)}
             for i, (session, reward) in enumerate(rewards.items()):
@@ -81,29 +82,13 @@ def make_batch() -> Callable[..., RolloutBatch]:
                     records.append(
                         random_record(rng, session, f"g{step}-{number}", reward, branch=branch, version=step - 1)
                     )
-            groups.append(group_of(f"g{step}-{number}", rewards))
-        return RolloutBatch(step=step, groups=tuple(groups), records=tuple(records))
+            trajectories += [
+                trajectory(session, [], reward, group_id=f"g{step}-{number}", turns=())
+                for session, reward in rewards.items()
+            ]
+        return batch_of(trajectories, records, step)
 
     return make
-
-
-def group_of(group_id: str, rewards: dict[str, float]) -> TrajectoryGroup:
-    trajectories = [
-        Trajectory(
-            session_id=session,
-            group_id=group_id,
-            task_id="task",
-            turns=(),
-            rewards=Rewards(final=reward),
-            status=Status.COMPLETED,
-            error=None,
-            logged={},
-            started_s=0.0,
-            ended_s=1.0,
-        )
-        for session, reward in rewards.items()
-    ]
-    return TrajectoryGroup(group_id=group_id, task_id="task", trajectories=tuple(trajectories))
 
 
 @pytest.fixture(scope="session")

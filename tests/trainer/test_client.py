@@ -153,7 +153,7 @@ async def test_what_was_saved_is_what_was_published(ready, make_batch, model_fol
 async def test_a_failing_command_is_a_trainer_error_and_the_worker_lives_on(ready, make_batch):
     batch = make_batch(1)
     broken = replace(batch.records[0], behavior_logprobs=np.full_like(batch.records[0].behavior_logprobs, math.nan))
-    with pytest.raises(TrainerError, match=r"(?s)train_step failed: ValueError: branch 0 of session.*samples\.py"):
+    with pytest.raises(TrainerError, match=r"(?s)train_step failed: ValueError: branch 0 of session.*batching\.py"):
         await ready.train_step(replace(batch, records=(broken, *batch.records[1:])))
     assert (await ready.train_step(batch)).metrics["num_updates"] == 1
 

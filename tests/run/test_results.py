@@ -1,9 +1,13 @@
-"""The lines at the end of a run: 1. blocked event loops are told when they cost time, and only then; 2. where the time
-went, and the advice, which summary.json has, too; 3. evaluations beside training are in the curve;
-4. success is compared only with what was graded before training; 5. updates that were left out are told; 6. mean
-rewards are told where they differ from success, and summary.json has those of the last evaluations.
+"""The lines at the end of a run, summary.json, and the remarks on a run's rows.
+
+- Blocked event loops, skipped updates and mean rewards are reported where they matter, and only there.
+- Where the time went, and the advice, are in the lines and in summary.json, with the last evaluations' mean rewards.
+- Evaluations beside training are in the curve; success is compared only with what was graded before training.
+- A weight for a part of the reward that no rollout named is reported once; skipped updates at each step.
 """
 
+import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,11 @@ import pytest
 
 from areal_agent.files import RunFolder
 from areal_agent.observe.metrics import MetricsLog
-from areal_agent.run.results import RunFacts, RunStatus, closing_lines, write_report
+from areal_agent.observe.progress import Progress
+from areal_agent.run.results import RunFacts, RunMetrics, RunStatus, closing_lines, write_report
+from areal_agent.trainer.wire import StepReport
+from areal_agent.types import Rewards, RolloutBatch
+from tests.histories import batch_of, record, trajectory
 
 SUMMARY = {
     "status": "completed",
@@ -124,3 +132,34 @@ def test_evaluations_beside_training_are_in_the_curve(tmp_path: Path) -> None:
     write(tmp_path / "with", with_evaluation=True)
     write(tmp_path / "without", with_evaluation=False)
     assert (tmp_path / "with" / "curve.png").read_bytes() != (tmp_path / "without" / "curve.png").read_bytes()
+
+
+@pytest.fixture
+def batch() -> RolloutBatch:
+    one = replace(trajectory("a", [1], 0.0), rewards=Rewards(final=0.0, parts={"format": 1.0}))
+    return batch_of([one], [record("a", [1])])
+
+
+def told(batch: RolloutBatch, *, part_names: tuple[str, ...] = (), num_skipped: int = 0) -> str:
+    """All that is told of two steps."""
+    stream = io.StringIO()
+    metrics = RunMetrics(Progress(total_steps=2, mode="plain", stream=stream), 1.0, part_names=part_names)
+    for step in (1, 2):
+        metrics.trained(batch, StepReport(step=step, metrics={"num_skipped_updates": num_skipped}, seconds=1.0))
+    return stream.getvalue()
+
+
+def test_a_part_that_no_rollout_named_is_told_once(batch: RolloutBatch) -> None:
+    text = told(batch, part_names=("fromat", "format"))
+    assert text.count("algorithm.reward_parts has fromat, which no rollout") == 1
+    assert "they named format" in text
+
+
+def test_parts_that_were_named_are_not_told(batch: RolloutBatch) -> None:
+    assert told(batch, part_names=("format",)) == ""
+
+
+def test_updates_that_were_left_out_are_told(batch: RolloutBatch) -> None:
+    text = told(batch, num_skipped=3)
+    assert "step 1: 3 updates left out" in text
+    assert "step 2: 3 updates left out" in text

@@ -1,9 +1,9 @@
-"""The shared-memory channel.
+"""The channels over shared memory and over folders.
 
-- What the embedded engine's reader takes out is what was written, checksum included, in float32 and bfloat16.
-- Tied weights are stored once; the layout is that of `named_parameters()`.
-- The slot that was handed out last stays whole while the next weights are written; the slots take turns.
-- Files have mode 0600 and are gone after `close`; parameters of another shape are refused.
+- The embedded engine reads what was written, in float32 and bfloat16, checking digests; tied weights are stored once.
+- The slot or folder that was handed out last stays whole while the next is written.
+- A folder gets its name only when it is whole: a write that fails leaves nothing.
+- Files and folders are private, and gone after `close`; a missing folder and other parameters are refused.
 """
 
 import stat
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from areal_agent.engine.embedded.weights import WeightLayout, read_weights
-from areal_agent.types import SharedMemoryWeights
-from areal_agent.weights.channels import SharedMemoryChannel, layout
+from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_weights
+from areal_agent.types import DiskWeights, SharedMemoryWeights
+from areal_agent.weights.channels import DiskChannel, SharedMemoryChannel, layout
 
 
 class Tied(torch.nn.Module):
@@ -93,3 +94,43 @@ def test_other_parameters_are_refused(channel):
     wrong = parameters(0) | {"norm.bias": torch.zeros(6)}
     with pytest.raises(ValueError, match=r"not those of the channel's layout: norm\.bias"):
         channel.write(wrong)
+
+
+def as_taken(weights: DiskWeights) -> dict[str, Tensor]:
+    """By the engine's own reader, which checks every digest."""
+    return dict(take_weights(weights, WeightLayout.of(Tied(0)), torch.device("cpu")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engine_takes_what_was_written(tmp_path, dtype):
+    taken = as_taken(DiskChannel(tmp_path, dtype).write(parameters(1)))
+    assert taken.keys() == parameters(1).keys()
+    assert all(torch.equal(taken[name], tensor.to(dtype)) for name, tensor in parameters(1).items())
+
+
+def test_the_last_folder_stays_whole_and_the_one_before_goes(tmp_path):
+    channel = DiskChannel(tmp_path, torch.float32)
+    first, second, third = (channel.write(parameters(seed)) for seed in (1, 2, 3))
+    assert not Path(first.path).exists()
+    for seed, weights in ((2, second), (3, third)):
+        assert torch.equal(as_taken(weights)["between.weight"], parameters(seed)["between.weight"])
+
+
+def test_a_write_that_fails_leaves_nothing_and_the_last_folder(tmp_path):
+    channel = DiskChannel(tmp_path, torch.float32)
+    last = channel.write(parameters(1))
+    with pytest.raises(NotImplementedError):
+        channel.write({"norm.bias": torch.empty(6, device="meta")})
+    assert [path.name for path in tmp_path.iterdir()] == [Path(last.path).name]
+    assert as_taken(last)
+
+
+def test_folders_are_private(tmp_path):
+    assert stat.S_IMODE(Path(DiskChannel(tmp_path, torch.float32).write(parameters(0)).path).stat().st_mode) == 0o700
+
+
+def test_closing_removes_the_folders(tmp_path):
+    channel = DiskChannel(tmp_path, torch.float32)
+    channel.write(parameters(0))
+    channel.close()
+    assert list(tmp_path.iterdir()) == []
