@@ -94,10 +94,7 @@ async def test_of_one_that_is_given_up_because_it_does_not_serve_no_process_is_l
             raise EngineUnreachable("it did not serve in time")
         return "http://one"
 
-    async with (
-        asyncio.timeout(DEADLINE_S),
-        keep_servers([KeptServer(start, serves, ManagedProcess.aclose)]) as servers,
-    ):
+    async with asyncio.timeout(DEADLINE_S), keep_servers([KeptServer(start, serves, ManagedProcess.aclose)]) as servers:
         os.kill(starts[0].pid, signal.SIGKILL)
         assert "it did not serve in time" in str(await servers.failure())
         assert [process.is_running for process in starts] == [False] * 3

@@ -66,11 +66,7 @@ def test_company_changes_nothing(tokenizer: PreTrainedTokenizerFast, small_recip
 
 @pytest.mark.parametrize(("gate", "steps"), [(0.0, 2 + 6), (2.0, 10 + 6)], ids=["opens at once", "never opens"])
 def test_the_gate_starts_the_decay(
-    tokenizer: PreTrainedTokenizerFast,
-    conversations: list[Conversation],
-    small_recipe: Recipe,
-    gate: float,
-    steps: int,
+    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe, gate: float, steps: int
 ) -> None:
     recipe = replace(small_recipe, copy_gate=gate, check_every=2, max_gate_steps=10, num_decay_steps=6)
     result, _, _ = train(tokenizer, conversations, recipe)

@@ -45,12 +45,7 @@ def whole_run(folder: Path, model: Path, *, num_ranks: int) -> Path:
         steps=NUM_STEPS,
         seed=7,
         algorithm={"behavior_weight_level": "none"},
-        trainer={
-            "learning_rate": LEARNING_RATE,
-            "checkpoint_every": 1,
-            "keep_last": NUM_STEPS,
-            "num_ranks": num_ranks,
-        },
+        trainer={"learning_rate": LEARNING_RATE, "checkpoint_every": 1, "keep_last": NUM_STEPS, "num_ranks": num_ranks},
     )
     (folder / "config.yaml").write_text(settings.to_yaml())
     run("areal_agent.train", "--config", str(folder / "config.yaml"), "observe.progress=none")

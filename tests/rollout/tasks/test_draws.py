@@ -30,10 +30,7 @@ from areal_agent.rollout.tasks.draws import Attempt, Curriculum, Draws, Estimate
 from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.rollout.tasks.stream import TaskStream
 from areal_agent.staleness import Admission
-from areal_agent.types import (
-    Drop,
-    Fate,
-)
+from areal_agent.types import Drop, Fate
 from tests.histories import begin_rollout, end_rollout, trajectory
 
 NUM_TASKS = 5
