@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,12 +46,20 @@ async def roll_out(
 class Script:
     """Runs groups as told: `versions(number)` gives each sibling's versions; held groups wait until released."""
 
-    def __init__(self, ledger: Ledger, versions: Callable[[int], list[list[int]]]) -> None:
-        self.ledger = ledger
+    ledger: Ledger
+
+    def __init__(
+        self,
+        versions: Callable[[int], list[list[int]]] = lambda number: [[0], [0]],
+        *,
+        statuses: dict[int, list[Status]] | None = None,
+        rewards: dict[int, list[float]] | None = None,
+        held: tuple[int, ...] = (),
+    ) -> None:
         self.versions = versions
-        self.statuses: dict[int, list[Status]] = {}
-        self.rewards: dict[int, list[float]] = {}
-        self.held: dict[int, asyncio.Event] = {}
+        self.statuses = statuses or {}
+        self.rewards = rewards or {}
+        self.held = {number: asyncio.Event() for number in held}
         self.started: list[int] = []
 
     async def run_group(self, group_id: str, task: Task) -> TrajectoryGroup:
@@ -79,6 +88,7 @@ def make_producer(
     straggler: str = "wait",
     groups_a_batch: int = 1,
 ) -> Producer:
+    script.ledger = ledger
     return Producer(
         run_group=script.run_group,
         draws=Draws(TaskStream(TaskSet.of([Task(id="0", data={})]), seed=0)),
@@ -94,34 +104,26 @@ def make_producer(
 
 
 @asynccontextmanager
-async def producing(
-    tmp_path: Path,
-    script: Callable[[Ledger], Script],
-    *,
-    max_staleness: int,
-    straggler: str,
-    groups_a_batch: int = 1,
-    dynamic_sampling: DynamicSampling | None = None,
-) -> AsyncGenerator[tuple[Producer, Script]]:
+async def open_ledger(tmp_path: Path) -> AsyncGenerator[Ledger]:
     ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
     await ledger.begin_incarnation(0)
-    scripted = script(ledger)
-    producer = make_producer(
-        ledger,
-        scripted,
-        dynamic_sampling,
-        max_staleness=max_staleness,
-        straggler=straggler,
-        groups_a_batch=groups_a_batch,
-    )
-    await producer.restore(await ledger.ask(questions.waiting))
-    admitting = asyncio.create_task(producer.admit_forever())
-    try:
-        yield producer, scripted
-    finally:
-        admitting.cancel()
-        await asyncio.gather(admitting, return_exceptions=True)
-        await ledger.aclose()
+    yield ledger
+    await ledger.aclose()
+
+
+@asynccontextmanager
+async def producing(
+    tmp_path: Path, script: Script, dynamic_sampling: DynamicSampling | None = None, **settings: Any
+) -> AsyncGenerator[Producer]:
+    async with open_ledger(tmp_path) as ledger:
+        producer = make_producer(ledger, script, dynamic_sampling, **settings)
+        await producer.restore(await ledger.ask(questions.waiting))
+        admitting = asyncio.create_task(producer.admit_forever())
+        try:
+            yield producer
+        finally:
+            admitting.cancel()
+            await asyncio.gather(admitting, return_exceptions=True)
 
 
 async def settled(condition: Callable[[], bool]) -> None:
@@ -135,10 +137,8 @@ def numbers(batch) -> list[int]:
 
 
 async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path: Path) -> None:
-    def fresh(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0], [0]])
-
-    async with producing(tmp_path, fresh, max_staleness=1, straggler="wait") as (producer, script):
+    script = Script()
+    async with producing(tmp_path, script, max_staleness=1) as producer:
         await settled(lambda: producer.buffer.num_ready == 2)
         assert script.started == [0, 1]
         assert numbers(await producer.take(1, 1)) == [0]
@@ -148,12 +148,8 @@ async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path
 
 
 async def test_drained_lets_groups_end_and_none_start(tmp_path: Path) -> None:
-    def second_is_slow(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[0], [0]])
-        script.held[1] = asyncio.Event()
-        return script
-
-    async with producing(tmp_path, second_is_slow, max_staleness=1, straggler="wait") as (producer, script):
+    script = Script(held=(1,))
+    async with producing(tmp_path, script, max_staleness=1) as producer:
         await settled(lambda: script.started == [0, 1] and producer.buffer.num_ready == 1)
         async with AsyncExitStack() as stack:
             entering = asyncio.create_task(stack.enter_async_context(producer.drained()))
@@ -169,12 +165,8 @@ async def test_drained_lets_groups_end_and_none_start(tmp_path: Path) -> None:
 
 
 async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) -> None:
-    def first_is_slow(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[min(number, 1)]] * 2)
-        script.held[0] = asyncio.Event()
-        return script
-
-    async with producing(tmp_path, first_is_slow, max_staleness=1, straggler="wait") as (producer, script):
+    script = Script(lambda number: [[min(number, 1)]] * 2, held=(0,))
+    async with producing(tmp_path, script, max_staleness=1) as producer:
         assert numbers(await producer.take(1, 1)) == [1], "the slow group may still be used in step 2"
         producer.publish(1)
         await settled(lambda: producer.buffer.num_ready == 1)
@@ -186,41 +178,31 @@ async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) 
 
 
 async def test_drop_drops_what_is_stale_and_keeps_its_siblings(tmp_path: Path) -> None:
-    def one_old_sibling(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0, 2], [2, 2]])
-
-    async with producing(tmp_path, one_old_sibling, max_staleness=0, straggler="drop") as (producer, _):
+    script = Script(lambda number: [[0, 2], [2, 2]])
+    async with producing(tmp_path, script, straggler="drop") as producer:
         batch = await producer.take(3, 1)
         assert [one.session_id for one in batch.trained] == ["g000000-1"]
         assert dict(producer.counts.drops) == {"stale": 1}
 
 
 async def test_a_group_that_is_stale_as_a_whole_gives_its_capacity_back(tmp_path: Path) -> None:
-    def first_is_old(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0], [0]] if number == 0 else [[2], [2]])
-
-    async with producing(tmp_path, first_is_old, max_staleness=0, straggler="drop") as (producer, _):
+    script = Script(lambda number: [[0], [0]] if number == 0 else [[2], [2]])
+    async with producing(tmp_path, script, straggler="drop") as producer:
         assert numbers(await producer.take(3, 1)) == [1]
         assert dict(producer.counts.drops) == {"stale": 2}
 
 
 async def test_mask_takes_only_stale_tokens_out_of_the_loss(tmp_path: Path) -> None:
-    def half_old(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0, 2, 2], [2, 2, 2]])
-
-    async with producing(tmp_path, half_old, max_staleness=0, straggler="mask") as (producer, _):
+    script = Script(lambda number: [[0, 2, 2], [2, 2, 2]])
+    async with producing(tmp_path, script, straggler="mask") as producer:
         batch = await producer.take(3, 1)
     masks = {record.session_id: record.loss_mask.tolist() for record in batch.records}
     assert masks == {"g000000-0": [False] * 3 + [True] * 2, "g000000-1": [False] * 2 + [True] * 3}
 
 
 async def test_failed_siblings_get_their_fate_and_failed_groups_are_replaced(tmp_path: Path) -> None:
-    def failing(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[0], [0]])
-        script.statuses = {0: [Status.ERROR, Status.TIMEOUT], 1: [Status.INFRA, Status.COMPLETED]}
-        return script
-
-    async with producing(tmp_path, failing, max_staleness=0, straggler="wait") as (producer, _):
+    script = Script(statuses={0: [Status.ERROR, Status.TIMEOUT], 1: [Status.INFRA, Status.COMPLETED]})
+    async with producing(tmp_path, script) as producer:
         batch = await producer.take(1, 1)
         assert (numbers(batch), [one.session_id for one in batch.trained]) == ([1], ["g000001-1"])
         assert dict(producer.counts.drops) == {"error": 2, "infra": 1}
@@ -228,24 +210,16 @@ async def test_failed_siblings_get_their_fate_and_failed_groups_are_replaced(tmp
 
 
 async def test_the_oldest_groups_go_first(tmp_path: Path) -> None:
-    def later_is_older(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[2 - number]] * 2)
-
-    async with producing(tmp_path, later_is_older, max_staleness=2, straggler="wait") as (producer, _):
+    script = Script(lambda number: [[2 - number]] * 2)
+    async with producing(tmp_path, script, max_staleness=2) as producer:
         await settled(lambda: producer.buffer.num_ready == 3)
         assert numbers(await producer.take(1, 1)) == [2]
 
 
 async def test_a_flat_group_is_replaced_and_gives_its_capacity_back(tmp_path: Path) -> None:
-    def first_two_are_flat(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[0], [0]])
-        script.rewards = {0: [1.0, 1.0], 1: [0.0, 0.0], 2: [1.0, 0.0]}
-        return script
-
+    script = Script(rewards={0: [1.0, 1.0], 1: [0.0, 0.0], 2: [1.0, 0.0]})
     sampling = DynamicSampling(max_flat_groups=3)
-    async with producing(
-        tmp_path, first_two_are_flat, max_staleness=0, straggler="wait", dynamic_sampling=sampling
-    ) as (producer, script):
+    async with producing(tmp_path, script, dynamic_sampling=sampling) as producer:
         assert numbers(await producer.take(1, 1)) == [2]
         assert script.started == [0, 1, 2], "one at a time: the bound has room for one group"
         assert (dict(producer.counts.drops), sampling.num_flat) == ({"filtered": 4}, 2)
@@ -253,53 +227,33 @@ async def test_a_flat_group_is_replaced_and_gives_its_capacity_back(tmp_path: Pa
 
 
 async def test_flat_groups_that_a_restart_finds_waiting_are_filtered(tmp_path: Path) -> None:
-    def one_waits(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[0], [0]])
-        script.rewards = {0: [1.0, 0.0]}
-        return script
-
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    for index in range(GROUP_SIZE):
-        await roll_out(ledger, f"g000009-{index}", "g000009", [0], Status.COMPLETED, 1.0)
-    await ledger.aclose()
+    script = Script(rewards={0: [1.0, 0.0]})
+    async with open_ledger(tmp_path) as ledger:
+        for index in range(GROUP_SIZE):
+            await roll_out(ledger, f"g000009-{index}", "g000009", [0], Status.COMPLETED, 1.0)
     sampling = DynamicSampling(max_flat_groups=3)
-    async with producing(tmp_path, one_waits, max_staleness=0, straggler="wait", dynamic_sampling=sampling) as (
-        producer,
-        _,
-    ):
+    async with producing(tmp_path, script, dynamic_sampling=sampling) as producer:
         assert numbers(await producer.take(1, 1)) == [0]
         assert dict(producer.counts.drops) == {"filtered": 2}
 
 
 async def test_tasks_that_are_given_are_rolled_out_and_leased(tmp_path: Path) -> None:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    script = Script(ledger, lambda number: [[0], [0]])
-    producer = make_producer(ledger, script, None)
-    batch = await producer.roll_out(1, [Task(id=name, data={}) for name in ("7", "9")])
-    assert [(group.task_id, len(group.trajectories)) for group in batch.groups] == [
-        ("7", GROUP_SIZE),
-        ("9", GROUP_SIZE),
-    ]
-    leased = {one.session_id for one in await ledger.ask(questions.leased, 1)}
+    async with open_ledger(tmp_path) as ledger:
+        producer = make_producer(ledger, Script(), None)
+        batch = await producer.roll_out(1, [Task(id=name, data={}) for name in ("7", "9")])
+        assert [(group.task_id, len(group.trajectories)) for group in batch.groups] == [("7", 2), ("9", 2)]
+        leased = {one.session_id for one in await ledger.ask(questions.leased, 1)}
     assert leased == {one.session_id for one in batch.trained} and len(leased) == 2 * GROUP_SIZE
     assert (producer.admission.running, producer.admission.consumed) == (0, 2 * GROUP_SIZE)
-    await ledger.aclose()
 
 
 async def test_only_flat_groups_end_the_run(tmp_path: Path) -> None:
-    def always_right(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0], [0]])
-
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    producer = make_producer(ledger, always_right(ledger), DynamicSampling(max_flat_groups=5))
-    with pytest.raises(ExceptionGroup) as failure:
-        async with asyncio.timeout(60):
-            await producer.admit_forever()
+    async with open_ledger(tmp_path) as ledger:
+        producer = make_producer(ledger, Script(), DynamicSampling(max_flat_groups=5))
+        with pytest.raises(ExceptionGroup) as failure:
+            async with asyncio.timeout(60):
+                await producer.admit_forever()
     (reason,) = failure.value.exceptions
-    await ledger.aclose()
     assert isinstance(reason, RolloutsFailing)
     assert "5 groups in a row had no spread in reward, the last was task '0': 2 rollouts, each with reward 1" in str(
         reason

@@ -1,7 +1,9 @@
 """A tiny random model with a tokenizer, and batches of two-turn rollouts made from a seed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
 from areal_agent.types import RolloutBatch, TokenRecord, Trajectory
 from tests.histories import batch_of, trajectory
@@ -100,3 +105,17 @@ def as_input() -> Callable[..., StepInput]:
         return StepInput(step=batch.step, records=batch.records if records is None else records, rewards=rewards)
 
     return convert
+
+
+@pytest.fixture
+def open_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """`open_trainer(folder, config, algorithm)`; what it opened is closed in the end."""
+    with ExitStack() as stack:
+
+        def load(folder: Path, config: TrainerConfig, algorithm: AlgorithmConfig, **more: Any) -> Trainer:
+            values = {"seed": 0, "shared_memory": tmp_path, "num_steps": 10, **more}
+            trainer = Trainer.load(folder, config=config, algorithm=algorithm, **values)
+            stack.callback(trainer.close)
+            return trainer
+
+        yield load

@@ -198,21 +198,12 @@ def test_a_critic_is_trained_whole(load_trainer, model_folder, make_batch, as_in
 
 
 @pytest.fixture
-def load_trainer(tmp_path):
-    trainers: list[Trainer] = []
-
+def load_trainer(open_trainer):
     def load(folder: Path, base: Path | None = None, *, lora: LoraConfig | None = LORA, algorithm=PLAIN) -> Trainer:
         config = TrainerConfig(learning_rate=1e-2, warmup_fraction=0.0, lora=lora)
-        trainers.append(
-            Trainer.load(
-                folder, base=base, config=config, algorithm=algorithm, seed=0, shared_memory=tmp_path, num_steps=10
-            )
-        )
-        return trainers[-1]
+        return open_trainer(folder, config, algorithm, base=base)
 
-    yield load
-    for trainer in trainers:
-        trainer.close()
+    return load
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, MistralConfig
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.model import Policy, choose_device, segment_attention, use_segment_attention
-
-CPU = torch.device("cpu")
+from tests.trainer.lab import CPU, Lab
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +28,13 @@ def policy(model_folder):
     return Policy.load(model_folder, CPU)
 
 
-def plain_logprobs(policy: Policy, record) -> torch.Tensor:
-    """One sequence alone through the whole model, all positions, then the loss tokens."""
-    with torch.no_grad():
-        logits = policy.model(input_ids=torch.from_numpy(record.token_ids).long()[None]).logits[0]
-    temperatures = torch.from_numpy(record.temperatures)[1:, None]
-    every = torch.log_softmax(logits[:-1] / temperatures, dim=-1)
-    chosen = every.gather(1, torch.from_numpy(record.token_ids).long()[1:, None])[:, 0]
-    return chosen[torch.from_numpy(record.loss_mask)[1:]]
-
-
-def test_a_padded_batch_equals_plain_forward_passes_one_by_one(policy, make_batch):
+def test_a_padded_batch_equals_plain_forward_passes_one_by_one(model_folder, policy, make_batch):
     records = make_batch(1).records
+    lab = Lab(model_folder)
     samples = [sample_of(record) for record in records]
     with torch.no_grad():
         padded, _ = policy.logprobs_and_entropy(collate(samples, CPU))
-    alone = torch.cat([plain_logprobs(policy, record) for record in records])
+        alone = torch.cat([lab.logprobs(one)[torch.from_numpy(one.loss_mask)[1:]] for one in records])
     torch.testing.assert_close(padded, alone, atol=1e-5, rtol=0)
 
 

@@ -32,7 +32,6 @@ from areal_agent.algorithms.losses import LossTokens
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab
 
@@ -365,19 +364,9 @@ def test_a_users_own_loss_and_advantage_train(model_folder, make_batch, as_input
 
 
 @pytest.fixture
-def load_trainer(tmp_path):
-    trainers: list[Trainer] = []
-
-    def load(folder: Path, algorithm: AlgorithmConfig) -> Trainer:
-        config = TrainerConfig(learning_rate=1e-3, warmup_fraction=0.5)
-        trainers.append(
-            Trainer.load(folder, config=config, algorithm=algorithm, seed=0, shared_memory=tmp_path, num_steps=20)
-        )
-        return trainers[-1]
-
-    yield load
-    for trainer in trainers:
-        trainer.close()
+def load_trainer(open_trainer):
+    config = TrainerConfig(learning_rate=1e-3, warmup_fraction=0.5)
+    return lambda folder, algorithm: open_trainer(folder, config, algorithm, num_steps=20)
 
 
 FULL = AlgorithmConfig(preset="ppo", minibatches=3, **REFERRED)
