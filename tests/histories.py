@@ -1,7 +1,9 @@
 """Small histories for tests: rollouts of one turn with one answer, whose tokens were sampled under given versions."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,17 @@ def record(session_id: str, versions: Sequence[int]) -> TokenRecord:
         versions=np.array([-1, *versions], np.int32),
         turn_rewards=np.zeros(1, np.float32),
     )
+
+
+@asynccontextmanager
+async def open_ledger(folder: Path) -> AsyncGenerator[Ledger]:
+    """Open a ledger in the folder, in the incarnation that begins at step 0."""
+    ledger = await Ledger.open(folder / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(0)
+    try:
+        yield ledger
+    finally:
+        await ledger.aclose()
 
 
 async def begin_rollout(ledger: Ledger, session_id: str, group_id: str, task_id: str = "0") -> None:

@@ -25,8 +25,9 @@ from areal_agent.tokens.records import token_records
 from areal_agent.trainer.checkpoint import CommitPoint
 from areal_agent.types import DiskWeights, ForkReason, SharedMemoryWeights, WeightVersion
 from areal_agent.weights.push import push
+from tests.histories import open_ledger
 from tests.resume.lives import Zygote, check_end, check_life
-from tests.rollout.test_producer import Script, numbers, open_ledger, producing, roll_out
+from tests.rollout.test_producer import Script, numbers, producing, roll_out
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 MAX_STALENESS = 1

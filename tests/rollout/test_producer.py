@@ -30,7 +30,7 @@ from areal_agent.rollout.tasks.draws import Draws
 from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.rollout.tasks.stream import TaskStream
 from areal_agent.staleness import Admission
-from tests.histories import begin_rollout, end_rollout, trajectory
+from tests.histories import begin_rollout, end_rollout, open_ledger, trajectory
 
 GROUP_SIZE = 2
 
@@ -86,14 +86,13 @@ def make_producer(
     *,
     max_staleness: int = 0,
     straggler: str = "wait",
-    groups_a_batch: int = 1,
 ) -> Producer:
     script.ledger = ledger
     return Producer(
         run_group=script.run_group,
         draws=Draws(TaskStream(TaskSet.of([Task(id="0", data={})]), seed=0)),
         ledger=ledger,
-        admission=Admission(batch_answers=groups_a_batch * GROUP_SIZE, max_staleness=max_staleness),
+        admission=Admission(batch_answers=GROUP_SIZE, max_staleness=max_staleness),
         group_size=GROUP_SIZE,
         straggler=straggler,
         straggler_wait_s=60.0,
@@ -101,14 +100,6 @@ def make_producer(
         max_failed_groups=3,
         dynamic_sampling=dynamic_sampling,
     )
-
-
-@asynccontextmanager
-async def open_ledger(tmp_path: Path) -> AsyncGenerator[Ledger]:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    yield ledger
-    await ledger.aclose()
 
 
 @asynccontextmanager

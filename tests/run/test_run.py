@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -92,18 +93,29 @@ async def end(run: Run) -> None:
     await run.settle(is_completed=True)
 
 
-async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Path, small_model: Path) -> None:
-    async with Run(config(tmp_path, small_model), workflow=solve) as run:
-        await train(run, 4)
+def proved_rows(run: Run) -> list[dict[str, Any]]:
+    """Return the rows of a run's steps once its ledger has proved it."""
+    report = verify(run.folder.ledger)
+    assert report.is_ok, report
+    return step_rows(read_metrics(run.folder.metrics))
+
+
+async def train_to_the_end(settings: Config, steps: int) -> list[dict[str, Any]]:
+    """Train with `solve`, end the run, and return its rows."""
+    async with Run(settings, workflow=solve) as run:
+        await train(run, steps)
         await end(run)
-    rows = step_rows(read_metrics(run.folder.metrics))
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    rows = proved_rows(run)
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+    return rows
+
+
+async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Path, small_model: Path) -> None:
+    rows = await train_to_the_end(config(tmp_path, small_model), 4)
     assert max(row["staleness/max"] for row in rows) <= 2
     assert sum(row["rollouts/spanning"] for row in rows) > 0
     assert all(row["rollouts/trained"] == 8 for row in rows)
     assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows[:1])
-    report = verify(run.folder.ledger)
-    assert report.is_ok, report
 
 
 @pytest.mark.slow
@@ -135,7 +147,7 @@ async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_mod
         await end(run)
     assert {one.status for one in trained} == {Status.COMPLETED}
     assert {"error", "missing_reward", "timeout", "completed"} <= set(statuses)
-    assert verify(run.folder.ledger).is_ok
+    assert proved_rows(run)
 
 
 @pytest.mark.slow
@@ -155,8 +167,7 @@ async def test_it_resumes_from_its_checkpoint_again_and_again(tmp_path: Path, sm
         assert (again.step, again.version.incarnation, again.version.step) == (3, 2, 3)
         await train(again, 5)
         await end(again)
-    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3, 3, 4, 5]
-    assert verify(run.folder.ledger).is_ok
+    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3, 3, 4, 5]
 
 
 @pytest.mark.slow
@@ -184,8 +195,7 @@ async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: P
         await train(run, 3)
         assert run._source.process_ids() != killed
         await end(run)
-    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3]
-    assert verify(run.folder.ledger).is_ok
+    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -207,7 +217,7 @@ async def test_a_server_joins_and_another_leaves_while_it_trains(tmp_path: Path,
         await train(run, 3)
         await end(run)
     assert not run.folder.admin_key.exists() and not run.folder.engines_url.exists()
-    assert verify(run.folder.ledger).is_ok
+    assert proved_rows(run)
 
 
 @pytest.mark.slow
@@ -231,8 +241,7 @@ async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -
         assert run.version.step == 1
         await run.push()  # once more, as a user's own loop may: no row of its own
         await end(run)
-    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1]
-    assert verify(run.folder.ledger).is_ok
+    assert [row["step"] for row in proved_rows(run)] == [1]
 
 
 @pytest.mark.slow
@@ -255,26 +264,16 @@ def test_greedy_rollouts_cannot_be_trained(tmp_path: Path, small_model: Path) ->
 @pytest.mark.parametrize("transfer", ["disk", "distributed"])
 async def test_weights_go_another_way(transfer: str, tmp_path: Path, small_model: Path) -> None:
     trainer = {"learning_rate": 1e-3, "transfer": transfer}
-    async with Run(config(tmp_path, small_model, max_staleness=0, steps=3, trainer=trainer), workflow=solve) as run:
-        await train(run, 3)
-        await end(run)
-    rows = step_rows(read_metrics(run.folder.metrics))
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    rows = await train_to_the_end(config(tmp_path, small_model, max_staleness=0, steps=3, trainer=trainer), 3)
     assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows)
-    assert verify(run.folder.ledger).is_ok
     assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(f"areal_agent-{os.getpid()}-")]
 
 
 @pytest.mark.slow
 async def test_keys_and_values_are_released_while_the_trainer_trains(tmp_path: Path, small_model: Path) -> None:
     engine = {"max_running_requests": 16, "max_context_tokens": 256, "release_kv": True, "leave_gib": 0.25}
-    async with Run(config(tmp_path, small_model, steps=3, engine=engine), workflow=solve) as run:
-        await train(run, 3)
-        await end(run)
-    rows = step_rows(read_metrics(run.folder.metrics))
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    rows = await train_to_the_end(config(tmp_path, small_model, steps=3, engine=engine), 3)
     assert rows[0]["trainer/logp_diff_fresh_max"] < 1e-4
-    assert verify(run.folder.ledger).is_ok
 
 
 class Memory:
