@@ -12,8 +12,6 @@
 - The configs for GPUs are valid, fit by this estimate, and have their tasks and workflows.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,12 +26,12 @@ from areal_agent.models.recipe import RECIPE
 from areal_agent.rollout.tasks.loading import load_tasks, require_json
 from areal_agent.rollout.workflow import load_workflow
 from areal_agent.run.preflight import load_eval_tasks
+from tests.commands import run
 from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
 
 ONE_GPU = Machine(memory_bytes=128 * GIB, num_gpus=1, gpu_bytes=80 * GIB)
 EIGHT_GPUS = Machine(memory_bytes=512 * GIB, num_gpus=8, gpu_bytes=80 * GIB)
 NO_GPU = Machine(memory_bytes=16 * GIB)
-ROOT = Path(__file__).parents[2]
 PARAMETERS = 596_049_920  # of Qwen3-0.6B
 
 
@@ -229,8 +227,7 @@ async def test_copies_of_weights_on_their_way(values: dict[str, object], copies:
 @pytest.mark.slow
 def test_a_trainer_process_takes_about_as_much_as_estimated(tmp_path: Path) -> None:
     """Weights, optimiser and the activations of a full micro-batch, of a model in the form of the tiny one."""
-    program = [sys.executable, "-m", "tests.doctor.train_once", str(tmp_path)]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = run("tests.doctor.train_once", str(tmp_path))
     assert done.returncode == 0, done.stderr
     shape = ModelShape.of_recipe(RECIPE)
     memory = TrainerMemory(shape=shape, config=config(engine={"max_context_tokens": 512}), is_gpu=False)

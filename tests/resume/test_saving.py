@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,9 +27,9 @@ from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.run import Run
 from areal_agent.trainer.checkpoint import latest_checkpoint
+from tests.commands import run, started
 from tests.run.test_run import config, end, solve, train
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -61,13 +60,9 @@ def running(tmp_path: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
     settings = config(tmp_path, model, steps=1000).model_copy(update={"workflow": "tests.run.test_run:solve"})
     file = tmp_path / "config.yaml"
     file.write_text(settings.to_yaml())
-    command = [sys.executable, "-m", "areal_agent.train", "--config", str(file), "observe.progress=plain"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            read_until(process, "2/1000")
-            yield process
-        finally:
-            process.kill()
+    with started("areal_agent.train", "--config", str(file), "observe.progress=plain") as process:
+        read_until(process, "2/1000")
+        yield process
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
@@ -175,32 +170,15 @@ def test_an_evaluation_that_died_is_made_up_for(tmp_path: Path, small_model: Pat
         eval={"num_tasks": 2, "tasks": str(tmp_path / "tasks.jsonl"), "every": 1},
     )
     file.write_text(settings.to_yaml())
-    train = [sys.executable, "-m", "areal_agent.train"]
-    with subprocess.Popen(
-        [*train, "--config", str(file), "observe.progress=plain"],
-        cwd=ROOT,
-        env=os.environ | {HELD_BY: str(folder / "metrics.jsonl")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            read_until(process, "2/3")  # by then the evaluation of step 1 has begun, and that step is saved
-            children = psutil.Process(process.pid).children(recursive=True)
-        finally:
-            process.kill()
-            process.communicate()
+    command = ("areal_agent.train", "--config", str(file), "observe.progress=plain")
+    with started(*command, **{HELD_BY: str(folder / "metrics.jsonl")}) as process:
+        read_until(process, "2/3")  # by then the evaluation of step 1 has begun, and that step is saved
+        children = psutil.Process(process.pid).children(recursive=True)
     assert not psutil.wait_procs(children, timeout=60)[1]  # none publishes a checkpoint any more
     checkpoint = latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     assert [row["label"] for row in evaluation_rows(read_metrics(folder / "metrics.jsonl"))] == ["before"]
-    done = subprocess.run(
-        [*train, "--resume", str(folder), f"steps={checkpoint.step + 1}", "observe.progress=none"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("areal_agent.train", "--resume", str(folder), f"steps={checkpoint.step + 1}", "observe.progress=none")
     assert done.returncode == 0, done.stderr
     rows = evaluation_rows(read_metrics(folder / "metrics.jsonl"))
     labels = [(row["label"], row["incarnation"]) for row in rows]

@@ -59,20 +59,21 @@ class FakeRollout:
     sync_http_client = "sync client"
 
 
+@pytest.mark.parametrize(
+    "workflow",
+    [Callable(), Callable, lambda task, rollout: Callable()(task, rollout)],
+    ids=["instance", "class", "lambda"],
+)
+async def test_callables_and_what_hands_back_a_coroutine(workflow: object) -> None:
+    assert await load_workflow(workflow)({"x": 1}, None) == 2
+
+
 async def test_functions_and_closures() -> None:
     async def closure(task, rollout):
         return task["x"] * 2
 
     assert await load_workflow(solve)({"x": 1}, None) == 1
     assert await load_workflow(closure)({"x": 1}, None) == 2
-
-
-async def test_callable_instances() -> None:
-    assert await load_workflow(Callable())({"x": 1}, None) == 2
-
-
-async def test_a_class_stands_for_an_instance() -> None:
-    assert await load_workflow(Callable)({"x": 1}, None) == 2
 
 
 async def test_import_paths() -> None:
@@ -87,10 +88,6 @@ async def test_agents_with_a_run_method_get_the_gateway() -> None:
 
 async def test_plain_functions_run_in_a_thread() -> None:
     assert await load_workflow(plain)({"x": 1}, None) == "workflow"
-
-
-async def test_plain_functions_may_hand_back_a_coroutine() -> None:
-    assert await load_workflow(lambda task, rollout: solve(task, rollout))({"x": 1}, None) == 1
 
 
 async def test_plain_agents_run_in_a_thread_with_a_client_for_threads() -> None:

@@ -10,8 +10,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,14 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_agent.errors import SandboxError
 from sandboxes import open_pool
-
-ROOT = Path(__file__).parents[2]
+from tests.commands import run, started
 
 pytestmark = pytest.mark.slow
-
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, timeout=2400)
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +75,8 @@ def test_the_ledger_proves_it(quickstart: Path) -> None:
 
 def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> None:
     folder = tmp_path / "run"
-    command = ["areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}"]
-    with subprocess.Popen(
-        [sys.executable, "-m", *command, "steps=12", "eval.num_tasks=20"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    command = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}")
+    with started(*command, "steps=12", "eval.num_tasks=20") as process:
         metrics = folder / "metrics.jsonl"
         while not metrics.exists() or metrics.read_text().count('"kind":"step"') < 2:
             assert process.poll() is None

@@ -44,6 +44,16 @@ SUMMARY = {
 }
 
 
+FACTS = RunFacts(
+    status=RunStatus.COMPLETED,
+    wall_s=7.0,
+    success_before=None,
+    success_after=None,
+    num_eval_tasks=0,
+    checkpoint=None,
+)
+
+
 @pytest.mark.parametrize(("blocked_s", "is_told"), [(0.0, False), (0.9, False), (12.0, True)])
 def test_blocked_event_loops(blocked_s: float, is_told: bool) -> None:
     text = closing_lines(RunFolder(Path("runs/x")), SUMMARY | {"loop_blocked_s": blocked_s})
@@ -85,10 +95,7 @@ def test_the_summary_has_the_mean_rewards_of_the_last_evaluations(tmp_path: Path
     for label, mean in (("before", 0.25), ("after", 0.5), ("after", 0.625)):
         log.append({"kind": "evaluation", "step": 0, "label": label, "eval/success": 0.0, "eval/reward_mean": mean})
     log.close()
-    facts = RunFacts(
-        status=RunStatus.COMPLETED, wall_s=7.0, success_before=0.0, success_after=0.0, num_eval_tasks=4, checkpoint=None
-    )
-    summary = write_report(folder, facts)
+    summary = write_report(folder, FACTS)
     assert (summary["reward_before"], summary["reward_after"]) == (0.25, 0.625)
 
 
@@ -110,15 +117,7 @@ def write(path: Path, *, with_evaluation: bool) -> dict[str, Any]:
     for row in rows:
         log.append(row)
     log.close()
-    facts = RunFacts(
-        status=RunStatus.COMPLETED,
-        wall_s=7.0,
-        success_before=None,
-        success_after=None,
-        num_eval_tasks=0,
-        checkpoint=None,
-    )
-    return write_report(folder, facts)
+    return write_report(folder, FACTS)
 
 
 def test_the_summary_has_the_seconds_of_all_rows_and_advice_of_the_steps(tmp_path: Path) -> None:

@@ -148,19 +148,20 @@ def test_the_newest_is_found_by_number(tmp_path):
     assert found.step == 1_000_000
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
-def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, caplog, damage):
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", b"wei"),
+        ("model.safetensors", b"weighst"),
+        ("training/state.pt", None),
+        ("manifest.json", None),
+    ],
+    ids=["truncated", "flipped", "missing", "no manifest"],
+)
+def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, caplog, file, content):
     publish(tmp_path, 1)
-    newest = publish(tmp_path, 2)
-    match damage:
-        case "truncated":
-            (newest / "model.safetensors").write_bytes(b"wei")
-        case "flipped":
-            (newest / "model.safetensors").write_bytes(b"weighst")
-        case "missing":
-            (newest / "training" / "state.pt").unlink()
-        case _:
-            (newest / "manifest.json").unlink()
+    damaged = publish(tmp_path, 2) / file
+    damaged.unlink() if content is None else damaged.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         found = latest_checkpoint(tmp_path)
     assert found is not None

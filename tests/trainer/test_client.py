@@ -38,14 +38,9 @@ from areal_agent.trainer.worker import Worker
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
 
 
-async def init(client: TrainerClient, model: Path, shared_memory: Path):
-    return await client.init(
-        model=model,
-        trainer=TrainerConfig(learning_rate=1e-3),
-        algorithm=AlgorithmConfig(),
-        seed=0,
-        shared_memory=shared_memory,
-    )
+async def init(client: TrainerClient, model: Path, folder: Path, **trainer: object):
+    config = TrainerConfig.model_validate({"learning_rate": 1e-3, **trainer})
+    return await client.init(model=model, trainer=config, algorithm=AlgorithmConfig(), seed=0, shared_memory=folder)
 
 
 @pytest.fixture
@@ -105,10 +100,7 @@ async def test_an_engine_reads_the_published_weights(ready, make_batch, model_fo
 
 
 async def test_weights_may_go_through_a_disk(client, model_folder, tmp_path):
-    trainer = TrainerConfig(learning_rate=1e-3, transfer="disk")
-    await client.init(
-        model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path / "here"
-    )
+    await init(client, model_folder, tmp_path / "here", transfer="disk")
     published = await client.publish()
     assert isinstance(published, DiskWeights)
     assert Path(published.path).is_relative_to(tmp_path / "here")
@@ -118,8 +110,7 @@ async def test_weights_may_go_through_a_disk(client, model_folder, tmp_path):
 
 
 async def test_weights_may_go_by_torch_distributed(client, make_batch, model_folder, tmp_path):
-    trainer = TrainerConfig(learning_rate=1e-3, transfer="distributed", transfer_bucket_mib=1)
-    await client.init(model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path)
+    await init(client, model_folder, tmp_path, transfer="distributed", transfer_bucket_mib=1)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     published = await client.publish()
     assert isinstance(published, DistributedWeights)
@@ -135,11 +126,8 @@ async def test_weights_may_go_by_torch_distributed(client, make_batch, model_fol
 
 
 async def test_an_address_of_another_machine_is_a_config_error(client, model_folder, tmp_path):
-    trainer = TrainerConfig(transfer="distributed", transfer_host="192.0.2.1")
     with pytest.raises(ConfigError, match=r"transfer_host is .192\.0\.2\.1., where the trainer cannot listen"):
-        await client.init(
-            model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path
-        )
+        await init(client, model_folder, tmp_path, transfer="distributed", transfer_host="192.0.2.1")
 
 
 async def test_what_was_saved_is_what_was_published(ready, make_batch, model_folder, tmp_path):

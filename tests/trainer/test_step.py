@@ -31,9 +31,12 @@ from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
 from areal_agent.algorithms.losses import LossTokens
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab
+
+LEARNING = TrainerConfig(learning_rate=3e-3)
+REFERRED = {"reference": "initial", "kl_coefficient": 0.5}
 
 
 @pytest.fixture
@@ -192,15 +195,21 @@ def test_the_default_algorithm_gives_the_numbers_it_gave_at_first(
     assert (lab.weights() - lab.before).abs().sum().item() == pytest.approx(moved, rel=1e-3)
 
 
-@pytest.mark.parametrize("algorithm", [PLAIN, AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1)])
-def test_recomputed_layers_have_the_same_gradient_and_run_twice(model_folder, make_batch, as_input, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "lora"),
+    [(PLAIN, None), (AlgorithmConfig(preset="ppo", **REFERRED), None), (PLAIN, LoraConfig(rank=4))],
+)
+def test_recomputed_layers_have_the_same_gradient_and_run_twice(model_folder, make_batch, as_input, algorithm, lora):
     given = as_input(make_batch(1))
     plain, recomputed = (
-        Lab(model_folder, GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": is_on}), algorithm)
+        Lab(
+            model_folder, GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": is_on, "lora": lora}), algorithm
+        )
         for is_on in (False, True)
     )
     calls = {id(lab): count_calls(lab.policy.model.base_model.layers[0].mlp) for lab in (plain, recomputed)}
     gradients = [lab.gradient(given) for lab in (plain, recomputed)]
+    assert gradients[0].abs().max() > 0
     assert torch.equal(*gradients)
     if algorithm.critic:
         critics = [torch.cat([one.flatten() for one in lab.critic.model.parameters()]) for lab in (plain, recomputed)]
@@ -215,30 +224,14 @@ def count_calls(module: torch.nn.Module) -> list[int]:
     return calls
 
 
-LEARNING = TrainerConfig(learning_rate=3e-3)
-REFERRED = {"reference": "initial", "kl_coefficient": 0.5}
-
-
-def gap(lab: Lab, batch, rewards) -> float:
-    """How much likelier the tokens of good rollouts are than those of bad ones."""
-
-    def mean(reward: float) -> float:
-        chosen = [one for one in batch.records if rewards[one.session_id] == reward]
-        with torch.no_grad():
-            return float(torch.cat([lab.logprobs(one)[torch.from_numpy(one.loss_mask)[1:]] for one in chosen]).mean())
-
-    return mean(1.0) - mean(0.0)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_rewarded_tokens_become_likelier(model_folder, make_batch, as_input, preset):
-    batch = make_batch(1, num_groups=2)
-    given = as_input(batch)
+    given = as_input(make_batch(1, num_groups=2))
     lab = Lab(model_folder, LEARNING, AlgorithmConfig(preset=preset))
-    before = gap(lab, batch, given.rewards)
+    before = lab.gap(given)
     for _ in range(5):
         lab.stepper.train(given)
-    assert gap(lab, batch, given.rewards) > before + 0.5
+    assert lab.gap(given) > before + 0.5
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -353,13 +346,12 @@ def raw_reward(records, rewards, config) -> list[torch.Tensor]:
 
 
 def test_a_users_own_loss_and_advantage_train(model_folder, make_batch, as_input):
-    batch = make_batch(1, num_groups=2)
-    given = as_input(batch)
+    given = as_input(make_batch(1, num_groups=2))
     algorithm = AlgorithmConfig(loss=f"{__name__}:reinforce", advantage=f"{__name__}:raw_reward")
     lab = Lab(model_folder, LEARNING, algorithm)
-    before = gap(lab, batch, given.rewards)
+    before = lab.gap(given)
     told = [lab.stepper.train(given) for _ in range(5)]
-    assert gap(lab, batch, given.rewards) > before + 0.5
+    assert lab.gap(given) > before + 0.5
     assert (told[0]["advantage_min"], told[0]["advantage_max"]) == (-0.5, 0.5)
 
 

@@ -12,8 +12,6 @@ read them.
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,9 +24,9 @@ from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run import Run
 from areal_agent.types import Trajectory
+from tests.commands import run
 from tests.run.test_run import config, end, solve, train
 
-ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
 LEARNING_RATE = 1e-3
 
@@ -48,17 +46,13 @@ def whole_run(folder: Path, model: Path, *, num_ranks: int) -> Path:
         trainer={"learning_rate": LEARNING_RATE, "checkpoint_every": 1, "keep_last": NUM_STEPS, "num_ranks": num_ranks},
     )
     (folder / "config.yaml").write_text(settings.to_yaml())
-    run("areal_agent.train", "--config", str(folder / "config.yaml"), "observe.progress=none")
-    assert "OK" in run("areal_agent.ledger", "verify", str(folder / "run"))
+    done = run("areal_agent.train", "--config", str(folder / "config.yaml"), "observe.progress=none")
+    assert done.returncode == 0, done.stderr
+    proof = run("areal_agent.ledger", "verify", str(folder / "run"))
+    assert (proof.returncode, "OK" in proof.stdout) == (0, True), proof.stdout
     summary = json.loads((folder / "run" / "summary.json").read_bytes())
     assert (summary["status"], summary["steps"]) == ("completed", NUM_STEPS)
     return folder / "run"
-
-
-def run(*args: str) -> str:
-    done = subprocess.run([sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

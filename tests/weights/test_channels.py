@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_weights
 from areal_agent.types import DiskWeights, SharedMemoryWeights
@@ -37,7 +36,7 @@ def parameters(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def channel(tmp_path: Path):
-    channel = SharedMemoryChannel(tmp_path, layout(parameters(0).items(), torch.float32))
+    channel = shared_memory(tmp_path)
     yield channel
     channel.close()
 
@@ -47,12 +46,33 @@ def as_read(weights: SharedMemoryWeights) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in read_weights(weights, WeightLayout.of(Tied(0))).items()}
 
 
+def as_taken(weights: DiskWeights) -> dict[str, torch.Tensor]:
+    """Read by the engine's own reader, which checks every digest."""
+    return dict(take_weights(weights, WeightLayout.of(Tied(0)), torch.device("cpu")))
+
+
+def shared_memory(folder: Path, dtype: torch.dtype = torch.float32) -> SharedMemoryChannel:
+    return SharedMemoryChannel(folder, layout(parameters(0).items(), dtype))
+
+
+def disk(folder: Path, dtype: torch.dtype = torch.float32) -> DiskChannel:
+    return DiskChannel(folder, dtype)
+
+
+@pytest.mark.parametrize(("open_channel", "read"), [(shared_memory, as_read), (disk, as_taken)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_engine_reads_what_was_written(tmp_path, dtype):
-    channel = SharedMemoryChannel(tmp_path, layout(parameters(1).items(), dtype))
-    read = as_read(channel.write(parameters(1)))
-    assert read.keys() == parameters(1).keys()
-    assert all(torch.equal(read[name], tensor.to(dtype)) for name, tensor in parameters(1).items())
+def test_the_engine_reads_what_was_written(tmp_path, open_channel, read, dtype):
+    taken = read(open_channel(tmp_path, dtype).write(parameters(1)))
+    assert taken.keys() == parameters(1).keys()
+    assert all(torch.equal(taken[name], tensor.to(dtype)) for name, tensor in parameters(1).items())
+
+
+@pytest.mark.parametrize(("open_channel", "mode"), [(shared_memory, 0o600), (disk, 0o700)])
+def test_what_is_written_is_private_and_gone_after_close(tmp_path, open_channel, mode):
+    channel = open_channel(tmp_path)
+    assert stat.S_IMODE(Path(channel.write(parameters(0)).path).stat().st_mode) == mode
+    channel.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tied_weights_are_stored_once(channel):
@@ -73,18 +93,6 @@ def test_the_slots_take_turns(channel):
     assert paths[0] == paths[2] != paths[1] == paths[3]
 
 
-def test_files_are_private(channel):
-    path = Path(channel.write(parameters(0)).path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_closing_removes_the_files(tmp_path):
-    channel = SharedMemoryChannel(tmp_path, layout(parameters(0).items(), torch.float32))
-    channel.write(parameters(0))
-    channel.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         SharedMemoryChannel(tmp_path / "missing", layout(parameters(0).items(), torch.float32))
@@ -94,18 +102,6 @@ def test_other_parameters_are_refused(channel):
     wrong = parameters(0) | {"norm.bias": torch.zeros(6)}
     with pytest.raises(ValueError, match=r"not those of the channel's layout: norm\.bias"):
         channel.write(wrong)
-
-
-def as_taken(weights: DiskWeights) -> dict[str, Tensor]:
-    """By the engine's own reader, which checks every digest."""
-    return dict(take_weights(weights, WeightLayout.of(Tied(0)), torch.device("cpu")))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_engine_takes_what_was_written(tmp_path, dtype):
-    taken = as_taken(DiskChannel(tmp_path, dtype).write(parameters(1)))
-    assert taken.keys() == parameters(1).keys()
-    assert all(torch.equal(taken[name], tensor.to(dtype)) for name, tensor in parameters(1).items())
 
 
 def test_the_last_folder_stays_whole_and_the_one_before_goes(tmp_path):
@@ -123,14 +119,3 @@ def test_a_write_that_fails_leaves_nothing_and_the_last_folder(tmp_path):
         channel.write({"norm.bias": torch.empty(6, device="meta")})
     assert [path.name for path in tmp_path.iterdir()] == [Path(last.path).name]
     assert as_taken(last)
-
-
-def test_folders_are_private(tmp_path):
-    assert stat.S_IMODE(Path(DiskChannel(tmp_path, torch.float32).write(parameters(0)).path).stat().st_mode) == 0o700
-
-
-def test_closing_removes_the_folders(tmp_path):
-    channel = DiskChannel(tmp_path, torch.float32)
-    channel.write(parameters(0))
-    channel.close()
-    assert list(tmp_path.iterdir()) == []

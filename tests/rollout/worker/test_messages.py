@@ -170,20 +170,13 @@ async def test_the_end_of_the_other_side(ends: Ends) -> None:
         await ends[1].receive()
 
 
-async def test_an_end_in_the_middle_of_a_frame() -> None:
+@pytest.mark.parametrize(("ours_sent", "theirs_sent"), [(b"", LENGTH.pack(10) + b"half"), (b"never read", b"")])
+async def test_an_end_in_the_middle_of_a_frame_or_with_frames_unread(ours_sent: bytes, theirs_sent: bytes) -> None:
     ours, theirs = socket.socketpair()
     channel = await Channel.over(ours)
-    theirs.sendall(LENGTH.pack(10) + b"half")
-    theirs.close()
-    with pytest.raises(EOFError):
-        await channel.receive()
-    await channel.aclose()
-
-
-async def test_a_side_that_is_killed_with_frames_unread() -> None:
-    ours, theirs = socket.socketpair()
-    channel = await Channel.over(ours)
-    channel.send(b"never read")
+    if ours_sent:
+        channel.send(ours_sent)
+    theirs.sendall(theirs_sent)
     theirs.close()
     with pytest.raises(EOFError):
         await channel.receive()
