@@ -26,6 +26,7 @@ from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import EngineRejected
 from areal_agent.protocols import MemoryHolder
 from areal_agent.types import WeightVersion
+from tests.cluster.conftest import serving
 
 SERVED = WeightVersion(step=7)
 
@@ -51,11 +52,8 @@ class Stage:
 async def stage(tmp_path: Path, small_model: Path) -> AsyncGenerator[Stage]:
     async with AsyncExitStack() as stack:
 
-        async def serve(model: Path = small_model, max_context_tokens: int = 128, **options: Any) -> str:
-            runner = ModelRunner.load(str(model), device="cpu", num_slots=2, max_context_tokens=max_context_tokens)
-            server = await EngineServer.start(runner, **options)
-            stack.push_async_callback(server.aclose)
-            return server.base_url
+        async def serve(model: Path = small_model, **options: Any) -> str:
+            return (await stack.enter_async_context(serving(model, **options))).base_url
 
         url = await serve(version=SERVED)
         address = EngineAddress(backend="embedded", urls=(url,))

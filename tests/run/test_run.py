@@ -15,8 +15,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ import pytest
 
 from areal_agent import Status
 from areal_agent.config import Config
-from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import ConfigError, ProcessDied, RolloutsFailing, TrainerError
 from areal_agent.ledger.verify import verify
@@ -34,6 +32,7 @@ from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run import Run
 from areal_agent.run.sources import OwnRollouts
 from areal_agent.types import WeightVersion
+from tests.cluster.conftest import serving
 
 
 async def solve(task, rollout) -> float:
@@ -69,15 +68,9 @@ def config(tmp_path: Path, model: Path, **values: object) -> Config:
     )
 
 
-@asynccontextmanager
-async def a_server(model: Path) -> AsyncGenerator[EngineServer]:
+def a_server(model: Path) -> AbstractAsyncContextManager[EngineServer]:
     """An engine that the run does not start."""
-    runner = ModelRunner.load(str(model), device="cpu", num_slots=8, max_context_tokens=256)
-    server = await EngineServer.start(runner, version=WeightVersion(incarnation=5, step=5))
-    try:
-        yield server
-    finally:
-        await server.aclose()
+    return serving(model, max_context_tokens=256, version=WeightVersion(incarnation=5, step=5))
 
 
 async def train(run: Run, steps: int) -> None:

@@ -108,6 +108,12 @@ def as_input() -> Callable[..., StepInput]:
 
 
 @pytest.fixture
+def given(make_batch: Callable[..., RolloutBatch], as_input: Callable[..., StepInput]) -> StepInput:
+    """The input of a first step."""
+    return as_input(make_batch(1))
+
+
+@pytest.fixture
 def open_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """`open_trainer(folder, config, algorithm)`; what it opened is closed in the end."""
     with ExitStack() as stack:

@@ -44,8 +44,7 @@ def lab(model_folder):
     return Lab(model_folder)
 
 
-def test_the_gradient_is_that_of_the_formula(model_folder, lab, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_the_gradient_is_that_of_the_formula(model_folder, lab, given):
     reference = Lab(model_folder)
     total = torch.zeros(())
     for record, advantages in zip(given.records, token_advantages(given.records, PLAIN), strict=True):
@@ -87,9 +86,8 @@ def test_one_minibatch_starts_at_ratio_one(lab, make_batch, as_input):
     assert (metrics["ratio_mean"], metrics["ratio_max"], metrics["num_updates"]) == (1.0, 1.0, 1)
 
 
-def test_later_minibatches_are_clipped_around_the_start_of_the_step(model_folder, make_batch, as_input):
+def test_later_minibatches_are_clipped_around_the_start_of_the_step(model_folder, given):
     config = TrainerConfig(learning_rate=1e-2)
-    given = as_input(make_batch(1))
     lab = Lab(model_folder, config, AlgorithmConfig(minibatches=3))
     metrics = lab.stepper.train(given)
     assert metrics["num_updates"] == 3
@@ -162,8 +160,7 @@ def test_zero_advantages_make_an_update_of_gradient_zero(lab, make_batch):
     assert torch.equal(lab.weights(), lab.before)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(lab, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(lab, given):
     poison = np.full(2, math.nan, dtype=np.float32)
     poisoned = replace(given, records=[replace(record, turn_rewards=poison) for record in given.records])
     metrics = lab.stepper.train(poisoned)
@@ -171,8 +168,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(lab, make_batch, a
     assert torch.equal(lab.weights(), lab.before)
 
 
-def test_a_step_that_failed_midway_leaves_no_gradient_behind(model_folder, lab, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_a_step_that_failed_midway_leaves_no_gradient_behind(model_folder, lab, given):
     for one in lab.policy.model.parameters():
         one.grad = torch.ones_like(one)  # as an interrupted accumulation leaves it
     assert torch.equal(lab.gradient(given), Lab(model_folder).gradient(given))
@@ -199,8 +195,7 @@ def test_the_default_algorithm_gives_the_numbers_it_gave_at_first(
     ("algorithm", "lora"),
     [(PLAIN, None), (AlgorithmConfig(preset="ppo", **REFERRED), None), (PLAIN, LoraConfig(rank=4))],
 )
-def test_recomputed_layers_have_the_same_gradient_and_run_twice(model_folder, make_batch, as_input, algorithm, lora):
-    given = as_input(make_batch(1))
+def test_recomputed_layers_have_the_same_gradient_and_run_twice(model_folder, given, algorithm, lora):
     plain, recomputed = (
         Lab(
             model_folder, GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": is_on, "lora": lora}), algorithm
@@ -235,16 +230,14 @@ def test_rewarded_tokens_become_likelier(model_folder, make_batch, as_input, pre
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_gradient_does_not_depend_on_the_split(model_folder, make_batch, as_input, preset):
-    given = as_input(make_batch(1))
+def test_the_gradient_does_not_depend_on_the_split(model_folder, given, preset):
     algorithm = AlgorithmConfig(preset=preset, **REFERRED, entropy_coefficient=0.01)
     whole = Lab(model_folder, algorithm=algorithm).gradient(given)
     split = Lab(model_folder, algorithm=algorithm, budget=30).gradient(given)
     torch.testing.assert_close(split, whole, atol=2e-6, rtol=1e-4)
 
 
-def test_a_critic_learns_returns(model_folder, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_a_critic_learns_returns(model_folder, given):
     lab = Lab(model_folder, TrainerConfig(learning_rate=1e-6), AlgorithmConfig(preset="ppo", critic_learning_rate=3e-3))
     told = [lab.stepper.train(given) for _ in range(12)]
     assert told[0]["value_loss"] == pytest.approx(mean_square_return(given) / 2)  # every value is 0 at first
@@ -262,8 +255,7 @@ def mean_square_return(given) -> float:
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo"])
 @pytest.mark.parametrize("paid_in", ["loss", "reward"])
-def test_a_reference_that_is_the_policy_changes_nothing(model_folder, make_batch, as_input, preset, paid_in):
-    given = as_input(make_batch(1))
+def test_a_reference_that_is_the_policy_changes_nothing(model_folder, given, preset, paid_in):
     referred = Lab(model_folder, algorithm=AlgorithmConfig(preset=preset, **REFERRED, kl_in=paid_in))
     plain = Lab(model_folder, algorithm=AlgorithmConfig(preset=preset))
     torch.testing.assert_close(referred.gradient(given), plain.gradient(given), atol=2e-6, rtol=1e-4)
@@ -292,8 +284,7 @@ def test_the_policy_is_pulled_to_its_reference(model_folder, other_folder, make_
     assert 0.0 < told[-1] < 0.8 * told[0]
 
 
-def test_the_entropy_bonus_raises_entropy(model_folder, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_the_entropy_bonus_raises_entropy(model_folder, given):
     labs = [Lab(model_folder, LEARNING, AlgorithmConfig(entropy_coefficient=one)) for one in (0.0, 1.0)]
     without, with_bonus = ([lab.stepper.train(given)["entropy"] for _ in range(6)] for lab in labs)
     assert with_bonus[0] == without[0]
@@ -314,8 +305,7 @@ def test_named_parts_count_with_their_weights(model_folder, make_batch, as_input
 
 
 @pytest.mark.parametrize("proximal", ["behavior", "approximate"])
-def test_mismatch_is_told_whatever_the_ratio_is_taken_to(model_folder, make_batch, as_input, proximal):
-    given = as_input(make_batch(1))
+def test_mismatch_is_told_whatever_the_ratio_is_taken_to(model_folder, given, proximal):
     plain = Lab(model_folder, algorithm=AlgorithmConfig(minibatches=2)).stepper.train(given)
     told = Lab(model_folder, algorithm=AlgorithmConfig(minibatches=2, proximal=proximal)).stepper.train(given)
     assert told["logp_diff_mean"] > 0.5
@@ -387,8 +377,7 @@ def test_a_checkpoint_without_what_the_algorithm_asks_for_is_refused(
         load_trainer(saved.path, AlgorithmConfig.model_validate(asked))
 
 
-def test_it_goes_alone_and_is_trained(model_folder, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_it_goes_alone_and_is_trained(model_folder, given):
     metrics = Lab(model_folder, budget=1).stepper.train(given)
     assert metrics["num_micro_batches"] == len(given.records)
     assert metrics["num_loss_tokens"] == sum(int(record.loss_mask.sum()) for record in given.records)
