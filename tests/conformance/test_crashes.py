@@ -38,7 +38,8 @@ async def test_case_10_filtering_restores_capacity(tmp_path: Path) -> None:
     sampling = DynamicSampling(max_flat_groups=3)
     async with producing(tmp_path, script, dynamic_sampling=sampling) as producer:
         assert numbers(await producer.take(1, 1)) == [2]
-        assert script.started == [0, 1, 2]
+        assert script.started == [0, 1, 2], "one at a time: the bound has room for one group"
+        assert (dict(producer.counts.drops), sampling.num_flat) == ({"error": 2, "filtered": 2}, 1)
         assert (producer.admission.running, producer.admission.finished, producer.admission.capacity) == (0, 0, 0)
 
 

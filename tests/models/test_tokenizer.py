@@ -141,13 +141,6 @@ def test_a_parsed_answer_reads_the_same_again(name: str, code: str) -> None:
     assert HERMES.parse(text.removeprefix(OPENING).removesuffix("<|im_end|>\n")) == HERMES.parse(spoken)
 
 
-def test_what_the_demonstrations_say_reads_the_same_again() -> None:
-    spoken = HERMES.format("", [ToolCall(name="python", arguments={"code": "print(348 * 27 + 915)"})])
-    (parsed,) = HERMES.parse(spoken).tool_calls
-    echoed = {"role": "assistant", "content": None, "tool_calls": [call(parsed.arguments_json)]}
-    assert render([echoed]) == f"{OPENING}{spoken}<|im_end|>\n"
-
-
 def test_content_may_be_text_parts() -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 * 3?"}]
     assert render([{"role": "user", "content": parts}]) == render([{"role": "user", "content": "What is 2 * 3?"}])

@@ -207,16 +207,6 @@ async def test_the_oldest_groups_go_first(tmp_path: Path) -> None:
         assert numbers(await producer.take(1, 1)) == [2]
 
 
-async def test_a_flat_group_is_replaced_and_gives_its_capacity_back(tmp_path: Path) -> None:
-    script = Script(rewards={0: [1.0, 1.0], 1: [0.0, 0.0], 2: [1.0, 0.0]})
-    sampling = DynamicSampling(max_flat_groups=3)
-    async with producing(tmp_path, script, dynamic_sampling=sampling) as producer:
-        assert numbers(await producer.take(1, 1)) == [2]
-        assert script.started == [0, 1, 2], "one at a time: the bound has room for one group"
-        assert (dict(producer.counts.drops), sampling.num_flat) == ({"filtered": 4}, 2)
-        assert (producer.admission.running, producer.admission.finished, producer.admission.consumed) == (0, 0, 2)
-
-
 async def test_flat_groups_that_a_restart_finds_waiting_are_filtered(tmp_path: Path) -> None:
     script = Script(rewards={0: [1.0, 0.0]})
     async with open_ledger(tmp_path) as ledger:

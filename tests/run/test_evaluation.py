@@ -111,19 +111,13 @@ async def test_its_result_is_that_of_the_version_with_which_it_began(stage: Stag
     assert (row["eval/answers_at/3"], row["eval/spanning"], row["eval/num_tasks"]) == (4, 4, 4)
 
 
-async def test_one_at_a_time(stage: Stage) -> None:
+async def test_one_at_a_time_and_a_version_once(stage: Stage) -> None:
     assert stage.begin()
     assert not stage.begin(LATER)
     stage.source.release.set()
     await stage.evaluation.finish()
-    assert stage.begin(LATER)
-
-
-async def test_a_version_once(stage: Stage) -> None:
-    stage.source.release.set()
-    assert stage.begin()
-    await stage.evaluation.finish()
     assert not stage.begin()
+    assert stage.begin(LATER)
 
 
 async def test_beside_training_it_takes_a_part_of_the_slots(stage: Stage) -> None:

@@ -263,21 +263,13 @@ async def test_a_worker_that_ends_leaves_no_shared_memory(served, model_folder, 
 
 
 @pytest.mark.slow  # several starts of a process
-async def test_shutdown_ends_the_process_and_removes_its_shared_memory(model_folder, tmp_path, shared_memory):
+@pytest.mark.parametrize("end", [TrainerClient.shutdown, TrainerClient.aclose])
+async def test_the_process_ends_and_removes_its_shared_memory(model_folder, tmp_path, shared_memory, end):
     async with real_process(tmp_path) as (process, client):
         await init(client, model_folder, shared_memory)
         await client.publish()
         assert len(list(shared_memory.iterdir())) == 2
-        await client.shutdown()
-        assert "exited with 0" in str(await process.died())
-        assert list(shared_memory.iterdir()) == []
-
-
-@pytest.mark.slow  # several starts of a process
-async def test_the_process_ends_when_its_socket_closes(model_folder, tmp_path, shared_memory):
-    async with real_process(tmp_path) as (process, client):
-        await init(client, model_folder, shared_memory)
-        await client.aclose()
+        await end(client)
         assert "exited with 0" in str(await process.died())
         assert list(shared_memory.iterdir()) == []
 

@@ -232,18 +232,14 @@ def test_a_checkpoint_of_the_whole_model_is_no_adapters(load_trainer, model_fold
         load_trainer(saved.path, model_folder)
 
 
-def test_other_weights_than_those_that_the_run_began_with_are_refused(trained, load_trainer, tmp_path):
-    _, saved = trained
-    with pytest.raises(ConfigError, match="were trained beside other weights than those that were loaded now"):
-        load_trainer(saved, saved, algorithm=REFERRED)  # merged already
-
-
-def test_weights_that_are_a_little_other_are_refused(trained, load_trainer, model_folder, tmp_path):
-    other = shutil.copytree(model_folder, tmp_path / "other")
+def test_other_weights_than_those_that_the_run_began_with_are_refused(trained, load_trainer, model_folder, tmp_path):
+    _, saved = trained  # its weights are merged already
+    other = shutil.copytree(model_folder, tmp_path / "other")  # these are a little other
     weights = load_file(other / "model.safetensors")
     save_file({name: 1.0005 * one for name, one in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="were trained beside other weights than those that were loaded now"):
-        load_trainer(trained[1], other, algorithm=REFERRED)
+    for base in (saved, other):
+        with pytest.raises(ConfigError, match="were trained beside other weights than those that were loaded now"):
+            load_trainer(saved, base, algorithm=REFERRED)
 
 
 # ----------------------------------------------------------------------------------------------- the layers
