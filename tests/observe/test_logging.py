@@ -26,29 +26,17 @@ warnings.warn("old")
 """
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> list[str]:
-    """The log after two processes."""
+def test_the_log_of_two_processes(tmp_path: Path) -> None:
     path = tmp_path / "engine.log"
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", CODE, str(path)], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    return path.read_text().splitlines()
-
-
-def test_lines_have_time_level_and_name(lines: list[str]) -> None:
-    assert lines[0].endswith("INFO    areal_agent.engine: loaded tiny")
-    assert lines[0][:2] == "20"
+    lines = path.read_text().splitlines()
+    assert lines[0][:2] == "20" and lines[0].endswith("INFO    areal_agent.engine: loaded tiny")
     assert any("py.warnings" in line and "UserWarning: old" in line for line in lines)
-
-
-def test_chatty_libraries_are_heard_from_warning_on(lines: list[str]) -> None:
-    assert not any("HTTP Request" in line for line in lines)
     assert any("WARNING httpx: slow" in line for line in lines)
-
-
-def test_a_second_process_appends(lines: list[str]) -> None:
-    assert sum("loaded tiny" in line for line in lines) == 2
+    assert not any("HTTP Request" in line for line in lines), "libraries are heard from WARNING on"
+    assert sum("loaded tiny" in line for line in lines) == 2, "the second process appends"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")

@@ -152,16 +152,17 @@ def test_without_a_workflow_the_innermost_line() -> None:
     assert found.describe(1.25).startswith("the event loop has not answered for 1.2 s; it is at")
 
 
-def test_a_loop_that_waits_for_events_is_not_blocked() -> None:
-    assert find_blockage([SELECT, LOOP, MAIN], None) is None
-
-
-def test_a_workflow_that_waits_for_a_program_is() -> None:
-    assert find_blockage([SELECT, THREADING, AGENT, HANDLE, LOOP, MAIN], "Task-3") is not None
-
-
-def test_the_program_that_runs_the_loop_is_not_blamed() -> None:
-    assert find_blockage([OURS, LOOP, MAIN], None).place == OURS
+@pytest.mark.parametrize(
+    ("stack", "place"),
+    [
+        ([SELECT, LOOP, MAIN], None),  # a loop that waits for events is not blocked
+        ([SELECT, THREADING, AGENT, HANDLE, LOOP, MAIN], AGENT),  # a workflow that waits for a program is
+        ([OURS, LOOP, MAIN], OURS),  # the program that runs the loop is not blamed
+    ],
+)
+def test_who_is_to_blame(stack: list[Frame], place: Frame | None) -> None:
+    found = find_blockage(stack, "Task-3")
+    assert (found.place if found else None) == place
 
 
 def test_the_text(tmp_path: Path) -> None:

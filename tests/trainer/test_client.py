@@ -6,7 +6,6 @@
 - A socket that ends inside an answer, or is closed by us, ends the command under way with ProcessDied.
 - The real process: killed, it is ProcessDied for every later command; it ends when its socket closes and on shutdown,
   and leaves no shared memory behind. Without a socket it says so.
-- The client's side loads no torch.
 """
 
 import asyncio
@@ -15,7 +14,6 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import asynccontextmanager
@@ -282,11 +280,3 @@ def test_the_process_without_a_socket_says_so(monkeypatch, capsys):
             runpy.run_module("areal_agent.trainer", run_name="__main__", alter_sys=True)
     assert ended.value.code == 2
     assert f"--fd {number} is no open socket" in capsys.readouterr().err
-
-
-def test_the_clients_side_loads_no_torch():
-    code = (
-        "import sys, areal_agent.trainer.client, areal_agent.trainer.checkpoint, areal_agent.weights.push; "
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

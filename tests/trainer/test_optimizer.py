@@ -23,12 +23,12 @@ def rates(shape: str, num_warmup: int, num_updates: int) -> list[float]:
     return [schedule.at(number) for number in range(num_updates)]
 
 
-def test_constant_after_the_warm_up():
-    assert rates("constant", 4, 6) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-
-
-def test_linear_without_a_warm_up():
-    assert rates("linear", 0, 4) == [2.0, 1.5, 1.0, 0.5]
+@pytest.mark.parametrize(
+    ("shape", "num_warmup", "expected"),
+    [("constant", 4, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]), ("linear", 0, [2.0, 1.5, 1.0, 0.5])],
+)
+def test_rates_by_hand(shape, num_warmup, expected):
+    assert rates(shape, num_warmup, len(expected)) == expected
 
 
 def test_cosine_is_half_of_the_peak_half_way():
