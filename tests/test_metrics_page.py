@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from areal_agent.config import Config
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import evaluation_rows, read_metrics, step_rows
 from areal_agent.run import Run
+from tests.run.test_run import config
 
 pytestmark = pytest.mark.slow  # a run of its own
 
@@ -39,22 +39,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
     for name in ("sums", "products"):
         lines = [{"id": str(n), "messages": [{"role": "user", "content": f"{name} {n}?"}]} for n in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    config = Config.parse(
-        {
-            "model": str(small_model),
-            "tasks": {"source": str(tmp_path / "sums.jsonl"), "mix": [str(tmp_path / "products.jsonl")]},
-            "run_dir": str(tmp_path / "run"),
-            "steps": 2,
-            "batch_size": 4,
-            "group_size": 2,
-            "max_staleness": 1,
-            "rollout": {"max_concurrent": 8, "max_tokens": 16},
-            "engine": {"max_running_requests": 8, "max_context_tokens": 256},
-            "eval": {"num_tasks": 4, "tasks": str(tmp_path / "sums.jsonl"), "every": 1},
-            "observe": {"trackers": ["tensorboard"]},
-        }
+    settings = config(
+        tmp_path,
+        small_model,
+        tasks={"source": str(tmp_path / "sums.jsonl"), "mix": [str(tmp_path / "products.jsonl")]},
+        steps=2,
+        max_staleness=1,
+        rollout={"max_concurrent": 8, "max_tokens": 16},
+        eval={"num_tasks": 4, "tasks": str(tmp_path / "sums.jsonl"), "every": 1},
+        observe={"trackers": ["tensorboard"]},
     )
-    asyncio.run(train(Run(config, workflow=solve)))
+    asyncio.run(train(Run(settings, workflow=solve)))
     return tmp_path / "run"
 
 

@@ -12,25 +12,9 @@ def public(thing: object) -> set[str]:
 
 
 def test_names_of_the_package() -> None:
-    assert areal_agent.__all__ == [
-        "ArealAgentError",
-        "Completion",
-        "ConfigError",
-        "Fate",
-        "Reject",
-        "Rewards",
-        "Rollout",
-        "RolloutBatch",
-        "SandboxError",
-        "Status",
-        "Task",
-        "TokenRecord",
-        "Trajectory",
-        "TrajectoryGroup",
-        "Turn",
-        "VersionSpan",
-        "WeightVersion",
-    ]
+    names = "ArealAgentError Completion ConfigError Fate Reject Rewards Rollout RolloutBatch SandboxError "
+    names += "Status Task TokenRecord Trajectory TrajectoryGroup Turn VersionSpan WeightVersion"
+    assert areal_agent.__all__ == names.split()
     assert all(hasattr(areal_agent, name) for name in areal_agent.__all__)
 
 

@@ -109,14 +109,6 @@ def test_a_rollout_forked_into_branches_counts_once(make_record):
     assert advantages[5][2].item() == -0.5
 
 
-def test_the_final_reward_reaches_the_first_turn_past_a_trailing_observation(make_record):
-    turns = [[(False, [1]), (True, [2])], [(False, [3, 3, 3]), (True, [4]), (False, [5, 5])]]
-    records = [make_record("s0", "g", turns, [0.0, 1.0]), make_record("s1", "g", turns, [0.0, 0.0])]
-    advantages = token_advantages(records, GRPO_PLAIN)
-    assert advantages[0].tolist() == [0, 0.5, 0, 0, 0, 0.5, 0, 0]
-    assert advantages[1].tolist() == [0, -0.5, 0, 0, 0, -0.5, 0, 0]
-
-
 def test_returns_are_discounted_from_token_to_token():
     assert returns_by_token([1.0, 0.0, 4.0], [0.5, 0.5, 1.0]).tolist() == [2.0, 2.0, 4.0]
 

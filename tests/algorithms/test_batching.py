@@ -1,17 +1,70 @@
-"""Micro-batches, packed and padded.
+"""Samples, micro-batches, and log-probabilities of their tokens.
 
-- Packed, sequences stand behind one another, and positions begin anew with each.
-- Padded, each has a row, filled up on the right.
-- Either way predicting positions point at the token before each target, and loss tokens are the same in the same order.
+- A sample has the inputs before its last loss token and predicts each loss token one position earlier.
+- A record that cannot be trained is refused: first token in the loss, no finite log-probability, no temperature.
+- An emptied sample has one input, no loss token, and the same fields filled in.
+- Packed sequences stand behind one another and positions begin anew; padded ones have a row each, filled on the right.
+- Either way the loss tokens are the same in the same order.
+- Log-probability and entropy are those of a plain log-softmax over the temperature, in chunks or not.
 """
 
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from areal_agent.algorithms.batching import Sample, collate, sample_of
+from areal_agent.algorithms.batching import Sample, collate, logprobs_and_entropy, sample_of
+
+TWO_TURNS = [[(False, [10, 11]), (True, [12, 13])], [(False, [14]), (True, [15]), (False, [16, 17])]]
+
+
+def test_a_sample_by_hand(make_record):
+    record = make_record("s", "g", TWO_TURNS, [0.0, 1.0], temperature=0.7, logprob=-0.5, version=4)
+    sample = sample_of(record)
+    assert sample.inputs.tolist() == [10, 11, 12, 13, 14]
+    assert sample.predicting.tolist() == [1, 2, 4]
+    assert sample.targets.tolist() == [12, 13, 15]
+    assert sample.temperatures.tolist() == pytest.approx([0.7] * 3)
+    assert sample.behavior.tolist() == [-0.5] * 3
+    assert sample.versions.tolist() == [4] * 3
+
+
+def test_a_record_without_loss_tokens_is_an_empty_sample(make_record):
+    sample = sample_of(make_record("s", "g", [[(False, [1, 2, 3])]], [1.0]))
+    assert (sample.num_tokens, sample.num_loss_tokens) == (0, 0)
+
+
+def test_a_first_token_in_the_loss_is_refused(make_record):
+    with pytest.raises(ValueError, match="branch 0 of session 's': its first token is in the loss"):
+        sample_of(make_record("s", "g", [[(True, [1, 2])]], [1.0]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("behavior_logprobs", np.nan, "no finite behaviour log-probability"),
+        ("behavior_logprobs", -np.inf, "no finite behaviour log-probability"),
+        ("temperatures", 0.0, "temperature 0.0"),
+    ],
+)
+def test_an_unusable_loss_token_is_refused(make_record, field, value, message):
+    record = make_record("s", "g", [[(False, [1]), (True, [2])]], [1.0])
+    broken = replace(record, **{field: np.array([1.0, value], dtype=np.float32)})
+    with pytest.raises(ValueError, match=message):
+        sample_of(broken)
+
+
+def test_an_emptied_sample_has_no_loss_token_and_the_same_fields(make_record):
+    sample = replace(sample_of(make_record("s", "g", TWO_TURNS, [0.0, 1.0])), advantages=torch.ones(3), weight=0.5)
+    emptied = sample.emptied()
+    assert (emptied.num_tokens, emptied.num_loss_tokens, emptied.behavior.tolist()) == (1, 0, [])
+    assert emptied.advantages is not None and emptied.advantages.tolist() == []
+    assert (emptied.proximal, emptied.values) == (None, None)
+
 
 CPU = torch.device("cpu")
-TWO_TURNS = [[(False, [10, 11]), (True, [12, 13])], [(False, [14]), (True, [15]), (False, [16, 17])]]
 
 
 @pytest.fixture
@@ -47,3 +100,44 @@ def test_loss_tokens_are_the_same_either_way(samples, is_padded):
 def test_an_emptied_sample_counts_as_padding(samples):
     batch = collate([samples[0].emptied()], CPU)
     assert (batch.inputs.numel(), batch.num_input_tokens, batch.num_loss_tokens) == (1, 0, 0)
+
+
+NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 31
+
+
+def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.nn.Linear]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float32).requires_grad_()
+    targets = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=generator)
+    temperatures = torch.rand(NUM_TOKENS, generator=generator) + 0.5
+    head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(VOCAB, HIDDEN, generator=generator))
+    return hidden, targets, temperatures, head
+
+
+def test_values_are_those_of_a_plain_log_softmax():
+    hidden, targets, temperatures, head = problem()
+    logits = head(hidden) / temperatures[:, None]
+    expected = torch.distributions.Categorical(logits=logits)
+    logprobs, entropy = logprobs_and_entropy(hidden, targets, temperatures, head, vocab_size=VOCAB)
+    torch.testing.assert_close(logprobs, expected.log_prob(targets), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, expected.entropy(), atol=1e-5, rtol=0)
+
+
+def test_chunks_work_without_gradient():
+    hidden, targets, temperatures, head = problem()
+    with torch.no_grad():
+        chunked, _ = logprobs_and_entropy(hidden, targets, temperatures, head, vocab_size=VOCAB, chunk_size=5)
+        full, _ = logprobs_and_entropy(hidden, targets, temperatures, head, vocab_size=VOCAB)
+    torch.testing.assert_close(chunked, full)
+
+
+def test_a_uniform_distribution():
+    head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+    torch.nn.init.zeros_(head.weight)
+    logprobs, entropy = logprobs_and_entropy(
+        torch.ones(1, HIDDEN), torch.tensor([5]), torch.ones(1), head, vocab_size=VOCAB
+    )
+    assert logprobs.item() == pytest.approx(-math.log(VOCAB))
+    assert entropy.item() == pytest.approx(math.log(VOCAB))

@@ -1,14 +1,15 @@
-"""The policy losses, against numbers worked out by hand.
+"""Policy losses, divergence estimates and the critic's loss, against numbers worked out by hand.
 
-- ppo_clip: unclipped tokens, tokens clipped above and below, clip-higher, dual clip, the capped behaviour weight. With
-  the decoupled objective the numbers are those of the formula written out in one line.
-- The gradient flows through the current log-probabilities alone, not through clipped tokens; with cispo through all.
+- ppo_clip: unclipped tokens, tokens clipped above and below, clip-higher, dual clip, the capped behaviour weight.
+- Gradients flow through the current log-probabilities alone, not through clipped tokens; with cispo through all.
 - gspo has one ratio a sequence; with one advantage a sequence it has value and gradient of the sequence form.
 - The importance weight is of a token, of a sequence, or 1. Divergence and entropy enter the loss with coefficients.
-- Parts add up to the whole, of loss, gradient and statistics; nothing at all still back-propagates; absurd ratios stay
-  finite.
-- A user's own objective takes the place of ours; one of a wrong shape, without a gradient, not finite, or that
-  cannot be imported, is refused.
+- Parts add up to the whole; no tokens at all still back-propagate; absurd ratios stay finite.
+- A user's own objective replaces ours; it is refused if it has a wrong shape, no gradient, is not finite, or cannot be
+  imported.
+- k1, k2 and k3 by hand; k2 and k3 are never negative; k1 and k3 are unbiased; k2 and k3 pull towards the reference.
+- The approximate proximal policy lies where the token's age puts it.
+- The critic's loss is clipped where that is worse, and nothing flows through what is clipped.
 """
 
 import math
@@ -16,17 +17,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.losses import (
-    LossStats,
     LossTokens,
+    approximate_proximal,
     choose_objective,
     cispo,
+    divergence,
     gspo,
     importance_weights,
+    k1,
+    k2,
+    k3,
     policy_loss,
     ppo_clip,
+    value_loss,
 )
 from areal_agent.errors import ConfigError
 
@@ -221,16 +229,6 @@ def test_on_policy_it_is_the_policy_gradient(config):
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
-def test_no_tokens_make_a_loss_of_zero_that_back_propagates(loss):
-    config = AlgorithmConfig(loss=loss, entropy_coefficient=0.1, behavior_weight_level="sequence")
-    nothing = part(case(), slice(0, 0))
-    value, stats = policy_loss(nothing, config, choose_objective(config))
-    value.backward()
-    assert value.item() == 0.0
-    assert stats == LossStats()
-
-
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize(("now", "before"), [(-1.0, -500.0), (-500.0, -1.0)])
 def test_absurd_ratios_stay_finite(now, before, advantage, loss):
@@ -305,3 +303,58 @@ def test_a_users_objective_that_cannot_be_called_is_a_config_error():
 def test_tensors_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match=r"entropy has shape \(1,\), but logprobs \(5,\)"):
         replace(case(), entropy=torch.ones(1))
+
+
+LOG2 = math.log(2.0)
+
+
+@pytest.mark.parametrize(("estimate", "by_hand"), [(k1, -LOG2), (k2, LOG2**2 / 2), (k3, 1.0 - LOG2)])
+def test_estimates_by_hand(estimate, by_hand):
+    assert estimate(torch.tensor(LOG2, dtype=torch.float64)).item() == pytest.approx(by_hand)
+
+
+@given(st.floats(-15, 15))
+def test_k2_and_k3_are_never_negative_and_all_vanish_for_equal_policies(log_ratio):
+    value = torch.tensor(log_ratio, dtype=torch.float64)
+    assert k2(value) >= 0.0 and k3(value) >= 0.0
+    assert [one(torch.tensor(0.0)).item() for one in (k1, k2, k3)] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_expectation_is_the_divergence(estimator):
+    policy, reference = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    expected = (policy * (policy / reference).log()).sum()
+    estimates = divergence(policy.log(), reference.log(), estimator)
+    assert (policy * estimates).sum().item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_gradient_points_away_from_the_reference(estimator):
+    policy = torch.tensor([-1.0, -3.0], requires_grad=True)
+    divergence(policy, torch.tensor([-2.0, -2.0]), estimator).sum().backward()
+    assert policy.grad[0] > 0 > policy.grad[1]
+
+
+def test_the_approximate_proximal_policy_by_hand():
+    behavior, logprobs = torch.full((3,), -4.0), torch.full((3,), -1.0, requires_grad=True)
+    proximal = approximate_proximal(logprobs, behavior, torch.tensor([5, 4, 2], dtype=torch.int32), 5)
+    assert proximal.tolist() == pytest.approx([-4.0, -2.5, -1.75])  # ages 0, 1, 3: 0, 1/2, 3/4 of the way
+    assert not proximal.requires_grad
+
+
+def test_the_value_loss_by_hand():
+    values = torch.tensor([1.1, 2.0, 2.0], requires_grad=True)
+    old, returns = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([2.0, 3.0, 0.0])
+    loss, num_clipped = value_loss(values, old, returns, torch.tensor([1.0, 1.0, 0.5]), clip=0.2)
+    # errors 0.9^2; clipped to 1.2: 1.8^2 instead of 1; towards 2 although the return is 0: 2^2 stays
+    assert loss.item() == pytest.approx((0.81 + 3.24 + 0.5 * 4.0) / 2)
+    assert num_clipped == 1
+    loss.backward()
+    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.0])
+
+
+def test_no_tokens_make_a_value_loss_of_zero_that_back_propagates():
+    nothing = torch.zeros(0, requires_grad=True)
+    loss, num_clipped = value_loss(nothing, torch.zeros(0), torch.zeros(0), torch.zeros(0), clip=0.2)
+    loss.backward()
+    assert (loss.item(), num_clipped) == (0.0, 0)

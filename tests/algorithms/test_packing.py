@@ -1,10 +1,11 @@
-"""Which sequences go through the model together.
+"""Which sequences go through the model together, and what each of their tokens weighs.
 
-- Algorithm 1 of the paper, by hand; first-fit decreasing, by hand; padded rows are of like lengths.
+- Algorithm 1 of the paper, by hand; first-fit decreasing, by hand; padded rows are of similar lengths.
 - Each puts every sequence in one micro-batch, within the budget or alone, whatever order they come in.
 - First-fit decreasing never needs more than twice the micro-batches that the tokens would fill.
 - Dealt to ranks, every sequence is on one rank, once; ranks have equally many micro-batches, none larger than before;
-  only where sequences are fewer than ranks is one empty.
+  one is empty only where there are fewer sequences than ranks.
+- Token weights of each aggregation, by hand; those of a mean add up to one.
 """
 
 import itertools
@@ -15,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.algorithms.packing import MAX_PADDING, alike, balanced, deal, first_fit
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.packing import MAX_PADDING, alike, balanced, deal, first_fit, token_weights
 
 Split = Callable[[Sequence[int], int], list[list[int]]]
 every_split = pytest.mark.parametrize("split", [balanced, first_fit, alike])
@@ -99,3 +101,34 @@ def test_what_runs_at_the_same_time_is_of_neighbouring_size(lengths, budget, num
     ranks = deal(first_fit(lengths, budget), lengths, num_ranks)
     turns = [[sum(lengths[i] for i in part) for part in turn] for turn in zip(*ranks, strict=True)]
     assert all(min(ahead) >= max(behind) for ahead, behind in itertools.pairwise(turns))
+
+
+COUNTS, ROLLOUTS = [1, 3, 4, 0], ["a", "a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        (AlgorithmConfig(), [1 / 8] * 3),
+        (AlgorithmConfig(aggregation="sequence_mean"), [1 / 8] * 3),
+        (AlgorithmConfig(aggregation="constant", aggregation_tokens=10), [1 / 20] * 3),
+    ],
+)
+def test_weights_by_hand(config, weights):
+    assert token_weights(COUNTS, ROLLOUTS, config)[:3] == weights
+
+
+def test_every_rollout_counts_alike_in_the_sequence_mean():
+    config = AlgorithmConfig(aggregation="sequence_mean")
+    assert token_weights([1, 2, 5], ["a", "b", "b"], config) == [1 / 2, 1 / 14, 1 / 14]
+
+
+@given(
+    branches=st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abcd")), min_size=1),
+    aggregation=st.sampled_from(["token_mean", "sequence_mean"]),
+)
+def test_the_weights_of_a_mean_add_up_to_one(branches, aggregation):
+    counts, rollouts = [count for count, _ in branches], [name for _, name in branches]
+    weights = token_weights(counts, rollouts, AlgorithmConfig(aggregation=aggregation))
+    total = sum(weight * count for weight, count in zip(weights, counts, strict=True))
+    assert total == pytest.approx(1.0 if sum(counts) else 0.0)

@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest_asyncio
 
@@ -17,6 +18,20 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
 from areal_agent.rollout.worker.messages import WorkerSettings
+from tests.histories import open_ledger
+
+
+@asynccontextmanager
+async def serving(
+    model: Path, *, num_slots: int = 8, max_context_tokens: int = 128, **options: Any
+) -> AsyncGenerator[EngineServer]:
+    """Open an embedded engine's server in this process."""
+    runner = ModelRunner.load(str(model), device="cpu", num_slots=num_slots, max_context_tokens=max_context_tokens)
+    server = await EngineServer.start(runner, **options)
+    try:
+        yield server
+    finally:
+        await server.aclose()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +51,10 @@ collect_ignore = ["agents.py"]  # what the workers import; no test
 async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator:
     """`await make_crew("solve", workers=2, max_concurrent=4)`."""
     async with AsyncExitStack() as stack:
-        runner = ModelRunner.load(str(small_model), device="cpu", num_slots=8, max_context_tokens=128)
-        server = await EngineServer.start(runner)
-        stack.push_async_callback(server.aclose)
+        server = await stack.enter_async_context(serving(small_model))
         engine = HttpEngine(server.base_url)
         stack.push_async_callback(engine.aclose)
-        ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-        stack.push_async_callback(ledger.aclose)
-        await ledger.begin_incarnation(0)
+        ledger = await stack.enter_async_context(open_ledger(tmp_path))
 
         async def make(workflow: str, **values: object) -> Crew:
             config = RolloutConfig.model_validate({"max_tokens": 8, "block_warn_s": 0.1, **values})

@@ -1,10 +1,10 @@
-"""Server processes that are kept alive, with programs that do nothing:
+"""Server processes that are kept alive, with programs that do nothing.
 
-- one that dies is started again where it was; others are left alone
-- one that dies too often is given up; when all are, that is a failure that says how the last one died, and
-  no process is left of one
-- one that does not start is an error at the start; at the end no process is left
-- they are ended all at once: each may take seconds
+- One that dies is started again where it was; others are left alone.
+- One that dies too often is given up: three deaths within a minute of service, starts not counted as service. When all
+  are given up, the failure says how the last one died, and no process is left.
+- One that does not start is an error at the start; at the end no process is left.
+- They are ended all at once: each may take seconds.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
+from areal_agent.cluster.kept_server import DeathCount, KeptServer, KeptServers, keep_servers
 from areal_agent.errors import EngineUnreachable, ProcessDied
 from areal_agent.process import ManagedProcess
 
@@ -94,10 +94,7 @@ async def test_of_one_that_is_given_up_because_it_does_not_serve_no_process_is_l
             raise EngineUnreachable("it did not serve in time")
         return "http://one"
 
-    async with (
-        asyncio.timeout(DEADLINE_S),
-        keep_servers([KeptServer(start, serves, ManagedProcess.aclose)]) as servers,
-    ):
+    async with asyncio.timeout(DEADLINE_S), keep_servers([KeptServer(start, serves, ManagedProcess.aclose)]) as servers:
         os.kill(starts[0].pid, signal.SIGKILL)
         assert "it did not serve in time" in str(await servers.failure())
         assert [process.is_running for process in starts] == [False] * 3
@@ -121,3 +118,37 @@ async def test_they_are_ended_all_at_once(make):
     for process_id in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process_id, 0)
+
+
+class Clock:
+    time_s = 0.0
+
+    def __call__(self) -> float:
+        return self.time_s
+
+
+def serve(count: DeathCount, clock: Clock, seconds: float, start_s: float = 0.0) -> bool:
+    clock.time_s += start_s
+    count.begin()
+    clock.time_s += seconds
+    return count.end()
+
+
+def test_three_within_a_minute_are_too_many() -> None:
+    count = DeathCount(clock := Clock())
+    assert [serve(count, clock, 30.0) for _ in range(3)] == [False, False, True]
+
+
+def test_three_further_apart_are_not() -> None:
+    count = DeathCount(clock := Clock())
+    assert [serve(count, clock, 31.0) for _ in range(6)] == [False] * 6
+
+
+def test_slow_starts_do_not_excuse_deaths() -> None:
+    count = DeathCount(clock := Clock())
+    assert [serve(count, clock, 1.0, start_s=300.0) for _ in range(3)] == [False, False, True]
+
+
+def test_deaths_in_a_start_count() -> None:
+    count = DeathCount(clock := Clock())
+    assert [serve(count, clock, 1.0), count.end(), count.end()] == [False, False, True]

@@ -22,12 +22,11 @@ import pytest
 from areal_agent import ConfigError, Status, Task
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.client import HttpEngine
-from areal_agent.engine.embedded.model import ModelRunner
-from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import ProcessDied
 from areal_agent.ledger import questions
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.types import Drop, Fate, PauseMode, SessionPurpose, WeightVersion
+from tests.cluster.conftest import serving
 
 
 def spec_of(number: int, **data: str) -> RolloutSpec:
@@ -176,9 +175,7 @@ async def test_workers_hear_of_servers_that_join_and_leave(
 ) -> None:
     crew = await make_crew("solve", workers=1)
     async with AsyncExitStack() as stack:
-        runner = ModelRunner.load(str(small_model), device="cpu", num_slots=8, max_context_tokens=128)
-        server = await EngineServer.start(runner)
-        stack.push_async_callback(server.aclose)
+        server = await stack.enter_async_context(serving(small_model))
         joining = await stack.enter_async_context(contextlib.aclosing(HttpEngine(server.base_url)))
         address = EngineAddress(backend="embedded", urls=(crew.engine.base_url,))
         fleet = await stack.enter_async_context(contextlib.aclosing(address.connect()))

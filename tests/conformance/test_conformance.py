@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from areal_agent.algorithms.advantages import STD_EPSILON, token_advantages
 from areal_agent.algorithms.batching import Sample, collate, logprobs_and_entropy, sample_of
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
-from areal_agent.algorithms.losses import LossTokens, choose_objective, policy_loss
+from areal_agent.algorithms.losses import LossStats, LossTokens, choose_objective, policy_loss
 from areal_agent.algorithms.packing import balanced, deal, first_fit
 from areal_agent.types import TokenRecord
 from tests.trainer.lab import CPU, GRADIENT_DESCENT, Lab
@@ -196,12 +196,13 @@ def test_case_07_chunks_are_the_whole_forward_and_backward():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_case_08_an_empty_loss_back_propagates(preset):
-    config = AlgorithmConfig(preset=preset)
+    config = AlgorithmConfig(preset=preset, entropy_coefficient=0.1)
     nothing = random_tokens([])
-    loss, _ = policy_loss(nothing, config, choose_objective(config))
+    loss, stats = policy_loss(nothing, config, choose_objective(config))
     loss.backward()
     assert loss.item() == 0.0
     assert nothing.logprobs.grad is not None
+    assert stats == LossStats()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

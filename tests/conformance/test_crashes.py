@@ -8,6 +8,7 @@
 """
 
 import asyncio
+import itertools
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from areal_agent.tokens.records import token_records
 from areal_agent.trainer.checkpoint import CommitPoint
 from areal_agent.types import DiskWeights, ForkReason, SharedMemoryWeights, WeightVersion
 from areal_agent.weights.push import push
+from tests.histories import open_ledger
 from tests.resume.lives import Zygote, check_end, check_life
 from tests.rollout.test_producer import Script, numbers, producing, roll_out
 
@@ -32,35 +34,23 @@ MAX_STALENESS = 1
 
 
 async def test_case_10_filtering_restores_capacity(tmp_path: Path) -> None:
-    def two_are_of_no_use(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[0], [0]])
-        script.statuses = {0: [Status.ERROR, Status.TIMEOUT]}
-        script.rewards = {1: [1.0, 1.0], 2: [1.0, 0.0]}
-        return script
-
+    script = Script(statuses={0: [Status.ERROR, Status.TIMEOUT]}, rewards={1: [1.0, 1.0], 2: [1.0, 0.0]})
     sampling = DynamicSampling(max_flat_groups=3)
-    async with producing(tmp_path, two_are_of_no_use, max_staleness=0, straggler="wait", dynamic_sampling=sampling) as (
-        producer,
-        script,
-    ):
+    async with producing(tmp_path, script, dynamic_sampling=sampling) as producer:
         assert numbers(await producer.take(1, 1)) == [2]
-        assert script.started == [0, 1, 2]
+        assert script.started == [0, 1, 2], "one at a time: the bound has room for one group"
+        assert (dict(producer.counts.drops), sampling.num_flat) == ({"error": 2, "filtered": 2}, 1)
         assert (producer.admission.running, producer.admission.finished, producer.admission.capacity) == (0, 0, 0)
 
 
 async def test_case_10_a_resume_gives_no_burst(tmp_path: Path) -> None:
     """Three groups wait where the bound has room for two: none is started until two versions have made room."""
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    for group in range(3):
-        for index in range(2):
+    async with open_ledger(tmp_path) as ledger:
+        for group, index in itertools.product(range(3), range(2)):
             await roll_out(ledger, f"g{group:06d}-{index}", f"g{group:06d}", [0], Status.COMPLETED, float(index))
-    await ledger.aclose()
 
-    def fresh(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[producer.admission.step]] * 2)
-
-    async with producing(tmp_path, fresh, max_staleness=MAX_STALENESS, straggler="wait") as (producer, script):
+    script = Script(lambda number: [[producer.admission.step]] * 2)
+    async with producing(tmp_path, script, max_staleness=MAX_STALENESS) as producer:
         most = []
         for step in (1, 2):
             assert numbers(await producer.take(step, 1)) == [step - 1]

@@ -63,7 +63,7 @@ async def rolled(open_world: OpenWorld, tmp_path: Path) -> Rolled:
         await agent.reward(reward=reward)
         await agent.end()
         last_requests[agent.id] = world.engine.requests[-1]
-    producer = make_producer(ledger, Script(ledger, lambda _: []), None)
+    producer = make_producer(ledger, Script(), None)
     await producer.restore(await ledger.ask(questions.waiting))
     batch = await producer.take(1, 1)
     await ledger.commit_checkpoint(1, "a checkpoint of step 1")

@@ -1,4 +1,4 @@
-"""The cases that every change of the trainer has to pass and that need two ranks: real processes, gloo and FSDP2.
+"""The cases that every change of the trainer has to pass and that need two ranks: real processes, gloo, FSDP2 (slow).
 
 4. gradients do not depend on the number of ranks
 9. ranks have equally many micro-batches, also where there are fewer sequences than ranks
@@ -16,6 +16,8 @@ from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import GRADIENT_DESCENT, Lab
 from tests.trainer.two_ranks import Outcome, Work, flat, run_two_ranks
+
+pytestmark = pytest.mark.slow
 
 BUDGET = 100
 PACKINGS = ("first_fit", "padded")

@@ -10,8 +10,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,7 @@ from areal_agent.config import Config
 from areal_agent.doctor.examination import Examination
 from areal_agent.doctor.findings import Report, State
 from areal_agent.doctor.machine import GIB, Machine
-
-ROOT = Path(__file__).parents[2]
+from tests.commands import run
 
 
 def base(model: object, folder: Path, **more: object) -> dict[str, object]:
@@ -64,8 +61,7 @@ async def test_without_an_engine_a_config_that_works_has_no_fault(small_model: P
 def test_a_config_that_works(small_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(base(small_model, tmp_path)))
-    program = [sys.executable, "-m", "areal_agent.doctor", "--config", str(file), "seed=3"]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = run("areal_agent.doctor", "--config", str(file), "seed=3")
     lines = {
         line[6:20].strip(): line for line in done.stdout.splitlines() if line[:4] in ("ok  ", "warn", "fail", "skip")
     }

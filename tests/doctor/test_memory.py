@@ -1,20 +1,17 @@
 """The memory estimate, against numbers worked out by hand and against a process that was measured.
 
-- parameters of published models, and bytes of a token's keys and values
-- the trainer's parts on one GPU; with several ranks each has its share, and what is gathered and published whole
-- activations with and without gradient checkpointing; the longest context counts where it may go alone
-- a reference and a critic are counted, and in the checkpoint
-- adapters take what is trained of them, and no reference
-- an engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself
-- an engine that lends its keys' memory has them when the trainer does not train
-- servers with shards stand on their GPUs, several embedded engines each on one; one that runs already takes nothing
-- a trainer's process on a CPU takes about what was estimated
-- new weights take as many copies as are on their way at once; an engine elsewhere may be of the kind that takes most
-- a config that does not fit is told so, with what would take the most off; one that needs a missing GPU, too
+- Parameters of published models, and bytes of a token's keys and values.
+- The trainer's parts on one GPU; with several ranks each has its share, and what is gathered and published is whole.
+- Activations with and without gradient checkpointing; the longest context counts where it may go alone.
+- A reference and a critic are counted, also in the checkpoint; adapters count what is trained, and no reference.
+- An engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself; one
+  that lends them has them while the trainer does not train.
+- Servers with shards stand on their GPUs, several embedded engines each on one; one that runs already takes nothing.
+- New weights take as many copies as are on their way at once.
+- A config that does not fit is reported with the best remedy; so is one that needs a missing GPU.
+- The configs for GPUs are valid, fit by this estimate, and have their tasks and workflows.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,12 +23,15 @@ from areal_agent.doctor.memory import CUDA_CONTEXT_BYTES, SERVER_BYTES, TrainerM
 from areal_agent.doctor.model import ModelShape
 from areal_agent.doctor.settings import storage_findings
 from areal_agent.models.recipe import RECIPE
+from areal_agent.rollout.tasks.loading import load_tasks, require_json
+from areal_agent.rollout.workflow import load_workflow
+from areal_agent.run.preflight import load_eval_tasks
+from tests.commands import run
 from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
 
 ONE_GPU = Machine(memory_bytes=128 * GIB, num_gpus=1, gpu_bytes=80 * GIB)
 EIGHT_GPUS = Machine(memory_bytes=512 * GIB, num_gpus=8, gpu_bytes=80 * GIB)
 NO_GPU = Machine(memory_bytes=16 * GIB)
-ROOT = Path(__file__).parents[2]
 PARAMETERS = 596_049_920  # of Qwen3-0.6B
 
 
@@ -227,8 +227,7 @@ async def test_copies_of_weights_on_their_way(values: dict[str, object], copies:
 @pytest.mark.slow
 def test_a_trainer_process_takes_about_as_much_as_estimated(tmp_path: Path) -> None:
     """Weights, optimiser and the activations of a full micro-batch, of a model in the form of the tiny one."""
-    program = [sys.executable, "-m", "tests.doctor.train_once", str(tmp_path)]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = run("tests.doctor.train_once", str(tmp_path))
     assert done.returncode == 0, done.stderr
     shape = ModelShape.of_recipe(RECIPE)
     memory = TrainerMemory(shape=shape, config=config(engine={"max_context_tokens": 512}), is_gpu=False)
@@ -256,3 +255,36 @@ async def test_what_does_not_fit_is_told_with_a_remedy(
     findings = await memory_findings(QWEN3_06B, config(**values), machine)
     failed = [finding for finding in findings if finding.state is State.FAIL]
     assert failed and all(remedy in finding.change for finding in failed)
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "num_gpus", "gib"),
+    [
+        ("qwen3_0.6b_1gpu", QWEN3_06B, 1, 24),
+        ("qwen3_1.7b_1gpu", QWEN3_17B, 1, 80),
+        ("qwen3_4b_1gpu_lora", QWEN3_4B, 1, 80),
+        ("qwen3_0.6b_1gpu_vllm", QWEN3_06B, 1, 24),
+        ("qwen3_4b_8gpu", QWEN3_4B, 8, 80),
+        ("qwen3_4b_8gpu_vllm", QWEN3_4B, 8, 80),
+    ],
+)
+async def test_it_fits(name: str, shape: ModelShape, num_gpus: int, gib: int) -> None:
+    config = Config.load(CONFIGS / f"{name}.yaml")
+    machine = Machine(memory_bytes=256 * GIB, num_gpus=num_gpus, gpu_bytes=gib * GIB)
+    findings = await memory_findings(shape, config, machine)
+    assert [finding.check for finding in findings] == ["memory", *(f"GPU {number}" for number in range(num_gpus))]
+    assert [finding for finding in findings if finding.state is not State.OK] == []
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("qwen3_*.yaml")), ids=lambda path: path.stem)
+def test_its_tasks_and_workflow_are_there(path: Path) -> None:
+    config = Config.load(path)
+    assert config.tasks is not None
+    tasks, held_out = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
+    assert len(tasks) > 0
+    assert len(held_out) == config.eval.num_tasks
+    require_json((*tasks, *held_out))  # workers or not: one that adds them goes on
+    assert callable(load_workflow(config.workflow))

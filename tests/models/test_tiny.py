@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from areal_agent.command import run_command
 from areal_agent.errors import ConfigError
 from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Recipe, model_folder
-from areal_agent.models.tiny import REPORT_NAME, build, cached, main
+from areal_agent.models.tiny import REPORT_NAME, TinyReport, build, cached, main
 from areal_agent.models.tokenizer import Conversation
 from areal_agent.models.warm_start import WarmStartProgress
 
@@ -42,31 +42,39 @@ def broken_demonstrations(seed: int) -> Iterator[Conversation]:
     raise RuntimeError("no demonstrations today")
 
 
-def test_transformers_loads_it(small_recipe: Recipe, tmp_path: Path) -> None:
-    report = build(tmp_path / "model", seed=3, recipe=small_recipe, threads=1)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+@pytest.fixture(scope="module")
+def built(small_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TinyReport]:
+    """A new folder with a model in it, and the report."""
+    folder = tmp_path_factory.mktemp("built") / "new" / "model"
+    before = torch.get_num_threads(), torch.get_rng_state()
+    report = build(folder, seed=1, recipe=small_recipe, threads=before[0] + 1)
+    assert torch.get_num_threads() == before[0], "torch is left as it was"
+    assert torch.equal(torch.get_rng_state(), before[1])
+    return folder, report
+
+
+def test_transformers_loads_it(built: tuple[Path, TinyReport]) -> None:
+    folder, report = built
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert (model.num_parameters(), len(tokenizer)) == (report.num_parameters, report.vocab_size)
     assert model.config.vocab_size == len(tokenizer)
 
 
-def test_the_report_is_in_the_folder(small_recipe: Recipe, tmp_path: Path) -> None:
-    report = build(tmp_path / "model", seed=3, recipe=small_recipe, threads=1)
-    assert json.loads((tmp_path / "model" / REPORT_NAME).read_text()) == asdict(report)
+def test_the_report_is_in_the_folder_and_nothing_is_beside_it(built: tuple[Path, TinyReport]) -> None:
+    folder, report = built
+    assert json.loads((folder / REPORT_NAME).read_text()) == asdict(report)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
 def test_the_same_seed_builds_the_same_model(small_recipe: Recipe, tmp_path: Path) -> None:
-    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
-        build(tmp_path / name, seed=seed, recipe=small_recipe, threads=1)
-    assert torch.equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "again"))
-    assert not torch.equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
-
-
-def test_nothing_else_is_left(small_recipe: Recipe, tmp_path: Path) -> None:
-    build(tmp_path / "new" / "model", seed=0, recipe=small_recipe, threads=1)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+    one, again, other = (tmp_path / name for name in ("one", "again", "other"))
+    for folder, seed in ((one, 1), (again, 1), (other, 2)):
+        build(folder, seed=seed, recipe=small_recipe, threads=1)
+    assert torch.equal(weights_of(one), weights_of(again))
+    assert not torch.equal(weights_of(one), weights_of(other))
 
 
 def test_a_failure_leaves_nothing(small_recipe: Recipe, tmp_path: Path) -> None:
@@ -142,13 +150,6 @@ def test_the_cache_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("AREAL_AGENT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert model_folder(RECIPE, 0, DEMONSTRATIONS).parent == tmp_path / "areal_agent"
-
-
-def test_torch_is_left_as_it_was(small_recipe: Recipe, tmp_path: Path) -> None:
-    before = torch.get_num_threads(), torch.get_rng_state()
-    build(tmp_path / "model", seed=0, recipe=small_recipe, threads=before[0] + 1)
-    assert torch.get_num_threads() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 @pytest.mark.parametrize(

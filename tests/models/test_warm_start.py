@@ -4,7 +4,6 @@
 - what a conversation is batched with, and its padding, change nothing
 - the decay of the learning rate starts when copying passes the gate, and at the latest at its cap
 - progress rises to 1
-- the same seed gives the same weights; another seed others
 - it learns: the loss falls
 """
 
@@ -30,13 +29,13 @@ CONVERSATION: Conversation = [
 
 
 def train(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], recipe: Recipe, seed: int = 0
-) -> tuple[WarmStartResult, list[WarmStartProgress], torch.Tensor]:
-    torch.manual_seed(seed)
+    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], recipe: Recipe
+) -> tuple[WarmStartResult, list[WarmStartProgress]]:
+    torch.manual_seed(0)
     model = make_model(tokenizer, recipe)
     reports: list[WarmStartProgress] = []
     result = WarmStart(model, tokenizer, cycle(conversations), recipe, reports.append).run()
-    return result, reports, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return result, reports
 
 
 def test_the_loss_is_on_what_the_assistant_says(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -66,14 +65,10 @@ def test_company_changes_nothing(tokenizer: PreTrainedTokenizerFast, small_recip
 
 @pytest.mark.parametrize(("gate", "steps"), [(0.0, 2 + 6), (2.0, 10 + 6)], ids=["opens at once", "never opens"])
 def test_the_gate_starts_the_decay(
-    tokenizer: PreTrainedTokenizerFast,
-    conversations: list[Conversation],
-    small_recipe: Recipe,
-    gate: float,
-    steps: int,
+    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe, gate: float, steps: int
 ) -> None:
     recipe = replace(small_recipe, copy_gate=gate, check_every=2, max_gate_steps=10, num_decay_steps=6)
-    result, _, _ = train(tokenizer, conversations, recipe)
+    result, _ = train(tokenizer, conversations, recipe)
     assert result.steps == steps
 
 
@@ -87,21 +82,13 @@ def test_progress_rises_to_one(
     typical: int,
 ) -> None:
     recipe = replace(small_recipe, copy_gate=gate, typical_gate_steps=typical)
-    _, reports, _ = train(tokenizer, conversations, recipe)
+    _, reports = train(tokenizer, conversations, recipe)
     fractions = [report.fraction for report in reports]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
 
 
-def test_the_same_seed_gives_the_same_weights(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe
-) -> None:
-    weights = [train(tokenizer, conversations, small_recipe, seed)[2] for seed in (1, 1, 2)]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-
-
 def test_it_learns(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe) -> None:
     recipe = replace(small_recipe, check_every=60, max_gate_steps=60, num_decay_steps=60, batch_size=8)
-    result, _, _ = train(tokenizer, conversations, recipe)
+    result, _ = train(tokenizer, conversations, recipe)
     assert result.loss < 3  # from log(vocabulary) = 6

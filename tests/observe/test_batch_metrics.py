@@ -7,20 +7,27 @@ workflow logged; 10. named parts of the reward; 11. a batch of nothing says so.
 import random
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent import RolloutBatch
+from areal_agent import RolloutBatch, Trajectory
 from areal_agent.observe.batch_metrics import describe_batch, pass_at
 from areal_agent.types import FinishReason, Rewards
-from tests.observe.batches import batch_of, record, trajectory
+from tests.histories import batch_of, record, trajectory
 
 
 @pytest.fixture
 def batch() -> RolloutBatch:
     return batch_of([trajectory("a", [3, 4], 1.0), trajectory("b", [4], 0.0)], [record("a", [3, 4]), record("b", [4])])
+
+
+def described(*trajectories: Trajectory, **more: Any) -> dict[str, Any]:
+    """Describe a batch in which each trajectory trains one token."""
+    records = [record(one.session_id, [1]) for one in trajectories]
+    return describe_batch(batch_of(trajectories, records), 1.0, **more)
 
 
 def test_staleness_is_that_of_tokens_in_the_loss(batch: RolloutBatch) -> None:
@@ -46,7 +53,7 @@ def test_pass_at_k_is_the_chance_that_one_of_k_succeeds(successes: list[bool], d
 def test_pass_at_k_is_over_the_groups_that_have_k() -> None:
     four = [replace(trajectory(f"a{n}", [1], float(n == 0)), group_id="a") for n in range(4)]
     two = [replace(trajectory(f"b{n}", [1], 1.0), group_id="b") for n in range(2)]
-    row = describe_batch(batch_of([*four, *two], [record(one.session_id, [1]) for one in [*four, *two]]), 1.0)
+    row = described(*four, *two)
     assert row["reward/pass_at_2"] == pytest.approx((0.5 + 1.0) / 2)
     assert row["reward/pass_at_4"] == 1.0  # the group of two says nothing of four
     assert "reward/pass_at_8" not in row
@@ -59,10 +66,7 @@ def test_groups_without_spread() -> None:
         for group, of_group in rewards.items()
         for n, reward in enumerate(of_group)
     ]
-    assert (
-        describe_batch(batch_of(both, [record(one.session_id, [1]) for one in both]), 1.0)["reward/zero_std_groups"]
-        == 0.5
-    )
+    assert described(*both)["reward/zero_std_groups"] == 0.5
 
 
 def test_rewards_by_source() -> None:
@@ -73,7 +77,7 @@ def test_rewards_by_source() -> None:
         for n, reward in enumerate(of_source)
     ]
     sources = {"maths-task": "maths", "code-task": "code"}
-    row = describe_batch(batch_of(both, [record(one.session_id, [1]) for one in both]), 1.0, sources)
+    row = described(*both, sources=sources)
     assert (row["reward/mean/maths"], row["reward/std/maths"]) == (2.0, 1.0)
     assert (row["reward/mean/code"], row["reward/std/code"]) == (5.0, 0.0)
 
@@ -92,7 +96,7 @@ def test_latencies() -> None:
     seconds = list(range(1, 22))
     random.Random(0).shuffle(seconds)
     several = [replace(trajectory(f"s{n}", [1], 0.0), started_s=100.0, ended_s=100.0 + n) for n in seconds]
-    row = describe_batch(batch_of(several, [record(one.session_id, [1]) for one in several]), 1.0)
+    row = described(*several)
     assert (row["rollouts/seconds"], row["rollouts/seconds_p50"], row["rollouts/seconds_p95"]) == (11.0, 11.0, 20.0)
     assert (row["turns/seconds_p50"], row["turns/seconds_p95"]) == (1.0, 1.0)
 
@@ -106,7 +110,7 @@ def test_tokens_that_were_sampled_and_are_not_trained() -> None:
 def test_named_parts_of_the_reward() -> None:
     first = replace(trajectory("a", [1], 0.0), rewards=Rewards(final=0.0, parts={"format": 1.0, "style": 0.25}))
     second = replace(trajectory("b", [1], 0.0), rewards=Rewards(final=0.0, parts={"format": 0.0}))
-    row = describe_batch(batch_of([first, second], [record("a", [1]), record("b", [1])]), 1.0)
+    row = described(first, second)
     parts = {name: value for name, value in row.items() if name.startswith("reward/part/")}
     assert parts == {"reward/part/format": 0.5, "reward/part/style": 0.25}
 
@@ -114,7 +118,7 @@ def test_named_parts_of_the_reward() -> None:
 def test_numbers_that_a_workflow_logged() -> None:
     first = replace(trajectory("a", [1], 0.0), logged={"tool_failures": 2, "is_hard": True, "answer": "42"})
     second = replace(trajectory("b", [1], 0.0), logged={"is_hard": False})
-    row = describe_batch(batch_of([first, second], [record("a", [1]), record("b", [1])]), 1.0)
+    row = described(first, second)
     logged = {name: value for name, value in row.items() if name.startswith("logged/")}
     assert logged == {"logged/tool_failures": 2.0, "logged/is_hard": 0.5}
 

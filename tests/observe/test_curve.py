@@ -47,11 +47,7 @@ def test_it_is_drawn_whatever_the_rows(tmp_path: Path, rows: list[dict]) -> None
 
 @pytest.mark.parametrize(
     ("rows", "levels"),
-    [
-        (ROWS, {"success_before": 0.3}),
-        (ROWS, {"success_after": 0.95}),
-        ([*ROWS[:-1], row(19, 0.1)], {}),
-    ],
+    [(ROWS, {"success_before": 0.3}), (ROWS, {"success_after": 0.95}), ([*ROWS[:-1], row(19, 0.1)], {})],
     ids=["success before", "success after", "another reward"],
 )
 def test_what_is_told_is_in_the_picture(tmp_path: Path, rows: list[dict], levels: dict) -> None:

@@ -1,14 +1,18 @@
-"""The log file of a process.
+"""The log file of a process, and its peak memory.
 
-1. what is logged is in the file with time, level and name, and warnings too; 2. libraries that log a line a request are
-heard from WARNING on; 3. a second process appends.
+- A line has time, level and name, and warnings are logged too; a second process appends.
+- Libraries that log a line a request are heard from WARNING on.
+- Peak memory is at least what the process once held; a process that is gone has none.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from areal_agent.observe.logging import peak_memory_bytes
 
 CODE = """
 import logging, sys, warnings
@@ -22,26 +26,29 @@ warnings.warn("old")
 """
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> list[str]:
-    """The log after two processes."""
+def test_the_log_of_two_processes(tmp_path: Path) -> None:
     path = tmp_path / "engine.log"
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", CODE, str(path)], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    return path.read_text().splitlines()
-
-
-def test_lines_have_time_level_and_name(lines: list[str]) -> None:
-    assert lines[0].endswith("INFO    areal_agent.engine: loaded tiny")
-    assert lines[0][:2] == "20"
+    lines = path.read_text().splitlines()
+    assert lines[0][:2] == "20" and lines[0].endswith("INFO    areal_agent.engine: loaded tiny")
     assert any("py.warnings" in line and "UserWarning: old" in line for line in lines)
-
-
-def test_chatty_libraries_are_heard_from_warning_on(lines: list[str]) -> None:
-    assert not any("HTTP Request" in line for line in lines)
     assert any("WARNING httpx: slow" in line for line in lines)
+    assert not any("HTTP Request" in line for line in lines), "libraries are heard from WARNING on"
+    assert sum("loaded tiny" in line for line in lines) == 2, "the second process appends"
 
 
-def test_a_second_process_appends(lines: list[str]) -> None:
-    assert sum("loaded tiny" in line for line in lines) == 2
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_it_holds_what_was_held_once() -> None:
+    size = 64 * 2**20
+    assert len(bytearray(b"x" * size)) == size  # and it is gone again
+    peak = peak_memory_bytes(os.getpid())
+    assert peak is not None
+    assert peak > size
+
+
+def test_a_process_that_is_gone_has_none() -> None:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    assert peak_memory_bytes(done.pid) is None

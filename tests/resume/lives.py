@@ -33,13 +33,7 @@ class Zygote:
         )
 
     def live(
-        self,
-        folder: Path,
-        *,
-        num_steps: int = 6,
-        fatal: str = NEVER,
-        number: int = 1,
-        kill_after: int | None = None,
+        self, folder: Path, *, num_steps: int = 6, fatal: str = NEVER, number: int = 1, kill_after: int | None = None
     ) -> list[str]:
         """What a life told, from its birth to its death; `kill_after` so many events, somebody else kills it."""
         assert self._process.stdin is not None

@@ -5,6 +5,8 @@ Its weights are that list. So what a checkpoint was trained on can be read in it
 """
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,43 +127,78 @@ def answer(request: GenerateRequest) -> list[int]:
     return [start, start + 1, start + 2]
 
 
-async def live(folder: Path, model: Path, num_steps: int, passing: Passing = pass_by, script: Script = answer) -> None:
-    """One process of the run: from where the last one died to `num_steps`, and then what is left over, to the end."""
+@dataclass(kw_only=True)
+class Stage:
+    """What a scripted run goes on with: from the newest checkpoint in its folder."""
+
+    config: Config
+    ledger: Ledger
+    beginning: Beginning
+    engine: FakeEngine
+    producer: Producer
+
+
+@asynccontextmanager
+async def open_stage(
+    folder: Path,
+    model: Path,
+    make_engine: Callable[[WeightVersion], FakeEngine],
+    *,
+    num_steps: int,
+    workflow: Any = solve,
+    max_concurrent: int = 8,
+    passing: Passing = pass_by,
+) -> AsyncGenerator[Stage]:
+    """Open the ledger, a gateway before the engine, the workflows and their producer."""
     config = make_config(folder, num_steps)
-    preflight = Preflight.check(config, workflow=solve)
+    preflight = Preflight.check(config, workflow=workflow)
     ledger = await Ledger.open(folder / "ledger.sqlite", create=True)
     beginning = await begin(ledger, folder / "checkpoints", passing)
-    engine = FakeEngine(script, version=beginning.version, max_context_tokens=4096)
+    engine = make_engine(beginning.version)
     settings = LocalSettings(
-        model_name="scripted", tokenizer=model, port=0, max_concurrent=8, rollout=config.rollout, sandbox=config.sandbox
+        model_name="scripted",
+        tokenizer=model,
+        port=0,
+        max_concurrent=max_concurrent,
+        rollout=config.rollout,
+        sandbox=config.sandbox,
     )
     assert preflight.workflow is not None
     async with open_local(
         settings, preflight.workflow, engine=engine, info=engine.info(), journal=ledger.own
     ) as rollouts:
-        producer = await make_producer(
-            config, preflight.tasks, ledger, run_group_by(rollouts, ledger, config), beginning
-        )
+        run_group = run_group_by(rollouts, ledger, config)
+        producer = await make_producer(config, preflight.tasks, ledger, run_group, beginning)
+        yield Stage(config=config, ledger=ledger, beginning=beginning, engine=engine, producer=producer)
+    await ledger.aclose()
+
+
+async def live(folder: Path, model: Path, num_steps: int, passing: Passing = pass_by, script: Script = answer) -> None:
+    """One process of the run: from where the last one died to `num_steps`, and then what is left over, to the end."""
+
+    def make_engine(version: WeightVersion) -> FakeEngine:
+        return FakeEngine(script, version=version, max_context_tokens=4096)
+
+    async with open_stage(folder, model, make_engine, num_steps=num_steps, passing=passing) as stage:
         run = ScriptedRun(
-            config=config,
-            ledger=ledger,
-            producer=producer,
-            trainer=ScriptedTrainer.load(folder / "checkpoints", beginning, passing),
-            engine=engine,
-            version=beginning.version,
+            config=stage.config,
+            ledger=stage.ledger,
+            producer=stage.producer,
+            trainer=ScriptedTrainer.load(folder / "checkpoints", stage.beginning, passing),
+            engine=stage.engine,
+            version=stage.beginning.version,
             passing=passing,
         )
-        producing = asyncio.create_task(producer.admit_forever())
+        producing = asyncio.create_task(run.producer.admit_forever())
         await _train(run)
-        async with producer.drained():
+        async with run.producer.drained():
             await _train_the_rest(run)
         producing.cancel()
         await asyncio.wait({producing})
         await run.save()
         await run.save()  # a second checkpoint of the same step: the first one steps aside
-        await producer.settle(is_completed=True)
-        await ledger.set_note("status", "completed")
-    await ledger.aclose()
+        await run.producer.settle(is_completed=True)
+        await run.ledger.set_note("status", "completed")
 
 
 async def _train(run: ScriptedRun) -> None:

@@ -1,6 +1,6 @@
 """A run whose process is killed again and again at random moments, and started again each time: the commit code itself,
 without torch. The ledger is proved after each death; in the end each rollout that ended is trained exactly once in the
-lineage that lives, which is what the last checkpoint was trained on. Five kills by default, a hundred when slow.
+lineage that lives, which is what the last checkpoint was trained on. Five kills when slow, a hundred when full.
 Kills at the named commit points are conformance case 14.
 """
 
@@ -15,12 +15,9 @@ __all__ = ["zygote"]
 
 MAX_EVENTS_A_LIFE = 60
 
-storms = pytest.mark.parametrize(
-    "num_kills", [pytest.param(5, id="5 kills"), pytest.param(100, id="100 kills", marks=pytest.mark.slow)]
-)
 
-
-@storms
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [5, pytest.param(100, marks=pytest.mark.full)])
 def test_killed_at_random_moments(zygote: Zygote, tmp_path: Path, num_kills: int) -> None:
     moments = random.Random(num_kills)
     for _ in range(num_kills):

@@ -1,30 +1,35 @@
-"""Saving, as it is seen from outside a run with real processes.
+"""Saving and resuming, seen from outside a run with real processes (slow).
 
-1. agents are answered while a save goes on; 2. SIGTERM saves the last trained step, says how to go on, and ends with
-the status interrupted; 3. a second SIGTERM, a while after the first, ends all at once: no process is left, and the
-ledger is in order.
+1. Agents are answered while a save goes on. 2. SIGTERM saves the last trained step, says how to go on, and ends with
+the status interrupted. 3. A second SIGTERM later ends everything at once: no process is left, and the ledger is in
+order. 4. A refused resume leaves the run's config as it was; a model with another tokenizer is refused. 5. An
+evaluation beside training that died with its process is made up for after the resume, under the weights with which
+the run goes on.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from areal_agent.config import Config
+from areal_agent.errors import ConfigError
 from areal_agent.ledger.verify import verify
-from areal_agent.observe.metrics import read_metrics
+from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.run import Run
 from areal_agent.trainer.checkpoint import latest_checkpoint
+from tests.commands import run, started
 from tests.run.test_run import config, end, solve, train
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -55,13 +60,9 @@ def running(tmp_path: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
     settings = config(tmp_path, model, steps=1000).model_copy(update={"workflow": "tests.run.test_run:solve"})
     file = tmp_path / "config.yaml"
     file.write_text(settings.to_yaml())
-    command = [sys.executable, "-m", "areal_agent.train", "--config", str(file), "observe.progress=plain"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            read_until(process, "2/1000")
-            yield process
-        finally:
-            process.kill()
+    with started("areal_agent.train", "--config", str(file), "observe.progress=plain") as process:
+        read_until(process, "2/1000")
+        yield process
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
@@ -101,3 +102,85 @@ def test_a_second_sigterm_ends_all_at_once(tmp_path: Path, small_model: Path) ->
     assert process.returncode == 130
     assert not psutil.wait_procs(children, timeout=60)[1]
     assert verify(tmp_path / "run" / "ledger.sqlite").violations == ()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> tuple[Config, Path]:
+    """A run of one step, and its folder."""
+    settings = config(tmp_path_factory.mktemp("saved"), small_model, batch_size=1)
+    return settings, asyncio.run(one_step(settings))
+
+
+async def one_step(settings: Config) -> Path:
+    async with Run(settings, workflow=solve) as run:
+        await train(run, 1)
+        await end(run)
+    return run.folder.path
+
+
+async def refusal(settings: Config, folder: Path, **changes: object) -> str:
+    changed = Config.parse(settings.model_dump(mode="json") | changes)
+    with pytest.raises(ConfigError) as caught:
+        async with Run(changed, workflow=solve, resume=str(folder)):
+            pass
+    return str(caught.value)
+
+
+async def test_a_refused_resume_leaves_the_config_as_it_was(saved: tuple[Config, Path]) -> None:
+    settings, folder = saved
+    before = (folder / "config.yaml").read_text()
+    assert "was saved without a critic" in await refusal(settings, folder, algorithm={"preset": "ppo"})
+    assert (folder / "config.yaml").read_text() == before
+
+
+async def test_a_model_with_another_tokenizer_is_refused(
+    saved: tuple[Config, Path], small_model: Path, tmp_path: Path
+) -> None:
+    settings, folder = saved
+    other = shutil.copytree(small_model, tmp_path / "other")
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
+    reason = await refusal(settings, folder, model=str(other))
+    assert "is not the one that the checkpoint" in reason
+    assert "step_000001" in reason
+
+
+HELD_BY = "HELD_BY_METRICS"
+"""Names the run's metrics.jsonl: evaluations after the first one never end."""
+
+
+def is_held() -> bool:
+    return HELD_BY in os.environ and "before" in Path(os.environ[HELD_BY]).read_text()
+
+
+async def solve_while_free(task: Any, rollout: Any) -> float:
+    if rollout.is_eval and is_held():
+        await asyncio.Event().wait()
+    return await solve(task, rollout)
+
+
+def test_an_evaluation_that_died_is_made_up_for(tmp_path: Path, small_model: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "config.yaml"
+    settings = config(
+        tmp_path,
+        small_model,
+        workflow=f"{__name__}:solve_while_free",
+        steps=3,
+        rollout={"max_concurrent": 16, "max_tokens": 8},
+        trainer={"checkpoint_every": 1},
+        eval={"num_tasks": 2, "tasks": str(tmp_path / "tasks.jsonl"), "every": 1},
+    )
+    file.write_text(settings.to_yaml())
+    command = ("areal_agent.train", "--config", str(file), "observe.progress=plain")
+    with started(*command, **{HELD_BY: str(folder / "metrics.jsonl")}) as process:
+        read_until(process, "2/3")  # by then the evaluation of step 1 has begun, and that step is saved
+        children = psutil.Process(process.pid).children(recursive=True)
+    assert not psutil.wait_procs(children, timeout=60)[1]  # none publishes a checkpoint any more
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    assert [row["label"] for row in evaluation_rows(read_metrics(folder / "metrics.jsonl"))] == ["before"]
+    done = run("areal_agent.train", "--resume", str(folder), f"steps={checkpoint.step + 1}", "observe.progress=none")
+    assert done.returncode == 0, done.stderr
+    rows = evaluation_rows(read_metrics(folder / "metrics.jsonl"))
+    labels = [(row["label"], row["incarnation"]) for row in rows]
+    assert labels == [("before", 0), (f"step{checkpoint.step}", 1), ("after", 1)]
+    assert verify(folder / "ledger.sqlite").violations == ()

@@ -14,39 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent import Completion, Rewards, Status, Trajectory, Turn, VersionSpan, WeightVersion
+from areal_agent import Rewards, Trajectory
 from areal_agent.algorithms.advantages import token_advantages
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import with_causal_credit
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.tokens.records import token_records
-from areal_agent.types import Distribution, FinishReason, SamplingParams
-
-
-def completion(name: str, distribution: Distribution) -> Completion:
-    return Completion(
-        id=name,
-        token_ids=(5, 6),
-        logprobs=(-0.5, -0.5),
-        versions=(VersionSpan(version=WeightVersion(), start=0, end=2),),
-        finish_reason=FinishReason.STOP,
-        distribution=distribution,
-    )
-
-
-def turn(number: int, names: Sequence[str], distribution: Distribution) -> Turn:
-    """Turn `number` goes on with the first answer of the turn before it."""
-    return Turn(
-        id=f"t{number}",
-        parent=f"{number - 1}a" if number else None,
-        fork_at=4 * number,
-        new_prompt_ids=(1, 2),
-        completions=tuple(completion(name, distribution) for name in names),
-        request_delta=(),
-        sampling=SamplingParams(),
-        started_s=float(number),
-        ended_s=number + 0.5,
-    )
+from areal_agent.types import Distribution
+from tests.histories import completion, trajectory, turn
 
 
 def rollout(
@@ -55,18 +30,18 @@ def rollout(
     """Its answers are `0a`, `1a`, ...; the last turn may have parallel samples, `0b`."""
     last = num_turns - 1
     names = [["0a", "0b"][:num_samples] if number == last == 0 else [f"{number}a"] for number in range(num_turns)]
-    return Trajectory(
-        session_id="s",
-        group_id="g",
-        task_id="7",
-        turns=tuple(turn(number, of_turn, distribution) for number, of_turn in enumerate(names)),
-        rewards=rewards,
-        status=Status.COMPLETED,
-        error=None,
-        logged={},
-        started_s=0.0,
-        ended_s=1.0,
-    )
+    turns = [
+        turn(
+            f"t{number}",
+            *(completion(name, [0, 0], distribution=distribution) for name in of_turn),
+            parent=f"{number - 1}a" if number else None,  # it goes on with the first answer of the turn before it
+            fork_at=4 * number,
+            started_s=float(number),
+            ended_s=number + 0.5,
+        )
+        for number, of_turn in enumerate(names)
+    ]
+    return trajectory("s", [], 0.0, task_id="7", turns=tuple(turns), rewards=rewards)
 
 
 def group(*rollouts: Trajectory) -> list[Trajectory]:

@@ -16,10 +16,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
+from areal_agent import Status, Task, Trajectory, TrajectoryGroup
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
@@ -29,17 +30,7 @@ from areal_agent.rollout.tasks.draws import Draws
 from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.rollout.tasks.stream import TaskStream
 from areal_agent.staleness import Admission
-from areal_agent.types import (
-    Completion,
-    Distribution,
-    FinishReason,
-    SamplingParams,
-    SessionPurpose,
-    SessionRecord,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from tests.histories import begin_rollout, end_rollout, open_ledger, trajectory
 
 GROUP_SIZE = 2
 
@@ -48,66 +39,27 @@ async def roll_out(
     ledger: Ledger, session_id: str, group_id: str, versions: list[int], status: Status, reward: float
 ) -> Trajectory:
     """Record one rollout whose one answer was sampled under `versions`, token by token."""
-    record = SessionRecord(
-        id=session_id,
-        group_id=group_id,
-        task_id="0",
-        purpose=SessionPurpose.TRAIN,
-        seed=0,
-        key_hash="0" * 64,
-        started_s=1.0,
-    )
-    spans = tuple(
-        VersionSpan(version=WeightVersion(step=version), start=place, end=place + 1)
-        for place, version in enumerate(versions)
-    )
-    completion = Completion(
-        id=f"{session_id}-c",
-        token_ids=tuple(range(len(versions))),
-        logprobs=(-0.5,) * len(versions),
-        versions=spans,
-        finish_reason=FinishReason.STOP,
-        distribution=Distribution.EXACT,
-    )
-    turn = Turn(
-        id=f"{session_id}-t",
-        parent=None,
-        fork_at=0,
-        new_prompt_ids=(1, 2),
-        completions=(completion,),
-        request_delta=(),
-        sampling=SamplingParams(),
-        started_s=1.0,
-        ended_s=2.0,
-    )
-    await ledger.own.open_session(record)
-    await ledger.own.append_turn(session_id, turn)
-    await ledger.own.close_session(
-        Trajectory(
-            session_id=session_id,
-            group_id=group_id,
-            task_id="0",
-            turns=(turn,),
-            rewards=Rewards(final=reward),
-            status=status,
-            error=None,
-            logged={},
-            started_s=1.0,
-            ended_s=3.0,
-        )
-    )
-    return await ledger.trajectory(session_id)
+    await begin_rollout(ledger, session_id, group_id)
+    return await end_rollout(ledger, trajectory(session_id, versions, reward, group_id=group_id, status=status))
 
 
 class Script:
     """Runs groups as told: `versions(number)` gives each sibling's versions; held groups wait until released."""
 
-    def __init__(self, ledger: Ledger, versions: Callable[[int], list[list[int]]]) -> None:
-        self.ledger = ledger
+    ledger: Ledger
+
+    def __init__(
+        self,
+        versions: Callable[[int], list[list[int]]] = lambda number: [[0], [0]],
+        *,
+        statuses: dict[int, list[Status]] | None = None,
+        rewards: dict[int, list[float]] | None = None,
+        held: tuple[int, ...] = (),
+    ) -> None:
         self.versions = versions
-        self.statuses: dict[int, list[Status]] = {}
-        self.rewards: dict[int, list[float]] = {}
-        self.held: dict[int, asyncio.Event] = {}
+        self.statuses = statuses or {}
+        self.rewards = rewards or {}
+        self.held = {number: asyncio.Event() for number in held}
         self.started: list[int] = []
 
     async def run_group(self, group_id: str, task: Task) -> TrajectoryGroup:
@@ -134,13 +86,13 @@ def make_producer(
     *,
     max_staleness: int = 0,
     straggler: str = "wait",
-    groups_a_batch: int = 1,
 ) -> Producer:
+    script.ledger = ledger
     return Producer(
         run_group=script.run_group,
         draws=Draws(TaskStream(TaskSet.of([Task(id="0", data={})]), seed=0)),
         ledger=ledger,
-        admission=Admission(batch_answers=groups_a_batch * GROUP_SIZE, max_staleness=max_staleness),
+        admission=Admission(batch_answers=GROUP_SIZE, max_staleness=max_staleness),
         group_size=GROUP_SIZE,
         straggler=straggler,
         straggler_wait_s=60.0,
@@ -152,33 +104,17 @@ def make_producer(
 
 @asynccontextmanager
 async def producing(
-    tmp_path: Path,
-    script: Callable[[Ledger], Script],
-    *,
-    max_staleness: int,
-    straggler: str,
-    groups_a_batch: int = 1,
-    dynamic_sampling: DynamicSampling | None = None,
-) -> AsyncGenerator[tuple[Producer, Script]]:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    scripted = script(ledger)
-    producer = make_producer(
-        ledger,
-        scripted,
-        dynamic_sampling,
-        max_staleness=max_staleness,
-        straggler=straggler,
-        groups_a_batch=groups_a_batch,
-    )
-    await producer.restore(await ledger.ask(questions.waiting))
-    admitting = asyncio.create_task(producer.admit_forever())
-    try:
-        yield producer, scripted
-    finally:
-        admitting.cancel()
-        await asyncio.gather(admitting, return_exceptions=True)
-        await ledger.aclose()
+    tmp_path: Path, script: Script, dynamic_sampling: DynamicSampling | None = None, **settings: Any
+) -> AsyncGenerator[Producer]:
+    async with open_ledger(tmp_path) as ledger:
+        producer = make_producer(ledger, script, dynamic_sampling, **settings)
+        await producer.restore(await ledger.ask(questions.waiting))
+        admitting = asyncio.create_task(producer.admit_forever())
+        try:
+            yield producer
+        finally:
+            admitting.cancel()
+            await asyncio.gather(admitting, return_exceptions=True)
 
 
 async def settled(condition: Callable[[], bool]) -> None:
@@ -192,10 +128,8 @@ def numbers(batch) -> list[int]:
 
 
 async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path: Path) -> None:
-    def fresh(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0], [0]])
-
-    async with producing(tmp_path, fresh, max_staleness=1, straggler="wait") as (producer, script):
+    script = Script()
+    async with producing(tmp_path, script, max_staleness=1) as producer:
         await settled(lambda: producer.buffer.num_ready == 2)
         assert script.started == [0, 1]
         assert numbers(await producer.take(1, 1)) == [0]
@@ -205,12 +139,8 @@ async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path
 
 
 async def test_drained_lets_groups_end_and_none_start(tmp_path: Path) -> None:
-    def second_is_slow(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[0], [0]])
-        script.held[1] = asyncio.Event()
-        return script
-
-    async with producing(tmp_path, second_is_slow, max_staleness=1, straggler="wait") as (producer, script):
+    script = Script(held=(1,))
+    async with producing(tmp_path, script, max_staleness=1) as producer:
         await settled(lambda: script.started == [0, 1] and producer.buffer.num_ready == 1)
         async with AsyncExitStack() as stack:
             entering = asyncio.create_task(stack.enter_async_context(producer.drained()))
@@ -226,12 +156,8 @@ async def test_drained_lets_groups_end_and_none_start(tmp_path: Path) -> None:
 
 
 async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) -> None:
-    def first_is_slow(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[min(number, 1)]] * 2)
-        script.held[0] = asyncio.Event()
-        return script
-
-    async with producing(tmp_path, first_is_slow, max_staleness=1, straggler="wait") as (producer, script):
+    script = Script(lambda number: [[min(number, 1)]] * 2, held=(0,))
+    async with producing(tmp_path, script, max_staleness=1) as producer:
         assert numbers(await producer.take(1, 1)) == [1], "the slow group may still be used in step 2"
         producer.publish(1)
         await settled(lambda: producer.buffer.num_ready == 1)
@@ -243,41 +169,31 @@ async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) 
 
 
 async def test_drop_drops_what_is_stale_and_keeps_its_siblings(tmp_path: Path) -> None:
-    def one_old_sibling(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0, 2], [2, 2]])
-
-    async with producing(tmp_path, one_old_sibling, max_staleness=0, straggler="drop") as (producer, _):
+    script = Script(lambda number: [[0, 2], [2, 2]])
+    async with producing(tmp_path, script, straggler="drop") as producer:
         batch = await producer.take(3, 1)
         assert [one.session_id for one in batch.trained] == ["g000000-1"]
         assert dict(producer.counts.drops) == {"stale": 1}
 
 
 async def test_a_group_that_is_stale_as_a_whole_gives_its_capacity_back(tmp_path: Path) -> None:
-    def first_is_old(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0], [0]] if number == 0 else [[2], [2]])
-
-    async with producing(tmp_path, first_is_old, max_staleness=0, straggler="drop") as (producer, _):
+    script = Script(lambda number: [[0], [0]] if number == 0 else [[2], [2]])
+    async with producing(tmp_path, script, straggler="drop") as producer:
         assert numbers(await producer.take(3, 1)) == [1]
         assert dict(producer.counts.drops) == {"stale": 2}
 
 
 async def test_mask_takes_only_stale_tokens_out_of_the_loss(tmp_path: Path) -> None:
-    def half_old(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0, 2, 2], [2, 2, 2]])
-
-    async with producing(tmp_path, half_old, max_staleness=0, straggler="mask") as (producer, _):
+    script = Script(lambda number: [[0, 2, 2], [2, 2, 2]])
+    async with producing(tmp_path, script, straggler="mask") as producer:
         batch = await producer.take(3, 1)
     masks = {record.session_id: record.loss_mask.tolist() for record in batch.records}
     assert masks == {"g000000-0": [False] * 3 + [True] * 2, "g000000-1": [False] * 2 + [True] * 3}
 
 
 async def test_failed_siblings_get_their_fate_and_failed_groups_are_replaced(tmp_path: Path) -> None:
-    def failing(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[0], [0]])
-        script.statuses = {0: [Status.ERROR, Status.TIMEOUT], 1: [Status.INFRA, Status.COMPLETED]}
-        return script
-
-    async with producing(tmp_path, failing, max_staleness=0, straggler="wait") as (producer, _):
+    script = Script(statuses={0: [Status.ERROR, Status.TIMEOUT], 1: [Status.INFRA, Status.COMPLETED]})
+    async with producing(tmp_path, script) as producer:
         batch = await producer.take(1, 1)
         assert (numbers(batch), [one.session_id for one in batch.trained]) == ([1], ["g000001-1"])
         assert dict(producer.counts.drops) == {"error": 2, "infra": 1}
@@ -285,78 +201,40 @@ async def test_failed_siblings_get_their_fate_and_failed_groups_are_replaced(tmp
 
 
 async def test_the_oldest_groups_go_first(tmp_path: Path) -> None:
-    def later_is_older(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[2 - number]] * 2)
-
-    async with producing(tmp_path, later_is_older, max_staleness=2, straggler="wait") as (producer, _):
+    script = Script(lambda number: [[2 - number]] * 2)
+    async with producing(tmp_path, script, max_staleness=2) as producer:
         await settled(lambda: producer.buffer.num_ready == 3)
         assert numbers(await producer.take(1, 1)) == [2]
 
 
-async def test_a_flat_group_is_replaced_and_gives_its_capacity_back(tmp_path: Path) -> None:
-    def first_two_are_flat(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[0], [0]])
-        script.rewards = {0: [1.0, 1.0], 1: [0.0, 0.0], 2: [1.0, 0.0]}
-        return script
-
-    sampling = DynamicSampling(max_flat_groups=3)
-    async with producing(
-        tmp_path, first_two_are_flat, max_staleness=0, straggler="wait", dynamic_sampling=sampling
-    ) as (producer, script):
-        assert numbers(await producer.take(1, 1)) == [2]
-        assert script.started == [0, 1, 2], "one at a time: the bound has room for one group"
-        assert (dict(producer.counts.drops), sampling.num_flat) == ({"filtered": 4}, 2)
-        assert (producer.admission.running, producer.admission.finished, producer.admission.consumed) == (0, 0, 2)
-
-
 async def test_flat_groups_that_a_restart_finds_waiting_are_filtered(tmp_path: Path) -> None:
-    def one_waits(ledger: Ledger) -> Script:
-        script = Script(ledger, lambda number: [[0], [0]])
-        script.rewards = {0: [1.0, 0.0]}
-        return script
-
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    for index in range(GROUP_SIZE):
-        await roll_out(ledger, f"g000009-{index}", "g000009", [0], Status.COMPLETED, 1.0)
-    await ledger.aclose()
+    script = Script(rewards={0: [1.0, 0.0]})
+    async with open_ledger(tmp_path) as ledger:
+        for index in range(GROUP_SIZE):
+            await roll_out(ledger, f"g000009-{index}", "g000009", [0], Status.COMPLETED, 1.0)
     sampling = DynamicSampling(max_flat_groups=3)
-    async with producing(tmp_path, one_waits, max_staleness=0, straggler="wait", dynamic_sampling=sampling) as (
-        producer,
-        _,
-    ):
+    async with producing(tmp_path, script, dynamic_sampling=sampling) as producer:
         assert numbers(await producer.take(1, 1)) == [0]
         assert dict(producer.counts.drops) == {"filtered": 2}
 
 
 async def test_tasks_that_are_given_are_rolled_out_and_leased(tmp_path: Path) -> None:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    script = Script(ledger, lambda number: [[0], [0]])
-    producer = make_producer(ledger, script, None)
-    batch = await producer.roll_out(1, [Task(id=name, data={}) for name in ("7", "9")])
-    assert [(group.task_id, len(group.trajectories)) for group in batch.groups] == [
-        ("7", GROUP_SIZE),
-        ("9", GROUP_SIZE),
-    ]
-    leased = {one.session_id for one in await ledger.ask(questions.leased, 1)}
+    async with open_ledger(tmp_path) as ledger:
+        producer = make_producer(ledger, Script(), None)
+        batch = await producer.roll_out(1, [Task(id=name, data={}) for name in ("7", "9")])
+        assert [(group.task_id, len(group.trajectories)) for group in batch.groups] == [("7", 2), ("9", 2)]
+        leased = {one.session_id for one in await ledger.ask(questions.leased, 1)}
     assert leased == {one.session_id for one in batch.trained} and len(leased) == 2 * GROUP_SIZE
     assert (producer.admission.running, producer.admission.consumed) == (0, 2 * GROUP_SIZE)
-    await ledger.aclose()
 
 
 async def test_only_flat_groups_end_the_run(tmp_path: Path) -> None:
-    def always_right(ledger: Ledger) -> Script:
-        return Script(ledger, lambda number: [[0], [0]])
-
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    producer = make_producer(ledger, always_right(ledger), DynamicSampling(max_flat_groups=5))
-    with pytest.raises(ExceptionGroup) as failure:
-        async with asyncio.timeout(60):
-            await producer.admit_forever()
+    async with open_ledger(tmp_path) as ledger:
+        producer = make_producer(ledger, Script(), DynamicSampling(max_flat_groups=5))
+        with pytest.raises(ExceptionGroup) as failure:
+            async with asyncio.timeout(60):
+                await producer.admit_forever()
     (reason,) = failure.value.exceptions
-    await ledger.aclose()
     assert isinstance(reason, RolloutsFailing)
     assert "5 groups in a row had no spread in reward, the last was task '0': 2 rollouts, each with reward 1" in str(
         reason

@@ -7,8 +7,9 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -18,35 +19,37 @@ import pytest_asyncio
 from areal_agent import Reject, SandboxError, Status, Task
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
-from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.context import SharedResources
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
 from areal_agent.rollout.workflow import load_workflow
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import SessionPurpose
+from areal_agent.types import SessionPurpose, Trajectory
+from tests.histories import open_ledger
 
 SPEC = RolloutSpec(session_id="s-1", group_id="g", task=Task(id="t", data={}), seed=1, purpose=SessionPurpose.TRAIN)
 
 
-@pytest_asyncio.fixture
-async def make_runner(tmp_path: Path, small_model: Path) -> AsyncGenerator:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    renderer = Renderer.load(small_model)
-    gateway = Gateway(
-        sampler=FakeEngine(lambda request: (70, renderer.end_token_id)),
-        renderer=renderer,
-        journal=ledger.own,
-        model_name="m",
-        admin_key="admin",
-        max_context_tokens=256,
-        vocab_size=renderer.vocab_size,
-    )
-    served = await gateway.serve("127.0.0.1", 0)
-    async with open_clients() as clients, SharedResources() as shared:
+Play = Callable[[Any], Awaitable[tuple[Status, Trajectory]]]
 
-        def make(workflow) -> RolloutRunner:
-            return RolloutRunner(
+
+@pytest_asyncio.fixture
+async def play(tmp_path: Path, small_model: Path) -> AsyncGenerator[Play]:
+    """`await play(workflow)`: run it once; return its status, and its trajectory as the ledger has it."""
+    renderer = Renderer.load(small_model)
+    async with open_ledger(tmp_path) as ledger, open_clients() as clients, SharedResources() as shared:
+        gateway = Gateway(
+            sampler=FakeEngine(lambda request: (70, renderer.end_token_id)),
+            renderer=renderer,
+            journal=ledger.own,
+            model_name="m",
+            admin_key="admin",
+            max_context_tokens=256,
+            vocab_size=renderer.vocab_size,
+        )
+        served = await gateway.serve("127.0.0.1", 0)
+
+        async def play(workflow: Any) -> tuple[Status, Trajectory]:
+            runner = RolloutRunner(
                 workflow,
                 gateway_url=served.base_url,
                 admin_key="admin",
@@ -58,10 +61,14 @@ async def make_runner(tmp_path: Path, small_model: Path) -> AsyncGenerator:
                 sampling={"max_tokens": 8},
                 sandbox={},
             )
+            try:
+                status = await runner.run(SPEC)
+            except asyncio.CancelledError:
+                status = Status.CANCELLED
+            return status, await ledger.trajectory("s-1")
 
-        yield make, ledger
-    await served.aclose()
-    await ledger.aclose()
+        yield play
+        await served.aclose()
 
 
 async def ask(rollout) -> None:
@@ -85,14 +92,13 @@ class OwnEnd(BaseException):
     ],
     ids=lambda value: type(value).__name__,
 )
-async def test_what_it_raises(make_runner, error: BaseException, status: Status) -> None:
+async def test_what_it_raises(play, error: BaseException, status: Status) -> None:
     async def raising(task, rollout):
         await ask(rollout)
         raise error
 
-    make, ledger = make_runner
-    assert await make(raising).run(SPEC) is status
-    assert (await ledger.trajectory("s-1")).error
+    found, trajectory = await play(raising)
+    assert found is status and trajectory.error
 
 
 @pytest.mark.parametrize(
@@ -105,22 +111,20 @@ async def test_what_it_raises(make_runner, error: BaseException, status: Status)
         ({"no-such-completion": 1.0}, Status.ERROR),
     ],
 )
-async def test_what_it_returns(make_runner, returned: object, status: Status) -> None:
+async def test_what_it_returns(play, returned: object, status: Status) -> None:
     async def returning(task, rollout):
         await ask(rollout)
         return returned
 
-    make, _ = make_runner
-    assert await make(returning).run(SPEC) is status
+    assert (await play(returning))[0] is status
 
 
-async def test_one_that_never_calls_the_model_is_an_error(make_runner) -> None:
+async def test_one_that_never_calls_the_model_is_an_error(play) -> None:
     async def silent(task, rollout):
         return 1.0
 
-    make, ledger = make_runner
-    assert await make(silent).run(SPEC) is Status.ERROR
-    assert "never called" in (await ledger.trajectory("s-1")).error
+    status, trajectory = await play(silent)
+    assert status is Status.ERROR and "never called" in trajectory.error
 
 
 def nested(depth: int) -> object:
@@ -128,26 +132,24 @@ def nested(depth: int) -> object:
 
 
 @pytest.mark.parametrize("value", [2**70, "\ud800", nested(400), "x" * 40_000_000, {1: object()}], ids=range(5))
-async def test_what_it_logs(make_runner, value: object) -> None:
+async def test_what_it_logs(play, value: object) -> None:
     async def logging_it(task, rollout):
         await ask(rollout)
         rollout.log(value=value)
         return 1.0
 
-    make, ledger = make_runner
-    assert await make(logging_it).run(SPEC) is Status.COMPLETED
-    assert "value" in (await ledger.trajectory("s-1")).logged
+    status, trajectory = await play(logging_it)
+    assert status is Status.COMPLETED and "value" in trajectory.logged
 
 
-async def test_much_that_it_logs(make_runner) -> None:
+async def test_much_that_it_logs(play) -> None:
     async def logging_it(task, rollout):
         await ask(rollout)
         rollout.log(**{f"value_{number}": "x" * 900_000 for number in range(60)})
         return 1.0
 
-    make, ledger = make_runner
-    assert await make(logging_it).run(SPEC) is Status.COMPLETED
-    assert len((await ledger.trajectory("s-1")).logged) == 60
+    status, trajectory = await play(logging_it)
+    assert (status, len(trajectory.logged)) == (Status.COMPLETED, 60)
 
 
 class AgentOfArealsKind:
@@ -164,13 +166,12 @@ class AgentOfArealsKind:
         return {reply.id: 0.5}
 
 
-async def test_an_agent_of_areals_kind(make_runner) -> None:
-    make, ledger = make_runner
-    assert await make(load_workflow(AgentOfArealsKind())).run(SPEC) is Status.COMPLETED
-    assert (await ledger.trajectory("s-1")).rewards.total == 0.5
+async def test_an_agent_of_areals_kind(play) -> None:
+    status, trajectory = await play(load_workflow(AgentOfArealsKind()))
+    assert (status, trajectory.rewards.total) == (Status.COMPLETED, 0.5)
 
 
-async def test_a_session_that_it_ends_itself(make_runner) -> None:
+async def test_a_session_that_it_ends_itself(play) -> None:
     async def ending(task, rollout):
         await ask(rollout)
         async with aiohttp.ClientSession() as own:
@@ -178,26 +179,23 @@ async def test_a_session_that_it_ends_itself(make_runner) -> None:
             await own.post(url, json={}, headers={"Authorization": f"Bearer {rollout.api_key}"})
         return 1.0
 
-    make, ledger = make_runner
-    await make(ending).run(SPEC)
-    assert (await ledger.trajectory("s-1")).status is Status.MISSING_REWARD
+    assert (await play(ending))[1].status is Status.MISSING_REWARD
 
 
 def ask_plainly(rollout) -> None:
     rollout.sync_client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
 
 
-async def test_a_plain_function(make_runner) -> None:
+async def test_a_plain_function(play) -> None:
     def plain(task, rollout):
         ask_plainly(rollout)
         return 1.0
 
-    make, ledger = make_runner
-    assert await make(load_workflow(plain)).run(SPEC) is Status.COMPLETED
-    assert len((await ledger.trajectory("s-1")).turns) == 1
+    status, trajectory = await play(load_workflow(plain))
+    assert (status, len(trajectory.turns)) == (Status.COMPLETED, 1)
 
 
-async def test_a_plain_function_that_is_cancelled_is_refused_at_its_next_call(make_runner) -> None:
+async def test_a_plain_function_that_is_cancelled_is_refused_at_its_next_call(play) -> None:
     loop = asyncio.get_running_loop()
     asked, is_over, refused = asyncio.Event(), threading.Event(), loop.create_future()
 
@@ -211,22 +209,18 @@ async def test_a_plain_function_that_is_cancelled_is_refused_at_its_next_call(ma
             loop.call_soon_threadsafe(refused.set_result, error.status_code)
         return 1.0
 
-    make, ledger = make_runner
-    running = asyncio.create_task(make(load_workflow(plain)).run(SPEC))
+    running = asyncio.create_task(play(load_workflow(plain)))
     await asked.wait()
     running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    status, trajectory = await running
     is_over.set()
     assert await refused == 409
-    assert (await ledger.trajectory("s-1")).status is Status.CANCELLED
+    assert status is trajectory.status is Status.CANCELLED
 
 
-async def test_the_place_of_an_error_is_told(make_runner) -> None:
+async def test_the_place_of_an_error_is_told(play) -> None:
     async def broken(task, rollout):
         await ask(rollout)
         return task["answer"]
 
-    make, ledger = make_runner
-    await make(broken).run(SPEC)
-    assert "KeyError: 'answer' (test_runner.py:" in (await ledger.trajectory("s-1")).error
+    assert "KeyError: 'answer' (test_runner.py:" in (await play(broken))[1].error

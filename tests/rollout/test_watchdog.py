@@ -1,19 +1,29 @@
-"""The watchdog, with a scripted clock, loop and stack, and once for real.
+"""The watchdog of the event loop.
 
-1. a late answer is looked into once, warned of and counted; 2. an answer in time is not; 3. one warning a place;
-4. a loop that is late but not stuck is neither warned of nor counted; 5. a loop that never answers is named;
-6. in a real process the blocking line is found, with its session.
+- A late answer is looked into once, warned of and counted; one in time is not. One warning a place.
+- A loop that is late but not stuck is neither warned of nor counted; one that never answers is named.
+- In a real process the blocking line is found, with its session.
+- The innermost line of the workflow is blamed, not of a library that it calls; without one, the innermost line of all.
+- A loop that waits for events, the program that runs the loop, and an import on first use are not blamed.
+- The warning names the session, the seconds, the place, its source and the remedy.
+- Time that a thread waited for a core does not count.
 """
 
+import asyncio
 import logging
+import selectors
 import subprocess
 import sys
+import threading
+import time
+from asyncio import base_events
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from areal_agent.rollout.watchdog import Blockage, Frame, Watchdog
+from areal_agent.rollout import watchdog
+from areal_agent.rollout.watchdog import Blockage, Frame, Watchdog, clock_of_thread, find_blockage
 
 
 class Scene:
@@ -116,3 +126,78 @@ def test_a_real_loop(tmp_path: Path) -> None:
     assert warning.startswith("rollout s-0003 has blocked the event loop for")
     assert f"{program}:13 in solve: warned.wait()" in warning
     assert counted == "counted"
+
+
+def frame(file: str, function: str = "f", line: int = 1) -> Frame:
+    return Frame(file=file, line=line, function=function)
+
+
+LOOP = frame(base_events.__file__, "_run_once")
+MAIN = frame("/home/me/train.py", "main")
+AGENT = frame("/home/me/agent.py", "solve", 41)
+CALLER = frame("/home/me/agent.py", "outer", 12)
+THREADING = frame(threading.__file__, "wait")
+INSTALLED = frame("/venv/lib/python3.11/site-packages/requests/api.py", "get")
+OURS = frame(watchdog.__file__, "render")
+SELECT = frame(selectors.__file__, "select")
+HANDLE = frame(asyncio.events.__file__, "_run")
+
+
+def test_the_innermost_line_of_the_workflow() -> None:
+    found = find_blockage([THREADING, INSTALLED, AGENT, CALLER, OURS, HANDLE, LOOP, MAIN], "rollout s-1")
+    assert found == Blockage(place=AGENT, task="rollout s-1")
+
+
+def test_without_a_workflow_the_innermost_line() -> None:
+    found = find_blockage([THREADING, OURS, HANDLE, LOOP, MAIN], None)
+    assert found == Blockage(place=THREADING, task=None)
+    assert found.describe(1.25).startswith("the event loop has not answered for 1.2 s; it is at")
+
+
+@pytest.mark.parametrize(
+    ("stack", "place"),
+    [
+        ([SELECT, LOOP, MAIN], None),  # a loop that waits for events is not blocked
+        ([SELECT, THREADING, AGENT, HANDLE, LOOP, MAIN], AGENT),  # a workflow that waits for a program is
+        ([OURS, LOOP, MAIN], OURS),  # the program that runs the loop is not blamed
+    ],
+)
+def test_who_is_to_blame(stack: list[Frame], place: Frame | None) -> None:
+    found = find_blockage(stack, "Task-3")
+    assert (found.place if found else None) == place
+
+
+def test_the_text(tmp_path: Path) -> None:
+    agent = tmp_path / "my_agent.py"
+    agent.write_text("import time\n\nasync def solve(task, rollout):\n    time.sleep(5)\n")
+    place = Frame(file=str(agent), line=4, function="solve")
+    assert Blockage(place=place, task="rollout s-0003").describe(1.23) == (
+        f"rollout s-0003 has blocked the event loop for 1.2 s at {agent}:4 in solve: time.sleep(5); "
+        "use await asyncio.sleep, an async client, or await asyncio.to_thread(...)"
+    )
+
+
+def test_a_task_of_the_workflow_is_named_as_such() -> None:
+    assert Blockage(place=AGENT, task="Task-17").describe(2).startswith("a workflow (task Task-17) has blocked")
+
+
+def test_an_import_on_first_use_is_nobodys_fault() -> None:
+    importing = frame("<frozen importlib._bootstrap>", "_find_and_load")
+    found = find_blockage([THREADING, importing, INSTALLED, AGENT, HANDLE, LOOP, MAIN], "rollout s-1")
+    assert found == Blockage(place=AGENT, task="rollout s-1", is_importing=True)
+    assert found.describe(1.25).startswith("the event loop has not answered for 1.2 s; it is at /home/me/agent.py:41")
+
+
+def test_waiting_for_a_core_is_no_time(tmp_path: Path) -> None:
+    schedstat = tmp_path / "7" / "schedstat"
+    schedstat.parent.mkdir()
+    schedstat.write_text("5000 0 3\n")
+    now = clock_of_thread(7, tmp_path)
+    before_s = now()
+    schedstat.write_text("5000 3600000000000 4\n")  # an hour in the queue
+    assert -3600 <= now() - before_s < -3500
+
+
+def test_without_a_file_it_is_time(tmp_path: Path) -> None:
+    now = clock_of_thread(7, tmp_path)
+    assert time.monotonic() <= now() <= time.monotonic()

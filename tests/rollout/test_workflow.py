@@ -1,18 +1,23 @@
-"""What may be a workflow.
+"""What may be a workflow, and how plain functions run.
 
-1. functions, closures, callable instances and import paths; 2. objects with a method run (AReaL's form), and classes of
-which an instance can be made; 3. what is no coroutine runs in a thread, and may hand back a coroutine; 4. everything
-else is refused by name: a class that needs arguments, a value, a missing module or name, a wrong signature; 5. what
-another process could import has a path; a closure, an instance and a function of the program itself have none.
+- Functions, closures, callable instances, import paths, objects with a method run (AReaL's form), and classes of
+  which an instance can be made. A plain function runs in a thread, and may return a coroutine.
+- Everything else is refused with its reason: a class that needs arguments, a value, a missing module, a wrong
+  signature.
+- What another process can import has a path; a closure, an instance and a function of the program itself have none.
+- What a thread returns and raises arrives, SystemExit and StopIteration included; it sees its caller's context; a
+  cancelled caller goes on at once, whatever the thread does.
 """
 
+import asyncio
+import contextvars
 import re
 import threading
 
 import pytest
 
 from areal_agent import ConfigError
-from areal_agent.rollout.workflow import import_path, load_workflow
+from areal_agent.rollout.workflow import import_path, load_workflow, run_in_thread
 from envs.calculator import workflow as calculator
 
 
@@ -54,20 +59,21 @@ class FakeRollout:
     sync_http_client = "sync client"
 
 
+@pytest.mark.parametrize(
+    "workflow",
+    [Callable(), Callable, lambda task, rollout: Callable()(task, rollout)],
+    ids=["instance", "class", "lambda"],
+)
+async def test_callables_and_what_hands_back_a_coroutine(workflow: object) -> None:
+    assert await load_workflow(workflow)({"x": 1}, None) == 2
+
+
 async def test_functions_and_closures() -> None:
     async def closure(task, rollout):
         return task["x"] * 2
 
     assert await load_workflow(solve)({"x": 1}, None) == 1
     assert await load_workflow(closure)({"x": 1}, None) == 2
-
-
-async def test_callable_instances() -> None:
-    assert await load_workflow(Callable())({"x": 1}, None) == 2
-
-
-async def test_a_class_stands_for_an_instance() -> None:
-    assert await load_workflow(Callable)({"x": 1}, None) == 2
 
 
 async def test_import_paths() -> None:
@@ -82,10 +88,6 @@ async def test_agents_with_a_run_method_get_the_gateway() -> None:
 
 async def test_plain_functions_run_in_a_thread() -> None:
     assert await load_workflow(plain)({"x": 1}, None) == "workflow"
-
-
-async def test_plain_functions_may_hand_back_a_coroutine() -> None:
-    assert await load_workflow(lambda task, rollout: solve(task, rollout))({"x": 1}, None) == 1
 
 
 async def test_plain_agents_run_in_a_thread_with_a_client_for_threads() -> None:
@@ -137,3 +139,50 @@ _of_a_program.__module__ = "__main__"
 def test_what_only_this_process_has_has_no_path(source: object) -> None:
     with pytest.raises(ConfigError, match=r"cannot be imported by another process.*rollout\.workers=0"):
         import_path(source)
+
+
+who = contextvars.ContextVar("who", default="nobody")
+
+
+async def test_what_it_returns() -> None:
+    name, is_daemon = await run_in_thread(
+        "s-1", lambda: (threading.current_thread().name, threading.current_thread().daemon)
+    )
+    assert (name, is_daemon) == ("s-1", True)
+
+
+@pytest.mark.parametrize(
+    ("raised", "arrives"),
+    [(KeyError("answer"), KeyError), (SystemExit(3), SystemExit), (StopIteration(), RuntimeError)],
+    ids=lambda value: str(value),
+)
+async def test_what_it_raises(raised: BaseException, arrives: type[BaseException]) -> None:
+    def work() -> None:
+        raise raised
+
+    with pytest.raises(arrives):
+        await run_in_thread("s-1", work)
+
+
+async def test_it_sees_the_context_of_its_caller() -> None:
+    who.set("the caller")
+    assert await run_in_thread("s-1", who.get) == "the caller"
+
+
+async def test_a_cancelled_caller_leaves_the_thread_behind() -> None:
+    started, release, done = asyncio.Event(), threading.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        loop.call_soon_threadsafe(started.set)
+        release.wait()
+        done.set()
+
+    waiting = asyncio.create_task(run_in_thread("s-1", work))
+    await started.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not done.is_set()
+    release.set()
+    await asyncio.to_thread(done.wait)

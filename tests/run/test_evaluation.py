@@ -1,18 +1,21 @@
 """The evaluations of a run, on a source whose answers come when the test says so.
 
-1. one beside training leaves its result in metrics.jsonl, under the version with which it began; 2. a second one is
-not begun while the first is under way, nor one of the same version; 3. it takes a part of the slots only; 4. a run
-that ends can wait for it, and that is time of evaluating; 5. or give it up, and then it leaves no result; 6. the
-seconds of both sides add up in every row.
+- One beside training leaves its result in metrics.jsonl, under the version with which it began.
+- A second is not begun while the first is under way, nor one of the same version; it takes a part of the slots only.
+- A run that ends can wait for it, which is time of evaluating, or give it up, and then it leaves no result.
+- The seconds of both sides add up in every row.
+- A rollout that failed counts as no success, and in no mean; the row counts answers by the oldest weights in them.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from areal_agent import Status
 from areal_agent.engine.wire.control import EngineStats
 from areal_agent.gateway.metrics import Counters
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
@@ -23,6 +26,7 @@ from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import SourceCounts
 from areal_agent.types import Task, WeightVersion
+from tests.histories import trajectory
 
 TASKS = tuple(Task(id=str(number), data={}) for number in range(4))
 VERSION, LATER = WeightVersion(step=3), WeightVersion(step=4)
@@ -107,19 +111,13 @@ async def test_its_result_is_that_of_the_version_with_which_it_began(stage: Stag
     assert (row["eval/answers_at/3"], row["eval/spanning"], row["eval/num_tasks"]) == (4, 4, 4)
 
 
-async def test_one_at_a_time(stage: Stage) -> None:
+async def test_one_at_a_time_and_a_version_once(stage: Stage) -> None:
     assert stage.begin()
     assert not stage.begin(LATER)
     stage.source.release.set()
     await stage.evaluation.finish()
-    assert stage.begin(LATER)
-
-
-async def test_a_version_once(stage: Stage) -> None:
-    stage.source.release.set()
-    assert stage.begin()
-    await stage.evaluation.finish()
     assert not stage.begin()
+    assert stage.begin(LATER)
 
 
 async def test_beside_training_it_takes_a_part_of_the_slots(stage: Stage) -> None:
@@ -160,3 +158,19 @@ async def test_the_seconds_of_both_sides_add_up_in_every_row(stage: Stage) -> No
             seconds = [value for name, value in row.items() if name.startswith(f"seconds/{side}/")]
             assert sum(seconds) == pytest.approx(row["seconds/wall"])
     assert len(stage.rows()) == 2
+
+
+def test_a_failed_rollout_is_no_success_and_in_no_mean() -> None:
+    failed = replace(trajectory("c", [1], 1.0), status=Status.TIMEOUT)
+    answers = [EvalAnswer.of(one) for one in (trajectory("a", [1], 1.0), trajectory("b", [1], 0.5), failed)]
+    report = EvalReport.of(answers, success_reward=1.0)
+    assert (report.success, report.reward_mean) == (pytest.approx(1 / 3), 0.75)
+    assert (report.num_tasks, report.num_failed) == (3, 1)
+
+
+def test_answers_are_counted_by_their_weights() -> None:
+    answers = [EvalAnswer.of(trajectory(str(versions), versions, 1.0)) for versions in ([4, 4], [4, 5, 5], [6], [])]
+    assert [answer.steps for answer in answers] == [(4,), (4, 5), (6,), ()]
+    metrics = EvalReport.of(answers, success_reward=1.0).metrics()
+    assert (metrics["eval/answers_at/4"], metrics["eval/answers_at/6"], metrics["eval/spanning"]) == (2, 1, 1)
+    assert metrics["eval/tokens"] == 6

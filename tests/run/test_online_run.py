@@ -76,7 +76,7 @@ def test_a_gateway_that_is_killed_loses_nothing(tmp_path: Path, small_model: Pat
         ({"engine": {"url": "http://127.0.0.1:1", "threads": 2}}, r"engine\.threads has no effect"),
         ({"rollout": {"gateway_url": "http://127.0.0.1:2", "timeout_s": 1}}, r"rollout\.timeout_s has no effect"),
         ({"rollout": {"gateway_url": "127.0.0.1:2"}}, r"rollout\.gateway_url is '127\.0\.0\.1:2'"),
-        ({"rollout": {}, "tasks": "a:b"}, r"engine\.url is for rollout\.gateway_url"),
+        ({"rollout": {}, "tasks": "a:b"}, r"engine\.url needs rollout\.gateway_url"),
     ],
 )
 def test_what_has_no_effect_is_refused(tmp_path: Path, values: dict[str, object], message: str) -> None:

@@ -1,15 +1,22 @@
-"""What is checked before a run starts: 1. a model that is no folder here is said to be taken for one on the hub;
-2. nothing is said of one that is here, or is built; 3. a dry run finds an advantage or a loss that is not there.
+"""What is checked before a run starts.
+
+- A model that is no folder here is said to be taken for one on the hub; a local or built one is not.
+- A dry run finds an advantage or a loss that is not there.
+- `tiny:module:function` takes demonstrations that can be found; others are refused with what would do.
+- Resuming with no step left is refused: fewer steps than are done, or as many where the run is completed. A run that
+  was cut off after its last step goes on. A damaged checkpoint counts for nothing.
 """
 
 from pathlib import Path
 
 import pytest
 
-from areal_agent import ConfigError
 from areal_agent.config import Config
+from areal_agent.errors import ConfigError
+from areal_agent.files import RunFolder
 from areal_agent.run.loop import train
-from areal_agent.run.preflight import Preflight
+from areal_agent.run.preflight import Preflight, check_model, require_steps_left
+from areal_agent.trainer.checkpoint import publish_checkpoint
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -31,3 +38,47 @@ def test_a_dry_run_accepts_functions_that_are_there(tmp_path: Path, capsys: pyte
     overrides = [f"run_dir={tmp_path / 'run'}", "algorithm.loss=examples.custom_loss.loss:smooth_clip"]
     assert train(QUICKSTART, overrides, resume=None, is_dry=True) == 0
     assert "nothing was started" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny:envs.code.tiny.demonstrations:demonstrations"])
+def test_demonstrations_that_are_there(model: str) -> None:
+    check_model(model)
+
+
+@pytest.mark.parametrize("model", ["tiny:", "tiny:no_such_module:f", "tiny:envs.nothing.here:f", "tiny:envs.code"])
+def test_demonstrations_that_are_not(model: str) -> None:
+    with pytest.raises(ConfigError, match="give 'tiny:module:function'"):
+        check_model(model)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """Of a run of four steps."""
+    folder = RunFolder(tmp_path)
+    for step in (2, 4):
+        publish_checkpoint(
+            folder.checkpoints, step=step, incarnation=0, run_state={}, write=lambda _: None, keep_last=2
+        )
+    return folder
+
+
+def test_fewer_steps_than_are_done(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError, match=r"4 steps are done and steps is 3, .*; set steps to more than 4"):
+        require_steps_left(folder, 3)
+
+
+def test_as_many_of_a_completed_run(folder: RunFolder) -> None:
+    folder.summary.write_text('{"status": "completed"}')
+    with pytest.raises(ConfigError, match="nothing left to train"):
+        require_steps_left(folder, 4)
+    require_steps_left(folder, 5)
+
+
+def test_as_many_of_a_run_that_was_cut_off(folder: RunFolder) -> None:
+    folder.summary.write_text('{"status": "interrupted"}')
+    require_steps_left(folder, 4)
+
+
+def test_a_damaged_checkpoint_counts_for_nothing(folder: RunFolder) -> None:
+    (folder.checkpoints / "step_000004" / "run.json").write_text("damaged")
+    require_steps_left(folder, 3)

@@ -1,33 +1,38 @@
 """A whole run with real processes and a small random model.
 
-1. it trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it; 2. failing
-siblings leave the rest trained, and are counted; 3. it resumes: steps after the checkpoint are trained again, and what
-was waiting is trained; 4. a trainer that dies ends it clearly, engines that die are started again, one or all of
-several; 5. a workflow that always fails ends it; 6. rollout_batch is synchronous; 7. a trainer that is too slow to
-start is an error; 8. nothing is sampled greedily for training; 9. a server joins and another leaves while it trains.
-What max_staleness 0 means is in trainer/test_whole_runs.py.
+1. It trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it. 2.
+Failing siblings leave the rest trained, and are counted. 3. It resumes: steps after the checkpoint are trained
+again. 4. A trainer that dies ends it with an error; engines that die are started again, one or all of several. 5. A
+workflow that always fails ends it. 6. rollout_batch is synchronous. 7. A trainer that is too slow to start is an
+error. 8. Nothing is sampled greedily for training. 9. A server joins and another leaves while it trains. 10. Weights
+go over a disk or by torch.distributed, and no folder is left. 11. Keys and values are released while the trainer
+trains, and come back when a train step fails, too. 12. Engine options that would have no effect are refused. What
+max_staleness 0 means is in trainer/test_whole_runs.py.
 """
 
 import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import tempfile
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
 from areal_agent import Status
 from areal_agent.config import Config
-from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import ConfigError, ProcessDied, RolloutsFailing, TrainerError
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run import Run
+from areal_agent.run.sources import OwnRollouts
 from areal_agent.types import WeightVersion
+from tests.cluster.conftest import serving
 
 
 async def solve(task, rollout) -> float:
@@ -63,15 +68,9 @@ def config(tmp_path: Path, model: Path, **values: object) -> Config:
     )
 
 
-@asynccontextmanager
-async def a_server(model: Path) -> AsyncGenerator[EngineServer]:
+def a_server(model: Path) -> AbstractAsyncContextManager[EngineServer]:
     """An engine that the run does not start."""
-    runner = ModelRunner.load(str(model), device="cpu", num_slots=8, max_context_tokens=256)
-    server = await EngineServer.start(runner, version=WeightVersion(incarnation=5, step=5))
-    try:
-        yield server
-    finally:
-        await server.aclose()
+    return serving(model, max_context_tokens=256, version=WeightVersion(incarnation=5, step=5))
 
 
 async def train(run: Run, steps: int) -> None:
@@ -87,18 +86,29 @@ async def end(run: Run) -> None:
     await run.settle(is_completed=True)
 
 
-async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Path, small_model: Path) -> None:
-    async with Run(config(tmp_path, small_model), workflow=solve) as run:
-        await train(run, 4)
+def proved_rows(run: Run) -> list[dict[str, Any]]:
+    """Return the rows of a run's steps once its ledger has proved it."""
+    report = verify(run.folder.ledger)
+    assert report.is_ok, report
+    return step_rows(read_metrics(run.folder.metrics))
+
+
+async def train_to_the_end(settings: Config, steps: int) -> list[dict[str, Any]]:
+    """Train with `solve`, end the run, and return its rows."""
+    async with Run(settings, workflow=solve) as run:
+        await train(run, steps)
         await end(run)
-    rows = step_rows(read_metrics(run.folder.metrics))
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    rows = proved_rows(run)
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+    return rows
+
+
+async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Path, small_model: Path) -> None:
+    rows = await train_to_the_end(config(tmp_path, small_model), 4)
     assert max(row["staleness/max"] for row in rows) <= 2
     assert sum(row["rollouts/spanning"] for row in rows) > 0
     assert all(row["rollouts/trained"] == 8 for row in rows)
     assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows[:1])
-    report = verify(run.folder.ledger)
-    assert report.is_ok, report
 
 
 @pytest.mark.slow
@@ -130,7 +140,7 @@ async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_mod
         await end(run)
     assert {one.status for one in trained} == {Status.COMPLETED}
     assert {"error", "missing_reward", "timeout", "completed"} <= set(statuses)
-    assert verify(run.folder.ledger).is_ok
+    assert proved_rows(run)
 
 
 @pytest.mark.slow
@@ -150,8 +160,7 @@ async def test_it_resumes_from_its_checkpoint_again_and_again(tmp_path: Path, sm
         assert (again.step, again.version.incarnation, again.version.step) == (3, 2, 3)
         await train(again, 5)
         await end(again)
-    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3, 3, 4, 5]
-    assert verify(run.folder.ledger).is_ok
+    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3, 3, 4, 5]
 
 
 @pytest.mark.slow
@@ -179,8 +188,7 @@ async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: P
         await train(run, 3)
         assert run.source.process_ids() != killed
         await end(run)
-    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1, 2, 3]
-    assert verify(run.folder.ledger).is_ok
+    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -202,7 +210,7 @@ async def test_a_server_joins_and_another_leaves_while_it_trains(tmp_path: Path,
         await train(run, 3)
         await end(run)
     assert not run.folder.admin_key.exists() and not run.folder.engines_url.exists()
-    assert verify(run.folder.ledger).is_ok
+    assert proved_rows(run)
 
 
 @pytest.mark.slow
@@ -226,8 +234,7 @@ async def test_rollout_batch_is_synchronous(tmp_path: Path, small_model: Path) -
         assert run.version.step == 1
         await run.push()  # once more, as a user's own loop may: no row of its own
         await end(run)
-    assert [row["step"] for row in step_rows(read_metrics(run.folder.metrics))] == [1]
-    assert verify(run.folder.ledger).is_ok
+    assert [row["step"] for row in proved_rows(run)] == [1]
 
 
 @pytest.mark.slow
@@ -244,3 +251,65 @@ async def test_a_trainer_that_is_too_slow_to_start_is_an_error(tmp_path: Path, s
 def test_greedy_rollouts_cannot_be_trained(tmp_path: Path, small_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout.temperature is 0"):
         Run(config(tmp_path, small_model, rollout={"temperature": 0}), workflow=solve)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transfer", ["disk", "distributed"])
+async def test_weights_go_another_way(transfer: str, tmp_path: Path, small_model: Path) -> None:
+    trainer = {"learning_rate": 1e-3, "transfer": transfer}
+    rows = await train_to_the_end(config(tmp_path, small_model, max_staleness=0, steps=3, trainer=trainer), 3)
+    assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows)
+    assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(f"areal_agent-{os.getpid()}-")]
+
+
+@pytest.mark.slow
+async def test_keys_and_values_are_released_while_the_trainer_trains(tmp_path: Path, small_model: Path) -> None:
+    engine = {"max_running_requests": 16, "max_context_tokens": 256, "release_kv": True, "leave_gib": 0.25}
+    rows = await train_to_the_end(config(tmp_path, small_model, steps=3, engine=engine), 3)
+    assert rows[0]["trainer/logp_diff_fresh_max"] < 1e-4
+
+
+class Memory:
+    """A `MemoryHolder` that notes its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def release_memory(self) -> None:
+        self.calls.append("release")
+
+    async def resume_memory(self) -> None:
+        self.calls.append("resume")
+
+
+def rollouts_with(memory: Memory | None) -> OwnRollouts:
+    serving = SimpleNamespace(engine=SimpleNamespace(memory=memory))
+    return OwnRollouts(serving=serving, producer=None, ledger=None, batch_size=1)  # pyright: ignore[reportArgumentType]
+
+
+async def test_the_memory_comes_back_when_a_train_step_fails() -> None:
+    memory = Memory()
+    with pytest.raises(ValueError, match="training failed"):
+        async with rollouts_with(memory).memory_lent():
+            assert memory.calls == ["release"]
+            raise ValueError("training failed")
+    assert memory.calls == ["release", "resume"]
+
+
+async def test_an_engine_whose_memory_is_not_to_be_lent_is_left_alone() -> None:
+    async with rollouts_with(None).memory_lent():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"kv_tokens": 512, "leave_gib": 1}, "kv_tokens is 512 and engine.leave_gib 1, but .* leave one out"),
+        ({"urls": ["http://127.0.0.1:1"], "leave_gib": 1}, "leave_gib only applies to the embedded engine"),
+        ({"urls": ["http://127.0.0.1:1"], "release_kv": True}, "release_kv only applies to the embedded engine"),
+        ({"leave_gib": float("nan")}, "leave_gib"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(engine: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.parse({"tasks": "tasks.jsonl", "eval": {"num_tasks": 0}, "engine": engine})

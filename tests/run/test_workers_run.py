@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,30 +16,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.commands import run, started
 
 pytestmark = pytest.mark.slow
 
 SMALL = ["batch_size=4", "group_size=4", "rollout.workers=2"]
 
 
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", *args]
-
-
 @contextmanager
 def training(folder: Path, *overrides: str) -> Generator[subprocess.Popen[str]]:
     """The small run, once its second step is done."""
-    args = command("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}", *SMALL, *overrides)
-    with subprocess.Popen(args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            metrics = folder / "metrics.jsonl"
-            while not metrics.exists() or metrics.read_text().count('"kind":"step"') < 2:
-                assert process.poll() is None, process.communicate()[0]
-                time.sleep(0.1)
-            yield process
-        finally:
-            process.kill()
+    args = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}", *SMALL, *overrides)
+    with started(*args) as process:
+        metrics = folder / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count('"kind":"step"') < 2:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        yield process
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -49,9 +41,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def assert_proved(folder: Path) -> None:
-    done = subprocess.run(
-        command("areal_agent.ledger", "verify", str(folder)), cwd=ROOT, capture_output=True, text=True
-    )
+    done = run("areal_agent.ledger", "verify", str(folder))
     assert done.returncode == 0, done.stdout
 
 
@@ -69,12 +59,7 @@ def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     assert {path.name for path in folder.glob("ledger-*.sqlite")} == {"ledger-w0.sqlite", "ledger-w1.sqlite"}
     assert_proved(folder)
 
-    resumed = subprocess.run(
-        command("areal_agent.train", "--resume", str(folder), "steps=9", "rollout.workers=0"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    resumed = run("areal_agent.train", "--resume", str(folder), "steps=9", "rollout.workers=0")
     assert resumed.returncode == 0, resumed.stderr
     assert_proved(folder)
 

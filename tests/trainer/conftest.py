@@ -1,7 +1,9 @@
 """A tiny random model with a tokenizer, and batches of two-turn rollouts made from a seed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
-from areal_agent.types import Rewards, RolloutBatch, Status, TokenRecord, Trajectory, TrajectoryGroup
+from areal_agent.types import RolloutBatch, TokenRecord, Trajectory
+from tests.histories import batch_of, trajectory
 
 VOCAB_SIZE = 61
 
@@ -73,7 +79,7 @@ def make_batch() -> Callable[..., RolloutBatch]:
     def make(step: int, *, num_groups: int = 3, seed: int = 0) -> RolloutBatch:
         rng = np.random.default_rng([seed, step])
         records: list[TokenRecord] = []
-        groups: list[TrajectoryGroup] = []
+        trajectories: list[Trajectory] = []
         for number in range(num_groups):
             rewards = {f"s{step}-{number}-{i}": float((number + i) % 3 == 0) for i in range(4)}
             for i, (session, reward) in enumerate(rewards.items()):
@@ -81,29 +87,13 @@ def make_batch() -> Callable[..., RolloutBatch]:
                     records.append(
                         random_record(rng, session, f"g{step}-{number}", reward, branch=branch, version=step - 1)
                     )
-            groups.append(group_of(f"g{step}-{number}", rewards))
-        return RolloutBatch(step=step, groups=tuple(groups), records=tuple(records))
+            trajectories += [
+                trajectory(session, [], reward, group_id=f"g{step}-{number}", turns=())
+                for session, reward in rewards.items()
+            ]
+        return batch_of(trajectories, records, step)
 
     return make
-
-
-def group_of(group_id: str, rewards: dict[str, float]) -> TrajectoryGroup:
-    trajectories = [
-        Trajectory(
-            session_id=session,
-            group_id=group_id,
-            task_id="task",
-            turns=(),
-            rewards=Rewards(final=reward),
-            status=Status.COMPLETED,
-            error=None,
-            logged={},
-            started_s=0.0,
-            ended_s=1.0,
-        )
-        for session, reward in rewards.items()
-    ]
-    return TrajectoryGroup(group_id=group_id, task_id="task", trajectories=tuple(trajectories))
 
 
 @pytest.fixture(scope="session")
@@ -115,3 +105,23 @@ def as_input() -> Callable[..., StepInput]:
         return StepInput(step=batch.step, records=batch.records if records is None else records, rewards=rewards)
 
     return convert
+
+
+@pytest.fixture
+def given(make_batch: Callable[..., RolloutBatch], as_input: Callable[..., StepInput]) -> StepInput:
+    """The input of a first step."""
+    return as_input(make_batch(1))
+
+
+@pytest.fixture
+def open_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """`open_trainer(folder, config, algorithm)`; what it opened is closed in the end."""
+    with ExitStack() as stack:
+
+        def load(folder: Path, config: TrainerConfig, algorithm: AlgorithmConfig, **more: Any) -> Trainer:
+            values = {"seed": 0, "shared_memory": tmp_path, "num_steps": 10, **more}
+            trainer = Trainer.load(folder, config=config, algorithm=algorithm, **values)
+            stack.callback(trainer.close)
+            return trainer
+
+        yield load

@@ -1,5 +1,6 @@
 """A policy and its stepper on which train steps are tried out."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -73,3 +74,17 @@ class Lab:
         logits = self.policy.model(input_ids=ids[None]).logits[0, :-1]
         temperatures = torch.from_numpy(record.temperatures)[1:, None]
         return torch.log_softmax(logits / temperatures, dim=-1).gather(1, ids[1:, None])[:, 0]
+
+    def mean_logprob(self, records: Iterable[TokenRecord]) -> float:
+        """Of all loss tokens, with the weights as they are."""
+        with torch.no_grad():
+            found = [self.logprobs(one)[torch.from_numpy(one.loss_mask)[1:]] for one in records]
+        return float(torch.cat(found).mean())
+
+    def gap(self, given: StepInput) -> float:
+        """By how much tokens of rewarded rollouts are likelier than those of the others."""
+        good, bad = (
+            [one for one in given.records if (given.rewards[one.session_id] > 0) is is_good]
+            for is_good in (True, False)
+        )
+        return self.mean_logprob(good) - self.mean_logprob(bad)

@@ -30,25 +30,8 @@ ALGORITHM = AlgorithmConfig(minibatches=3)
 
 
 @pytest.fixture
-def load_trainer(tmp_path):
-    trainers = []
-
-    def load(folder: Path, chat_template: str | None = None) -> Trainer:
-        trainer = Trainer.load(
-            folder,
-            config=CONFIG,
-            algorithm=ALGORITHM,
-            seed=0,
-            shared_memory=tmp_path,
-            chat_template=chat_template,
-            num_steps=10,
-        )
-        trainers.append(trainer)
-        return trainer
-
-    yield load
-    for trainer in trainers:
-        trainer.close()
+def load_trainer(open_trainer):
+    return lambda folder, **more: open_trainer(folder, CONFIG, ALGORITHM, **more)
 
 
 def write_small(folder: Path) -> None:
@@ -72,7 +55,9 @@ def weights_of(trainer: Trainer) -> bytes:
 
 
 def test_a_checkpoint_has_the_chat_template_of_its_rollouts(load_trainer, model_folder, tmp_path):
-    saved = load_trainer(model_folder, "{{ 'kept' }}").save(tmp_path / "checkpoints", step=0, incarnation=0)
+    saved = load_trainer(model_folder, chat_template="{{ 'kept' }}").save(
+        tmp_path / "checkpoints", step=0, incarnation=0
+    )
     assert AutoTokenizer.from_pretrained(saved.path).chat_template == "{{ 'kept' }}"
 
 
@@ -163,19 +148,20 @@ def test_the_newest_is_found_by_number(tmp_path):
     assert found.step == 1_000_000
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
-def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, caplog, damage):
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", b"wei"),
+        ("model.safetensors", b"weighst"),
+        ("training/state.pt", None),
+        ("manifest.json", None),
+    ],
+    ids=["truncated", "flipped", "missing", "no manifest"],
+)
+def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, caplog, file, content):
     publish(tmp_path, 1)
-    newest = publish(tmp_path, 2)
-    match damage:
-        case "truncated":
-            (newest / "model.safetensors").write_bytes(b"wei")
-        case "flipped":
-            (newest / "model.safetensors").write_bytes(b"weighst")
-        case "missing":
-            (newest / "training" / "state.pt").unlink()
-        case _:
-            (newest / "manifest.json").unlink()
+    damaged = publish(tmp_path, 2) / file
+    damaged.unlink() if content is None else damaged.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         found = latest_checkpoint(tmp_path)
     assert found is not None

@@ -6,7 +6,6 @@
 - A socket that ends inside an answer, or is closed by us, ends the command under way with ProcessDied.
 - The real process: killed, it is ProcessDied for every later command; it ends when its socket closes and on shutdown,
   and leaves no shared memory behind. Without a socket it says so.
-- The client's side loads no torch.
 """
 
 import asyncio
@@ -15,7 +14,6 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import asynccontextmanager
@@ -38,14 +36,9 @@ from areal_agent.trainer.worker import Worker
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
 
 
-async def init(client: TrainerClient, model: Path, shared_memory: Path):
-    return await client.init(
-        model=model,
-        trainer=TrainerConfig(learning_rate=1e-3),
-        algorithm=AlgorithmConfig(),
-        seed=0,
-        shared_memory=shared_memory,
-    )
+async def init(client: TrainerClient, model: Path, folder: Path, **trainer: object):
+    config = TrainerConfig.model_validate({"learning_rate": 1e-3, **trainer})
+    return await client.init(model=model, trainer=config, algorithm=AlgorithmConfig(), seed=0, shared_memory=folder)
 
 
 @pytest.fixture
@@ -105,10 +98,7 @@ async def test_an_engine_reads_the_published_weights(ready, make_batch, model_fo
 
 
 async def test_weights_may_go_through_a_disk(client, model_folder, tmp_path):
-    trainer = TrainerConfig(learning_rate=1e-3, transfer="disk")
-    await client.init(
-        model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path / "here"
-    )
+    await init(client, model_folder, tmp_path / "here", transfer="disk")
     published = await client.publish()
     assert isinstance(published, DiskWeights)
     assert Path(published.path).is_relative_to(tmp_path / "here")
@@ -118,8 +108,7 @@ async def test_weights_may_go_through_a_disk(client, model_folder, tmp_path):
 
 
 async def test_weights_may_go_by_torch_distributed(client, make_batch, model_folder, tmp_path):
-    trainer = TrainerConfig(learning_rate=1e-3, transfer="distributed", transfer_bucket_mib=1)
-    await client.init(model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path)
+    await init(client, model_folder, tmp_path, transfer="distributed", transfer_bucket_mib=1)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     published = await client.publish()
     assert isinstance(published, DistributedWeights)
@@ -135,11 +124,8 @@ async def test_weights_may_go_by_torch_distributed(client, make_batch, model_fol
 
 
 async def test_an_address_of_another_machine_is_a_config_error(client, model_folder, tmp_path):
-    trainer = TrainerConfig(transfer="distributed", transfer_host="192.0.2.1")
     with pytest.raises(ConfigError, match=r"transfer_host is .192\.0\.2\.1., but the trainer cannot listen there"):
-        await client.init(
-            model=model_folder, trainer=trainer, algorithm=AlgorithmConfig(), seed=0, shared_memory=tmp_path
-        )
+        await init(client, model_folder, tmp_path, transfer="distributed", transfer_host="192.0.2.1")
 
 
 async def test_what_was_saved_is_what_was_published(ready, make_batch, model_folder, tmp_path):
@@ -275,21 +261,13 @@ async def test_a_worker_that_ends_leaves_no_shared_memory(served, model_folder, 
 
 
 @pytest.mark.slow  # several starts of a process
-async def test_shutdown_ends_the_process_and_removes_its_shared_memory(model_folder, tmp_path, shared_memory):
+@pytest.mark.parametrize("end", [TrainerClient.shutdown, TrainerClient.aclose])
+async def test_the_process_ends_and_removes_its_shared_memory(model_folder, tmp_path, shared_memory, end):
     async with real_process(tmp_path) as (process, client):
         await init(client, model_folder, shared_memory)
         await client.publish()
         assert len(list(shared_memory.iterdir())) == 2
-        await client.shutdown()
-        assert "exited with 0" in str(await process.died())
-        assert list(shared_memory.iterdir()) == []
-
-
-@pytest.mark.slow  # several starts of a process
-async def test_the_process_ends_when_its_socket_closes(model_folder, tmp_path, shared_memory):
-    async with real_process(tmp_path) as (process, client):
-        await init(client, model_folder, shared_memory)
-        await client.aclose()
+        await end(client)
         assert "exited with 0" in str(await process.died())
         assert list(shared_memory.iterdir()) == []
 
@@ -302,11 +280,3 @@ def test_the_process_without_a_socket_says_so(monkeypatch, capsys):
             runpy.run_module("areal_agent.trainer", run_name="__main__", alter_sys=True)
     assert ended.value.code == 2
     assert f"--fd {number} is no open socket" in capsys.readouterr().err
-
-
-def test_the_clients_side_loads_no_torch():
-    code = (
-        "import sys, areal_agent.trainer.client, areal_agent.trainer.checkpoint, areal_agent.weights.push; "
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,17 +21,11 @@ def test_the_example_trains(model_folder, make_batch, as_input):
     given = as_input(make_batch(1, num_groups=2))
     lab = Lab(model_folder, TrainerConfig(learning_rate=3e-3), algorithm)
     good = next(one for one in given.records if given.rewards[one.session_id] == 1.0)
-    mask = torch.from_numpy(good.loss_mask)[1:]
-
-    def mean_logprob() -> float:
-        with torch.no_grad():
-            return float(lab.logprobs(good)[mask].mean())
-
-    before = mean_logprob()
+    before = lab.mean_logprob([good])
     metrics = [lab.stepper.train(given) for _ in range(4)]
     assert metrics[0]["num_updates"] == 2
     assert (metrics[0]["advantage_min"], metrics[0]["advantage_max"]) == (-0.5, 0.5)
-    assert mean_logprob() > before + 0.3
+    assert lab.mean_logprob([good]) > before + 0.3
 
 
 def test_the_soft_edge_by_hand():

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.batching import sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
@@ -47,13 +47,6 @@ def randomise(lab: Lab) -> None:
         matrix.data.normal_(0.0, 0.05, generator=generator)
 
 
-def merged_model(lab: Lab, folder: Path) -> PreTrainedModel:
-    """A plain model with the weights that the policy publishes."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.load_state_dict(lab.policy.whole_parameters(), strict=False)
-    return model
-
-
 def measured(lab: Lab, given, model=None) -> torch.Tensor:
     """Log-probabilities of all loss tokens, by the policy or by what stands in for it."""
     batches = [
@@ -63,19 +56,7 @@ def measured(lab: Lab, given, model=None) -> torch.Tensor:
         return torch.cat([(model or lab.policy).logprobs_and_entropy(batch)[0] for batch in batches])
 
 
-def plain(model: PreTrainedModel, given) -> torch.Tensor:
-    """The same by transformers, a sequence at a time."""
-    found = []
-    for record in given.records:
-        ids = torch.from_numpy(record.token_ids).long()
-        logits = model(input_ids=ids[None]).logits[0, :-1] / torch.from_numpy(record.temperatures)[1:, None]
-        logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
-        found.append(logprobs[torch.from_numpy(record.loss_mask)[1:]].detach())
-    return torch.cat(found)
-
-
-def test_new_adapters_change_nothing(model_folder, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_new_adapters_change_nothing(model_folder, given):
     assert torch.equal(measured(Lab(model_folder, DESCENT), given), measured(Lab(model_folder), given))
 
 
@@ -102,25 +83,17 @@ def test_gradients_are_those_of_merged_weights_by_the_chain_rule(model_folder, m
         torch.testing.assert_close(ours[name], leaf.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_layers_that_are_computed_again_give_the_same_gradient(model_folder, make_batch, as_input):
-    given = as_input(make_batch(1))
-    moved = []
-    for checkpointing in (False, True):
-        lab = Lab(model_folder, DESCENT.model_copy(update={"gradient_checkpointing": checkpointing}))
-        moved.append(lab.gradient(given))
-    assert moved[0].abs().max() > 0
-    torch.testing.assert_close(moved[0], moved[1], atol=1e-6, rtol=1e-4)
-
-
-def test_merged_weights_give_the_same_log_probabilities(model_folder, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_merged_weights_give_the_same_log_probabilities(model_folder, given):
     lab = Lab(model_folder, LEARNING)
     for _ in range(3):
         lab.stepper.train(given)
     before = measured(Lab(model_folder), given)
     ours = measured(lab, given)
     assert (ours - before).abs().max() > 1e-2
-    torch.testing.assert_close(plain(merged_model(lab, model_folder), given), ours, atol=1e-5, rtol=0)
+    merged = Lab(model_folder)
+    merged.policy.model.load_state_dict(lab.policy.whole_parameters(), strict=False)
+    plain = [merged.logprobs(one).detach()[torch.from_numpy(one.loss_mask)[1:]] for one in given.records]
+    torch.testing.assert_close(torch.cat(plain), ours, atol=1e-5, rtol=0)
 
 
 def test_a_train_step_changes_adapters_alone(model_folder, make_batch, as_input):
@@ -148,24 +121,15 @@ def test_the_optimiser_holds_adapters_alone(model_folder, make_batch, as_input, 
     assert all(one.grad is None and not one.requires_grad for one in frozen)
 
 
-def test_rewarded_tokens_become_likelier(model_folder, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_rewarded_tokens_become_likelier(model_folder, given):
     lab = Lab(model_folder, LEARNING, PLAIN)
-    counts = [int(record.loss_mask.sum()) for record in given.records]
-    is_rewarded = torch.tensor([given.rewards[one.session_id] > 0 for one in given.records])
-
-    def gap() -> float:
-        means = torch.stack([part.mean() for part in measured(lab, given).split(counts)])
-        return float(means[is_rewarded].mean() - means[~is_rewarded].mean())
-
-    before = gap()
+    before = lab.gap(given)
     for _ in range(8):
         lab.stepper.train(given)
-    assert gap() > before + 0.5
+    assert lab.gap(given) > before + 0.5
 
 
-def test_the_reference_is_the_model_without_adapters(model_folder, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_the_reference_is_the_model_without_adapters(model_folder, given):
     lab = Lab(model_folder, DESCENT)
     randomise(lab)
     ours = measured(lab, given)
@@ -198,21 +162,12 @@ def test_a_critic_is_trained_whole(load_trainer, model_folder, make_batch, as_in
 
 
 @pytest.fixture
-def load_trainer(tmp_path):
-    trainers: list[Trainer] = []
-
+def load_trainer(open_trainer):
     def load(folder: Path, base: Path | None = None, *, lora: LoraConfig | None = LORA, algorithm=PLAIN) -> Trainer:
         config = TrainerConfig(learning_rate=1e-2, warmup_fraction=0.0, lora=lora)
-        trainers.append(
-            Trainer.load(
-                folder, base=base, config=config, algorithm=algorithm, seed=0, shared_memory=tmp_path, num_steps=10
-            )
-        )
-        return trainers[-1]
+        return open_trainer(folder, config, algorithm, base=base)
 
-    yield load
-    for trainer in trainers:
-        trainer.close()
+    return load
 
 
 @pytest.fixture
@@ -279,18 +234,14 @@ def test_a_checkpoint_of_the_whole_model_is_no_adapters(load_trainer, model_fold
         load_trainer(saved.path, model_folder)
 
 
-def test_other_weights_than_those_that_the_run_began_with_are_refused(trained, load_trainer, tmp_path):
-    _, saved = trained
-    with pytest.raises(ConfigError, match="were trained on weights that differ from those loaded now"):
-        load_trainer(saved, saved, algorithm=REFERRED)  # merged already
-
-
-def test_weights_that_are_a_little_other_are_refused(trained, load_trainer, model_folder, tmp_path):
-    other = shutil.copytree(model_folder, tmp_path / "other")
+def test_other_weights_than_those_that_the_run_began_with_are_refused(trained, load_trainer, model_folder, tmp_path):
+    _, saved = trained  # its weights are merged already
+    other = shutil.copytree(model_folder, tmp_path / "other")  # these are a little other
     weights = load_file(other / "model.safetensors")
     save_file({name: 1.0005 * one for name, one in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="were trained on weights that differ from those loaded now"):
-        load_trainer(trained[1], other, algorithm=REFERRED)
+    for base in (saved, other):
+        with pytest.raises(ConfigError, match="were trained on weights that differ from those loaded now"):
+            load_trainer(saved, base, algorithm=REFERRED)
 
 
 # ----------------------------------------------------------------------------------------------- the layers

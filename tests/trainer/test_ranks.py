@@ -110,16 +110,13 @@ async def test_what_a_record_lacks_is_told_once(model_folder, make_batch, tmp_pa
 
 
 @pytest.mark.slow
-async def test_no_rank_is_left_when_the_main_process_is_gone(model_folder, tmp_path):
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_no_rank_is_left_when_the_main_process_or_rank_0_is_gone(model_folder, tmp_path, is_killed):
     async with two_ranks(model_folder, tmp_path) as started:
-        await started.client.aclose()
-        await started.gone()
-
-
-@pytest.mark.slow
-async def test_no_rank_is_left_when_rank_0_is_killed(model_folder, tmp_path):
-    async with two_ranks(model_folder, tmp_path) as started:
-        started.rank_0.kill()
+        if is_killed:
+            started.rank_0.kill()
+        else:
+            await started.client.aclose()
         await started.gone()
 
 

@@ -1,28 +1,42 @@
-"""One train step on a real, tiny model.
+"""Train steps of every algorithm on a real, tiny model.
 
-- Its gradient is that of the formula, written out over plain forward passes; it depends neither on the split into
-  micro-batches nor on the order of records.
-- What trails the last action has no part in it. A failed sibling changes the baseline of the others only.
+- The gradient is that of the formula, written out over plain forward passes, and does not depend on the
+  micro-batches.
+- Tokens after the last action have no part in it. A failed sibling changes only the baseline of the others.
 - One minibatch starts at ratio 1; with more, the clip is around the weights at the start of the step.
-- Mismatch with the engine's log-probabilities is told, and apart for fresh tokens.
-- Without loss tokens, and without a finite gradient, no update is made; with zero advantages one is.
-- Rewarded tokens become likelier.
-- Layers that are computed again give the same gradient.
-- The numbers of the default algorithm on a fixed batch are what they were before there were others.
+- Mismatch with the engine's log-probabilities is reported whatever the ratio is taken to, separately for fresh
+  tokens, and without what the step's own updates change.
+- Without loss tokens or a finite gradient no update is made; with zero advantages one is.
+- With each preset rewarded tokens become likelier. Recomputed layers give the same gradient.
+- The default algorithm gives the same numbers on a fixed batch as it gave at first.
+- A critic learns returns; a reference pulls the policy, by the loss or by the rewards; the entropy bonus raises
+  entropy.
+- Named parts of the reward count with their weights. A user's own loss and advantage train.
+- A checkpoint with critic and reference goes on exactly; one that lacks what the algorithm asks for is refused.
+- A sequence longer than a micro-batch goes alone, or is refused at the start with `trainer.oversized: refuse`.
 """
 
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from areal_agent.algorithms.advantages import token_advantages
-from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
+from areal_agent.algorithms.losses import LossTokens
+from areal_agent.config import Config
+from areal_agent.errors import ConfigError
+from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab
+
+LEARNING = TrainerConfig(learning_rate=3e-3)
+REFERRED = {"reference": "initial", "kl_coefficient": 0.5}
 
 
 @pytest.fixture
@@ -30,8 +44,7 @@ def lab(model_folder):
     return Lab(model_folder)
 
 
-def test_the_gradient_is_that_of_the_formula(model_folder, lab, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_the_gradient_is_that_of_the_formula(model_folder, lab, given):
     reference = Lab(model_folder)
     total = torch.zeros(())
     for record, advantages in zip(given.records, token_advantages(given.records, PLAIN), strict=True):
@@ -42,20 +55,6 @@ def test_the_gradient_is_that_of_the_formula(model_folder, lab, make_batch, as_i
     (total / sum(int(record.loss_mask.sum()) for record in given.records)).backward()
     expected = torch.cat([one.grad.flatten() for one in reference.policy.named_parameters().values()])
     torch.testing.assert_close(lab.gradient(given), expected, atol=2e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("budget", [1, 60, 200])
-def test_the_gradient_does_not_depend_on_the_split(model_folder, lab, make_batch, as_input, budget):
-    given = as_input(make_batch(1))
-    split = Lab(model_folder, budget=budget).gradient(given)
-    torch.testing.assert_close(split, lab.gradient(given), atol=1e-6, rtol=1e-4)
-
-
-def test_the_gradient_does_not_depend_on_the_order_of_records(model_folder, lab, make_batch, as_input):
-    batch = make_batch(1)
-    shuffled = [batch.records[index] for index in np.random.default_rng(3).permutation(len(batch.records))]
-    other = Lab(model_folder, budget=100).gradient(as_input(batch, shuffled))
-    torch.testing.assert_close(other, lab.gradient(as_input(batch)), atol=1e-6, rtol=1e-4)
 
 
 def test_what_trails_the_last_action_has_no_part(model_folder, lab, make_batch, as_input):
@@ -87,9 +86,8 @@ def test_one_minibatch_starts_at_ratio_one(lab, make_batch, as_input):
     assert (metrics["ratio_mean"], metrics["ratio_max"], metrics["num_updates"]) == (1.0, 1.0, 1)
 
 
-def test_later_minibatches_are_clipped_around_the_start_of_the_step(model_folder, make_batch, as_input):
+def test_later_minibatches_are_clipped_around_the_start_of_the_step(model_folder, given):
     config = TrainerConfig(learning_rate=1e-2)
-    given = as_input(make_batch(1))
     lab = Lab(model_folder, config, AlgorithmConfig(minibatches=3))
     metrics = lab.stepper.train(given)
     assert metrics["num_updates"] == 3
@@ -162,8 +160,7 @@ def test_zero_advantages_make_an_update_of_gradient_zero(lab, make_batch):
     assert torch.equal(lab.weights(), lab.before)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(lab, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(lab, given):
     poison = np.full(2, math.nan, dtype=np.float32)
     poisoned = replace(given, records=[replace(record, turn_rewards=poison) for record in given.records])
     metrics = lab.stepper.train(poisoned)
@@ -171,29 +168,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(lab, make_batch, a
     assert torch.equal(lab.weights(), lab.before)
 
 
-def test_a_step_that_failed_midway_leaves_no_gradient_behind(model_folder, lab, make_batch, as_input):
-    given = as_input(make_batch(1))
+def test_a_step_that_failed_midway_leaves_no_gradient_behind(model_folder, lab, given):
     for one in lab.policy.model.parameters():
         one.grad = torch.ones_like(one)  # as an interrupted accumulation leaves it
     assert torch.equal(lab.gradient(given), Lab(model_folder).gradient(given))
-
-
-def test_rewarded_tokens_become_likelier(model_folder, make_batch, as_input):
-    batch = make_batch(1, num_groups=2)
-    given = as_input(batch)
-    lab = Lab(model_folder, TrainerConfig(learning_rate=3e-3))
-    good, bad = (
-        [record for record in batch.records if given.rewards[record.session_id] == reward] for reward in (1.0, 0.0)
-    )
-
-    def mean(records) -> float:
-        with torch.no_grad():
-            return float(torch.cat([lab.logprobs(one)[torch.from_numpy(one.loss_mask)[1:]] for one in records]).mean())
-
-    before = mean(good) - mean(bad)
-    for _ in range(5):
-        lab.stepper.train(given)
-    assert mean(good) - mean(bad) > before + 0.5
 
 
 @pytest.mark.parametrize(
@@ -213,15 +191,20 @@ def test_the_default_algorithm_gives_the_numbers_it_gave_at_first(
     assert (lab.weights() - lab.before).abs().sum().item() == pytest.approx(moved, rel=1e-3)
 
 
-@pytest.mark.parametrize("algorithm", [PLAIN, AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1)])
-def test_recomputed_layers_have_the_same_gradient_and_run_twice(model_folder, make_batch, as_input, algorithm):
-    given = as_input(make_batch(1))
+@pytest.mark.parametrize(
+    ("algorithm", "lora"),
+    [(PLAIN, None), (AlgorithmConfig(preset="ppo", **REFERRED), None), (PLAIN, LoraConfig(rank=4))],
+)
+def test_recomputed_layers_have_the_same_gradient_and_run_twice(model_folder, given, algorithm, lora):
     plain, recomputed = (
-        Lab(model_folder, GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": is_on}), algorithm)
+        Lab(
+            model_folder, GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": is_on, "lora": lora}), algorithm
+        )
         for is_on in (False, True)
     )
     calls = {id(lab): count_calls(lab.policy.model.base_model.layers[0].mlp) for lab in (plain, recomputed)}
     gradients = [lab.gradient(given) for lab in (plain, recomputed)]
+    assert gradients[0].abs().max() > 0
     assert torch.equal(*gradients)
     if algorithm.critic:
         critics = [torch.cat([one.flatten() for one in lab.critic.model.parameters()]) for lab in (plain, recomputed)]
@@ -234,3 +217,184 @@ def count_calls(module: torch.nn.Module) -> list[int]:
     calls: list[int] = []
     module.register_forward_pre_hook(lambda *_: calls.append(1))
     return calls
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rewarded_tokens_become_likelier(model_folder, make_batch, as_input, preset):
+    given = as_input(make_batch(1, num_groups=2))
+    lab = Lab(model_folder, LEARNING, AlgorithmConfig(preset=preset))
+    before = lab.gap(given)
+    for _ in range(5):
+        lab.stepper.train(given)
+    assert lab.gap(given) > before + 0.5
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_gradient_does_not_depend_on_the_split(model_folder, given, preset):
+    algorithm = AlgorithmConfig(preset=preset, **REFERRED, entropy_coefficient=0.01)
+    whole = Lab(model_folder, algorithm=algorithm).gradient(given)
+    split = Lab(model_folder, algorithm=algorithm, budget=30).gradient(given)
+    torch.testing.assert_close(split, whole, atol=2e-6, rtol=1e-4)
+
+
+def test_a_critic_learns_returns(model_folder, given):
+    lab = Lab(model_folder, TrainerConfig(learning_rate=1e-6), AlgorithmConfig(preset="ppo", critic_learning_rate=3e-3))
+    told = [lab.stepper.train(given) for _ in range(12)]
+    assert told[0]["value_loss"] == pytest.approx(mean_square_return(given) / 2)  # every value is 0 at first
+    assert told[-1]["value_loss"] < 0.5 * told[0]["value_loss"]
+    assert told[0]["value_explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert told[-1]["value_explained_variance"] > 0.3
+
+
+def mean_square_return(given) -> float:
+    counts = {one.session_id: 0 for one in given.records}
+    for one in given.records:
+        counts[one.session_id] += int(one.loss_mask.sum())
+    return sum(count * given.rewards[name] ** 2 for name, count in counts.items()) / sum(counts.values())
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+@pytest.mark.parametrize("paid_in", ["loss", "reward"])
+def test_a_reference_that_is_the_policy_changes_nothing(model_folder, given, preset, paid_in):
+    referred = Lab(model_folder, algorithm=AlgorithmConfig(preset=preset, **REFERRED, kl_in=paid_in))
+    plain = Lab(model_folder, algorithm=AlgorithmConfig(preset=preset))
+    torch.testing.assert_close(referred.gradient(given), plain.gradient(given), atol=2e-6, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def other_folder(model_folder, tmp_path_factory) -> Path:
+    """The model with somewhat different weights."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(model_folder, folder)
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(folder / "model.safetensors")
+    moved = {name: one + 0.05 * torch.randn(one.shape, generator=generator) for name, one in weights.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("options", [{}, {"kl_estimator": "k2"}, {"kl_in": "reward", "kl_estimator": "k1"}])
+def test_the_policy_is_pulled_to_its_reference(model_folder, other_folder, make_batch, as_input, options):
+    flat = replace(as_input(make_batch(1)), rewards={})
+    records = [replace(one, turn_rewards=0 * one.turn_rewards) for one in flat.records]
+    given = replace(flat, records=records, rewards={one.session_id: 0.0 for one in records})
+    algorithm = AlgorithmConfig(advantage="reinforce_pp", normalize_by_std=False, **{**REFERRED, **options})
+    lab = Lab(model_folder, TrainerConfig(learning_rate=1e-3), algorithm, reference=other_folder)
+    told = [lab.stepper.train(given)["kl_ref"] for _ in range(6)]
+    assert 0.0 < told[-1] < 0.8 * told[0]
+
+
+def test_the_entropy_bonus_raises_entropy(model_folder, given):
+    labs = [Lab(model_folder, LEARNING, AlgorithmConfig(entropy_coefficient=one)) for one in (0.0, 1.0)]
+    without, with_bonus = ([lab.stepper.train(given)["entropy"] for _ in range(6)] for lab in labs)
+    assert with_bonus[0] == without[0]
+    assert with_bonus[-1] > without[-1] + 0.05
+
+
+def test_named_parts_count_with_their_weights(model_folder, make_batch, as_input):
+    batch = make_batch(1)
+    parts = {one.session_id: {"style": float(number)} for number, one in enumerate(batch.trained)}
+    given = replace(as_input(batch), parts=parts)
+    totals = {name: reward + 0.5 * parts[name]["style"] for name, reward in given.rewards.items()}
+    by_hand = [
+        replace(one, turn_rewards=np.array([0.0, totals[one.session_id]], dtype=np.float32)) for one in batch.records
+    ]
+    weighted = Lab(model_folder, algorithm=AlgorithmConfig(reward_parts={"style": 0.5})).gradient(given)
+    expected = Lab(model_folder).gradient(replace(given, records=by_hand, rewards=totals, parts={}))
+    assert torch.equal(weighted, expected)
+
+
+@pytest.mark.parametrize("proximal", ["behavior", "approximate"])
+def test_mismatch_is_told_whatever_the_ratio_is_taken_to(model_folder, given, proximal):
+    plain = Lab(model_folder, algorithm=AlgorithmConfig(minibatches=2)).stepper.train(given)
+    told = Lab(model_folder, algorithm=AlgorithmConfig(minibatches=2, proximal=proximal)).stepper.train(given)
+    assert told["logp_diff_mean"] > 0.5
+    assert plain["logp_diff_mean"] > 0.5
+    assert told["behavior_weight_max"] == pytest.approx(1.0)  # fresh tokens: the approximation is the behaviour policy
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "behavior", "approximate"])
+def test_what_an_update_changed_is_no_mismatch(model_folder, make_batch, as_input, proximal):
+    config = TrainerConfig(learning_rate=1e-2)
+    lab = Lab(model_folder, config, AlgorithmConfig(minibatches=3, proximal=proximal))
+    batch = make_batch(1)
+    exact = [
+        replace(one, behavior_logprobs=np.append(0.0, lab.logprobs(one).detach().numpy()).astype(np.float32))
+        for one in batch.records
+    ]
+    metrics = lab.stepper.train(as_input(batch, exact))
+    assert metrics["num_fresh_tokens"] > 0
+    assert metrics["logp_diff_fresh_max"] < 1e-5
+
+
+def reinforce(tokens: LossTokens, config: AlgorithmConfig) -> torch.Tensor:
+    return tokens.advantages * tokens.logprobs
+
+
+def raw_reward(records, rewards, config) -> list[torch.Tensor]:
+    return [torch.full((len(one.token_ids),), rewards[one.session_id] - 0.5) for one in records]
+
+
+def test_a_users_own_loss_and_advantage_train(model_folder, make_batch, as_input):
+    given = as_input(make_batch(1, num_groups=2))
+    algorithm = AlgorithmConfig(loss=f"{__name__}:reinforce", advantage=f"{__name__}:raw_reward")
+    lab = Lab(model_folder, LEARNING, algorithm)
+    before = lab.gap(given)
+    told = [lab.stepper.train(given) for _ in range(5)]
+    assert lab.gap(given) > before + 0.5
+    assert (told[0]["advantage_min"], told[0]["advantage_max"]) == (-0.5, 0.5)
+
+
+@pytest.fixture
+def load_trainer(open_trainer):
+    config = TrainerConfig(learning_rate=1e-3, warmup_fraction=0.5)
+    return lambda folder, algorithm: open_trainer(folder, config, algorithm, num_steps=20)
+
+
+FULL = AlgorithmConfig(preset="ppo", minibatches=3, **REFERRED)
+
+
+def test_a_checkpoint_of_critic_and_reference_goes_on_exactly(
+    load_trainer, model_folder, make_batch, as_input, tmp_path
+):
+    steady = load_trainer(model_folder, FULL)
+    for step in (1, 2):
+        steady.train_step(as_input(make_batch(step)))
+    resumed = load_trainer(steady.save(tmp_path / "checkpoints", step=2, incarnation=0).path, FULL)
+    for step in (3, 4):
+        both = [one.train_step(as_input(make_batch(step))).metrics for one in (steady, resumed)]
+        ours, theirs = ({name: value for name, value in one.items() if "seconds" not in name} for one in both)
+        assert ours == theirs
+        assert ours["kl_ref"] > 0.0
+
+
+@pytest.mark.parametrize(("asked", "missing"), [({"preset": "ppo"}, "critic"), ({"reference": "initial"}, "reference")])
+def test_a_checkpoint_without_what_the_algorithm_asks_for_is_refused(
+    load_trainer, model_folder, tmp_path, asked, missing
+):
+    saved = load_trainer(model_folder, AlgorithmConfig()).save(tmp_path / "checkpoints", step=0, incarnation=0)
+    with pytest.raises(ConfigError, match=f"was saved without a {missing}"):
+        load_trainer(saved.path, AlgorithmConfig.model_validate(asked))
+
+
+def test_it_goes_alone_and_is_trained(model_folder, given):
+    metrics = Lab(model_folder, budget=1).stepper.train(given)
+    assert metrics["num_micro_batches"] == len(given.records)
+    assert metrics["num_loss_tokens"] == sum(int(record.loss_mask.sum()) for record in given.records)
+
+
+def config(**trainer: object) -> Config:
+    return Config.parse({"tasks": "a:b", "engine": {"max_context_tokens": 2049}, "trainer": trainer})
+
+
+def test_a_config_under_which_there_can_be_one_is_refused():
+    assert config(tokens_per_micro_batch=2047).trainer.oversized == "alone"
+    assert config(tokens_per_micro_batch=2048, oversized="refuse").trainer.tokens_per_micro_batch == 2048
+    with pytest.raises(ConfigError, match=r"max_context_tokens = 2049 does not fit into .* = 2047; raise that"):
+        config(tokens_per_micro_batch=2047, oversized="refuse")
+
+
+def test_it_cannot_be_refused_with_a_gateway_elsewhere():
+    online = {"rollout": {"gateway_url": "http://127.0.0.1:1"}, "engine": {"url": "http://127.0.0.1:2"}}
+    with pytest.raises(ConfigError, match=r"trainer\.oversized is 'refuse', which needs the run's own engine"):
+        Config.parse({**online, "trainer": {"oversized": "refuse"}})

@@ -1,19 +1,17 @@
-"""Whole runs by the command, in synchronous mode and of one seed.
+"""Whole runs from the command line, with real processes and a small random model (slow).
 
-1. two of them sample the same answers and end with identical weights, bit for bit; 2. each batch is sampled by the
-weights of the step before it alone; 3. with two ranks the first step's weights, made of the very same batch, are those
-of one rank within the tolerance of float32, and the run goes on to its end; 4. the ledger proves each; 5. the memory of
-every rank is told.
+1. Two synchronous runs of one seed end with the same weights, bit for bit. 2. Each batch is sampled by the weights
+of the step before it alone. 3. With two ranks the first step's weights are those of one rank within float32's
+tolerance. 4. The ledger proves each run. 5. The memory of every rank is reported. 6. A run that trains adapters:
+engine and trainer agree on log-probabilities, before and after a resume.
 
-A gateway serves all rollouts of a step at once: what they answer, in which order, and beside whom in a batch of the
-engine must not show in the weights. What is recorded of a token's probability does show it, in the last bits: so the
-loss is one that does not read that.
+A gateway serves all rollouts of a step at once. The order of answers and their neighbours in the engine's batch do
+not show in the weights; they do show in the last bits of recorded probabilities, so the loss is one that does not
+read them.
 """
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,11 +20,13 @@ from safetensors.torch import load_file
 
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics, step_rows
+from areal_agent.run import Run
 from areal_agent.types import Trajectory
-from tests.run.test_run import config
+from tests.commands import run
+from tests.run.test_run import config, end, solve, train
 
-ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
 LEARNING_RATE = 1e-3
 
@@ -43,25 +43,16 @@ def whole_run(folder: Path, model: Path, *, num_ranks: int) -> Path:
         steps=NUM_STEPS,
         seed=7,
         algorithm={"behavior_weight_level": "none"},
-        trainer={
-            "learning_rate": LEARNING_RATE,
-            "checkpoint_every": 1,
-            "keep_last": NUM_STEPS,
-            "num_ranks": num_ranks,
-        },
+        trainer={"learning_rate": LEARNING_RATE, "checkpoint_every": 1, "keep_last": NUM_STEPS, "num_ranks": num_ranks},
     )
     (folder / "config.yaml").write_text(settings.to_yaml())
-    run("areal_agent.train", "--config", str(folder / "config.yaml"), "observe.progress=none")
-    assert "OK" in run("areal_agent.ledger", "verify", str(folder / "run"))
+    done = run("areal_agent.train", "--config", str(folder / "config.yaml"), "observe.progress=none")
+    assert done.returncode == 0, done.stderr
+    proof = run("areal_agent.ledger", "verify", str(folder / "run"))
+    assert (proof.returncode, "OK" in proof.stdout) == (0, True), proof.stdout
     summary = json.loads((folder / "run" / "summary.json").read_bytes())
     assert (summary["status"], summary["steps"]) == ("completed", NUM_STEPS)
     return folder / "run"
-
-
-def run(*args: str) -> str:
-    done = subprocess.run([sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +120,29 @@ def test_the_memory_of_every_rank_is_told(one: Path, two: Path) -> None:
         for row in step_rows(read_metrics(folder / "metrics.jsonl")):
             assert {name for name in names if row[f"memory/{name}_peak_bytes"] > 0} == names
             assert ("memory/trainer_rank1_peak_bytes" in row) == ("trainer_rank1" in names)
+
+
+TOLERANCE = 1e-4
+
+
+async def test_engine_and_trainer_agree_and_the_run_is_resumed(tmp_path: Path, small_model: Path) -> None:
+    trainer = {"learning_rate": 2e-2, "warmup_fraction": 0.0, "checkpoint_every": 2, "lora": {"rank": 4}}
+    settings = config(tmp_path, small_model, steps=6, trainer=trainer)
+    async with Run(settings, workflow=solve) as run:
+        await train(run, 3)
+        await run.stop_producing()
+        await run.save()
+        await run.settle(is_completed=False)
+    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as resumed:
+        assert resumed.step == 3
+        await train(resumed, 6)
+        await end(resumed)
+    rows = step_rows(read_metrics(resumed.folder.metrics))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["trainer/logp_diff_fresh_max"] < TOLERANCE for row in rows)
+    before = load_file(small_model / "model.safetensors")
+    after = load_file(resumed.folder.checkpoints / "step_000006" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (after[name] - before[name]).abs().max() > 1e-2
+    report = verify(resumed.folder.ledger)
+    assert report.is_ok, report

@@ -26,7 +26,7 @@ from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DistributedWeights
 from areal_agent.weights.channels import DistributedChannel, layout
 from tests.engine.transfers import damaged, from_nobody, lacking_a_tensor
-from tests.weights.test_shared_memory import Tied, parameters
+from tests.weights.test_channels import Tied, parameters
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0  # only a hang is longer

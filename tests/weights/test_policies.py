@@ -18,15 +18,10 @@ import pytest
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.errors import WeightUpdateError
-from areal_agent.ledger.ledger import Ledger
-from areal_agent.rollout.local import LocalSettings, open_local
 from areal_agent.rollout.producer import Producer
-from areal_agent.run.commits import begin
-from areal_agent.run.preflight import Preflight
-from areal_agent.run.sources import make_producer
 from areal_agent.types import DiskWeights, PauseMode, Trajectory, WeightVersion
 from areal_agent.weights.push import OnPush, PushReport, push_under
-from tests.resume.scripted_run import answer, make_config, run_group_by
+from tests.resume.scripted_run import answer, open_stage
 
 OLD, NEW = WeightVersion(step=0), WeightVersion(step=1)
 NUM_UNDER_WAY = 12  # rollouts that the staleness bound lets begin under the first weights
@@ -89,36 +84,22 @@ class Stage:
 
 @asynccontextmanager
 async def a_run(folder: Path, model: Path) -> AsyncGenerator[Stage]:
-    config = make_config(folder, num_steps=2)
-    preflight = Preflight.check(config, workflow=solve)
-    ledger = await Ledger.open(folder / "ledger.sqlite", create=True)
-    beginning = await begin(ledger, folder / "checkpoints")
-    engine = WatchedEngine()
-    settings = LocalSettings(
-        model_name="scripted",
-        tokenizer=model,
-        port=0,
-        max_concurrent=2 * NUM_UNDER_WAY,
-        rollout=config.rollout,
-        sandbox=config.sandbox,
-    )
-    assert preflight.workflow is not None
-    async with open_local(
-        settings, preflight.workflow, engine=engine, info=engine.info(), journal=ledger.own
-    ) as rollouts:
-        producer = await make_producer(
-            config, preflight.tasks, ledger, run_group_by(rollouts, ledger, config), beginning
-        )
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(producer.admit_forever())]
-            await engine.wait_for_requests(NUM_UNDER_WAY)
-            engine.step()
-            stage = Stage(engine=engine, producer=producer, group=group)
-            yield stage
-            for task in (*tasks, stage.sampling):
-                if task is not None:
-                    task.cancel()
-    await ledger.aclose()
+    async with (
+        open_stage(
+            folder, model, lambda _: WatchedEngine(), num_steps=2, workflow=solve, max_concurrent=2 * NUM_UNDER_WAY
+        ) as opened,
+        asyncio.TaskGroup() as group,
+    ):
+        engine = opened.engine
+        assert isinstance(engine, WatchedEngine)
+        producing = group.create_task(opened.producer.admit_forever())
+        await engine.wait_for_requests(NUM_UNDER_WAY)
+        engine.step()
+        stage = Stage(engine=engine, producer=opened.producer, group=group)
+        yield stage
+        for task in (producing, stage.sampling):
+            if task is not None:
+                task.cancel()
 
 
 Spans = list[tuple[int, int]]

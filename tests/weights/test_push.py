@@ -120,21 +120,14 @@ def channel(tmp_path):
     channel.close()
 
 
-async def test_a_failed_pause_updates_nobody_and_all_resume():
-    first, second = engines()
-    second.fail_next(Operation.PAUSE, EngineUnreachable("no answer"))
-    with pytest.raises(WeightUpdateError, match="engine 1: pause failed: no answer"):
-        await push([first, second], WEIGHTS, NEW)
-    assert [one.version for one in (first, second)] == [OLD, OLD]
-    assert first.paused is None
-
-
-async def test_a_failed_resume_is_told_and_the_others_resume():
-    first, second = engines()
-    first.fail_next(Operation.RESUME, EngineUnreachable("no answer"))
-    with pytest.raises(WeightUpdateError, match="engine 0: resume failed: no answer"):
-        await push([first, second], WEIGHTS, NEW)
-    assert second.paused is None
+@pytest.mark.parametrize(("operation", "served"), [(Operation.PAUSE, OLD), (Operation.RESUME, NEW)])
+async def test_a_failed_pause_or_resume_is_told_and_the_others_resume(operation, served):
+    good, bad = engines()
+    bad.fail_next(operation, EngineUnreachable("no answer"))
+    with pytest.raises(WeightUpdateError, match=f"engine 1: {operation} failed: no answer"):
+        await push([good, bad], WEIGHTS, NEW)
+    assert [one.version for one in (good, bad)] == [served, served]
+    assert good.paused is None
 
 
 async def test_an_error_that_is_not_an_engines_is_raised_as_it_is_after_the_resume():

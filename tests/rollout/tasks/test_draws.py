@@ -1,9 +1,15 @@
-"""Which task is next, over restarts: 1. groups bear their positions; 2. what was cut off is drawn again, first, under a
-new id; 3. killed at any moment and resumed, every task of an epoch is settled exactly once: over the cursor alone, and
-over a real ledger and producer with commits, lost leases, failures and groups that are cut off; 4. other tasks begin a
-stream of their own; 5. tasks of the caller's own have ids of their own."""
+"""Which task is next, over restarts, and which are passed over.
+
+- A group's id holds its position. What was cut off is drawn again, first, under a new id.
+- Killed at any moment and resumed, every task of an epoch is settled exactly once: over the cursor alone, and over a
+  real ledger and producer with commits, lost leases, failures and groups that are cut off.
+- Other tasks begin a stream of their own; tasks of the caller's own have ids of their own.
+- A curriculum's estimate follows what groups show, and forgets; tasks may share one. What is outside the band is
+  passed over but for a share. Its state goes through JSON and decides the same.
+"""
 
 import asyncio
+import json
 import logging
 import random
 from collections import Counter
@@ -14,28 +20,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
+from areal_agent import ConfigError, Status, Task, Trajectory, TrajectoryGroup
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.rollout.producer import Producer
-from areal_agent.rollout.tasks.draws import Attempt, Draws, Past, open_draws
+from areal_agent.rollout.tasks.config import CurriculumConfig
+from areal_agent.rollout.tasks.draws import Attempt, Curriculum, Draws, Estimate, Past, open_draws
 from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.rollout.tasks.stream import TaskStream
 from areal_agent.staleness import Admission
-from areal_agent.types import (
-    Completion,
-    Distribution,
-    Drop,
-    Fate,
-    FinishReason,
-    SamplingParams,
-    SessionPurpose,
-    SessionRecord,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from areal_agent.types import Drop, Fate
+from tests.histories import begin_rollout, end_rollout, trajectory
 
 NUM_TASKS = 5
 GROUP_SIZE = 2
@@ -103,59 +99,6 @@ def test_killed_at_any_moment_each_task_of_an_epoch_is_settled_once(events: list
     assert Counter(settled) == Counter(STREAM.at(position).id for position in range(first_new))
 
 
-async def begin_rollout(ledger: Ledger, group_id: str, index: int, task: Task) -> str:
-    session_id = f"{group_id}-{index}"
-    await ledger.own.open_session(
-        SessionRecord(
-            id=session_id,
-            group_id=group_id,
-            task_id=task.id,
-            purpose=SessionPurpose.TRAIN,
-            seed=0,
-            key_hash="0" * 64,
-            started_s=1.0,
-        )
-    )
-    return session_id
-
-
-async def end_rollout(ledger: Ledger, group_id: str, session_id: str, task: Task, status: Status) -> Trajectory:
-    completion = Completion(
-        id=f"{session_id}-c",
-        token_ids=(5, 6),
-        logprobs=(-0.5, -0.5),
-        versions=(VersionSpan(version=WeightVersion(), start=0, end=2),),
-        finish_reason=FinishReason.STOP,
-        distribution=Distribution.EXACT,
-    )
-    turn = Turn(
-        id=f"{session_id}-t",
-        parent=None,
-        fork_at=0,
-        new_prompt_ids=(1, 2),
-        completions=(completion,),
-        request_delta=(),
-        sampling=SamplingParams(),
-        started_s=1.0,
-        ended_s=2.0,
-    )
-    await ledger.own.append_turn(session_id, turn)
-    trajectory = Trajectory(
-        session_id=session_id,
-        group_id=group_id,
-        task_id=task.id,
-        turns=(turn,),
-        rewards=Rewards(final=1.0),
-        status=status,
-        error=None,
-        logged={},
-        started_s=1.0,
-        ended_s=3.0,
-    )
-    await ledger.own.close_session(trajectory)
-    return await ledger.trajectory(session_id)
-
-
 class Life:
     """One process of a run: a real producer over a real ledger. Groups end when `release` lets them."""
 
@@ -196,13 +139,15 @@ class Life:
         is_failing = int(group_id[1:7]) % 4 == 3
         ended: list[Trajectory] = []
         for index in range(GROUP_SIZE):
-            session_id = await begin_rollout(self.ledger, group_id, index, task)
+            session_id = f"{group_id}-{index}"
+            await begin_rollout(self.ledger, session_id, group_id, task.id)
             self.sessions.setdefault(group_id, []).append(session_id)
             event = asyncio.Event()
             self.held.append(event)
             await event.wait()
             status = Status.ERROR if is_failing else Status.COMPLETED
-            ended.append(await end_rollout(self.ledger, group_id, session_id, task, status))
+            rollout = trajectory(session_id, [0, 0], 1.0, group_id=group_id, task_id=task.id, status=status)
+            ended.append(await end_rollout(self.ledger, rollout))
         return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=tuple(ended))
 
     def release(self) -> None:
@@ -302,7 +247,7 @@ async def test_other_tasks_begin_a_stream_of_their_own(tmp_path: Path, caplog: p
     first = await open_draws(STREAM, None, ledger)
     for _ in range(3):
         draw = first.draw()
-        await begin_rollout(ledger, draw.group_id, 0, draw.task)
+        await begin_rollout(ledger, f"{draw.group_id}-0", draw.group_id, draw.task.id)
     other = TaskStream(TaskSet.of([Task(id="other", data={})]), seed=3)
     with caplog.at_level(logging.WARNING):
         draws = await open_draws(other, None, ledger)
@@ -312,3 +257,76 @@ async def test_other_tasks_begin_a_stream_of_their_own(tmp_path: Path, caplog: p
     for one in (draws, again):
         draw = one.draw()
         assert (draw.group_id, draw.task.id) == ("g000003", "other")
+
+
+TASKS = [Task(id=f"t{number}", data={"level": number % 2}) for number in range(4)]
+
+
+def curriculum(tasks: list[Task] = TASKS, **config: object) -> Curriculum:
+    section = CurriculumConfig.model_validate({"low": 0.2, "high": 0.8, "outside": 0.1, **config})
+    return Curriculum(section, tasks, seed=0, success_reward=1.0)
+
+
+def test_an_estimate_is_the_mean_at_first() -> None:
+    known = curriculum()
+    known.learn("t0", [1.0, 0.0, 0.0, 0.5])
+    known.learn("t0", [1.0, 1.0, 1.5, 0.0])
+    assert known.estimate("t0") == Estimate(rate=0.5, num_groups=2)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_an_estimate_stays_a_rate_and_forgets(shown: list[float]) -> None:
+    estimate = Estimate()
+    for success in shown:
+        estimate = estimate.after(success)
+        assert -1e-9 <= estimate.rate <= 1 + 1e-9
+    for _ in range(20):
+        estimate = estimate.after(1.0)
+    assert estimate.rate > 0.99
+
+
+@pytest.mark.parametrize(
+    ("rewards", "share"), [([], 1.0), ([1.0, 0.0], 1.0), ([1.0, 1.0], 0.1), ([0.0, 0.0], 0.1)], ids=str
+)
+def test_outside_the_band_a_share_is_drawn(rewards: list[float], share: float) -> None:
+    known = curriculum()
+    if rewards:
+        known.learn("t0", rewards)
+    drawn = sum(known.draws(TASKS[0], position) for position in range(3000))
+    assert drawn == 3000 if share == 1.0 else 240 < drawn < 360
+
+
+def test_tasks_that_share_a_key_share_an_estimate() -> None:
+    known = curriculum(by="level")
+    known.learn("t0", [1.0])
+    assert known.estimate("t2") == Estimate(rate=1.0, num_groups=1)
+    assert known.estimate("t1") == Estimate()
+
+
+def test_a_task_without_the_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"by is 'grade', but the data of task 't0' has no such key; it has level"):
+        curriculum(by="grade")
+
+
+def test_tasks_of_the_callers_own_teach_nothing() -> None:
+    known = curriculum()
+    known.learn("a stranger", [1.0])
+    assert known.state() == {}
+
+
+def test_its_state_goes_through_json_and_draws_the_same() -> None:
+    stream = TaskStream(TaskSet.of(TASKS), seed=0)
+    before, after = (Draws(stream, curriculum=curriculum(), past=Past(next_position=4)) for _ in range(2))
+    for task, rewards in zip(TASKS, ([1.0], [1.0], [1.0], [1.0, 0.0]), strict=True):
+        before.learn(task.id, rewards)
+    after.restore(json.loads(json.dumps(before.state())))
+    drawn = [before.draw() for _ in range(30)]
+    assert [after.draw() for _ in range(30)] == drawn
+    assert Counter(draw.task.id for draw in drawn)["t3"] > 15, "the others are always solved"
+    assert before.num_passed_over > 30
+
+
+def test_a_checkpoint_without_a_curriculum_restores_nothing() -> None:
+    draws = Draws(TaskStream(TaskSet.of(TASKS), seed=0), curriculum=curriculum())
+    draws.restore({})
+    assert draws.state() == {"curriculum": {}}

@@ -1,9 +1,17 @@
-"""What a run and its workers say to each other: 1. every message comes back as it was sent; 2. an unknown field, an
-unknown kind and a wrong type are errors."""
+"""What a run and its workers send each other, and the channel that carries it.
 
+- Every message comes back as it was sent; an unknown field, an unknown kind and a wrong type are errors.
+- Frames arrive whole, in order, of any size. The end of the other side is EOFError, also in the middle of a frame and
+  after a reset. A channel that was ended reads no more.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -16,7 +24,9 @@ from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.worker.messages import (
+    LENGTH,
     CancelCall,
+    Channel,
     Counted,
     Ended,
     EnginesCall,
@@ -131,3 +141,51 @@ def test_settings() -> None:
 def test_everything_else_is_an_error(payload: bytes) -> None:
     with pytest.raises(ValidationError):
         decode_call(payload)
+
+
+Ends = tuple[Channel, Channel]
+
+
+@pytest_asyncio.fixture
+async def ends() -> AsyncGenerator[Ends]:
+    one, other = socket.socketpair()
+    channels = await Channel.over(one), await Channel.over(other)
+    yield channels
+    for channel in channels:
+        await channel.aclose()
+
+
+async def test_frames_arrive_whole_and_in_order(ends: Ends) -> None:
+    payloads = [b"", b"a", b"x" * 5_000_000, b"last"]
+    for payload in payloads:
+        ends[0].send(payload)
+    assert [await ends[1].receive() for _ in payloads] == payloads
+
+
+async def test_the_end_of_the_other_side(ends: Ends) -> None:
+    ends[0].send(b"last words")
+    await ends[0].aclose()
+    assert await ends[1].receive() == b"last words"
+    with pytest.raises(EOFError):
+        await ends[1].receive()
+
+
+@pytest.mark.parametrize(("ours_sent", "theirs_sent"), [(b"", LENGTH.pack(10) + b"half"), (b"never read", b"")])
+async def test_an_end_in_the_middle_of_a_frame_or_with_frames_unread(ours_sent: bytes, theirs_sent: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    channel = await Channel.over(ours)
+    if ours_sent:
+        channel.send(ours_sent)
+    theirs.sendall(theirs_sent)
+    theirs.close()
+    with pytest.raises(EOFError):
+        await channel.receive()
+    await channel.aclose()
+
+
+async def test_an_ended_channel_reads_no_more(ends: Ends) -> None:
+    waiting = asyncio.create_task(ends[0].receive())
+    await asyncio.sleep(0)
+    ends[0].end()
+    with pytest.raises(EOFError):
+        await waiting

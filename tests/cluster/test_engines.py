@@ -1,15 +1,16 @@
-"""`/rl/engines` of a run, over real embedded servers in this process:
+"""A run's engines: `/rl/engines` and the memory that they lend, over real embedded servers in this process.
 
-- the servers are shown as they are; one joins with the weights that are served, and one leaves
-- what cannot be is an error object with a code of its own: not known, there already, the last one, another model, no
-  server, no URL, not one of the two
-- it takes its own key, which lies in a file for its owner alone; the files are gone when the run is
+- The servers are shown as they are; one joins with the weights that are served, and one leaves.
+- What cannot be done is an error with a code of its own; a wrong body is refused.
+- The control has a key of its own, in a file for its owner alone; the files are gone when the run is.
+- A server that has died unnoticed holds up neither lending memory nor giving it back; one that cannot take its memory
+  again is an error.
 """
 
 import os
 import stat
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from areal_agent.cluster.engines import RunningEngine, open_engine_control
+from areal_agent.cluster.engines import RunningEngine, memory_of, open_engine_control
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.errors import EngineRejected
+from areal_agent.protocols import MemoryHolder
 from areal_agent.types import WeightVersion
+from tests.cluster.conftest import serving
 
 SERVED = WeightVersion(step=7)
 
@@ -48,11 +52,8 @@ class Stage:
 async def stage(tmp_path: Path, small_model: Path) -> AsyncGenerator[Stage]:
     async with AsyncExitStack() as stack:
 
-        async def serve(model: Path = small_model, max_context_tokens: int = 128, **options: Any) -> str:
-            runner = ModelRunner.load(str(model), device="cpu", num_slots=2, max_context_tokens=max_context_tokens)
-            server = await EngineServer.start(runner, **options)
-            stack.push_async_callback(server.aclose)
-            return server.base_url
+        async def serve(model: Path = small_model, **options: Any) -> str:
+            return (await stack.enter_async_context(serving(model, **options))).base_url
 
         url = await serve(version=SERVED)
         address = EngineAddress(backend="embedded", urls=(url,))
@@ -139,3 +140,55 @@ async def test_it_takes_its_own_key_which_only_its_owner_can_read(stage: Stage) 
             assert (await call).status_code == 401
     assert stat.S_IMODE((stage.folder / "key").stat().st_mode) == 0o600
     assert (await stage.http.post("/rl/start_session", json={"task_id": "t"})).status_code == 404
+
+
+NOBODY = "http://127.0.0.1:1"
+
+
+class Runner:
+    """A ModelRunner that knows whether it has its memory."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.has_memory = True
+        self.may_resume = True
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name)
+
+    def release_memory(self) -> None:
+        self._runner.release_memory()
+        self.has_memory = False
+
+    def resume_memory(self) -> None:
+        if not self.may_resume:
+            raise EngineRejected("there is no room")
+        self._runner.resume_memory()
+        self.has_memory = True
+
+
+@pytest_asyncio.fixture
+async def lent(small_model: Path) -> AsyncGenerator[tuple[MemoryHolder, Runner]]:
+    runner = Runner(ModelRunner.load(str(small_model), device="cpu", num_slots=2, max_context_tokens=64))
+    async with AsyncExitStack() as stack:
+        server = await EngineServer.start(runner)  # type: ignore[arg-type]
+        stack.push_async_callback(server.aclose)
+        urls = (server.base_url, NOBODY)
+        fleet = await stack.enter_async_context(aclosing(EngineAddress(backend="embedded", urls=urls).connect()))
+        yield await stack.enter_async_context(memory_of(fleet, urls)), runner
+
+
+async def test_one_that_is_gone_holds_up_nobody(lent) -> None:
+    memory, runner = lent
+    await memory.release_memory()
+    assert not runner.has_memory
+    await memory.resume_memory()
+    assert runner.has_memory
+
+
+async def test_one_that_cannot_take_it_again_is_an_error(lent) -> None:
+    memory, runner = lent
+    await memory.release_memory()
+    runner.may_resume = False
+    with pytest.raises(EngineRejected, match="no room"):
+        await memory.resume_memory()

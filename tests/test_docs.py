@@ -1,10 +1,21 @@
-"""docs/reliability.md names tests that exist, and says which of them `pytest` leaves out by default (slow)."""
+"""Pages of docs/ agree with the code: configuration.md lists what the sections say; reliability.md names tests that
+exist, and says which of them `pytest` leaves out by default (slow).
+"""
 
 import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from areal_agent.config_reference import reference
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == reference(), "python -m areal_agent.config_reference > docs/configuration.md"
+
 
 ROOT = Path(__file__).parent.parent
 NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`( \(slow\))?", (ROOT / "docs" / "reliability.md").read_text())

@@ -1,15 +1,22 @@
-"""Signals while `train` runs: 1. the first cancels the work, once; 2. in the closing phase it is only noted; 3. two
-that come at once, as `timeout` sends them to a process and its group, are one.
+"""Signals while `train` runs, and how a failed run ends.
+
+- The first signal cancels the work, once; in the closing phase it is only noted.
+- Two that come at once, as `timeout` sends them to a process and its group, count as one.
+- A report that cannot be written is added to the error as a note and does not replace it.
 """
 
 import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from areal_agent.run.loop import Interruption
+from areal_agent.errors import ArealAgentError
+from areal_agent.files import RunFolder
+from areal_agent.run.loop import Interruption, report_failure
+from areal_agent.run.results import RunFacts, RunStatus
 
 
 async def signalled(
@@ -56,3 +63,23 @@ async def test_two_signals_at_once_are_one() -> None:
     both = (signal.SIGTERM, signal.SIGINT)
     assert await signalled(Interruption(notes.append), signals=both) == ["cancelled", "done"]
     assert notes == []
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.touch()
+    folder.summary.mkdir()  # no file can be written there
+    facts = RunFacts(
+        status=RunStatus.FAILED,
+        wall_s=1.0,
+        success_before=None,
+        success_after=None,
+        num_eval_tasks=0,
+        checkpoint=None,
+        tokens=None,
+    )
+    error = ArealAgentError("the disk is full")
+    report_failure(folder, facts, error)
+    report, hint = error.__notes__
+    assert "report could not be written" in report
+    assert hint == f"go on with: python -m areal_agent.train --resume {tmp_path}"

@@ -58,43 +58,38 @@ def test_records_come_back_bit_for_bit(sent):
 LARGE = Frame(header={"number": 1}, arrays={"x": np.arange(2_000_000, dtype=np.float32)})
 
 
-async def test_a_large_frame_reaches_an_asyncio_reader():
+async def read_with_asyncio(sock: socket.socket) -> Frame:
+    reader, writer = await asyncio.open_connection(sock=sock)
+    try:
+        return await receive_frame(reader)
+    finally:
+        writer.close()
+
+
+async def read_in_a_thread(sock: socket.socket) -> Frame:
+    with sock, sock.makefile("rb") as file:
+        return await asyncio.to_thread(read_frame, file)
+
+
+readers = pytest.mark.parametrize("read", [read_with_asyncio, read_in_a_thread])
+
+
+@readers
+async def test_a_large_frame_reaches_every_reader(read):
     left, right = socket.socketpair()
     with left:
         sending = threading.Thread(target=left.sendall, args=(LARGE.encode(),))
         sending.start()
-        reader, writer = await asyncio.open_connection(sock=right)
-        frame = await receive_frame(reader)
-        sending.join()
-        writer.close()
-    assert np.array_equal(frame.arrays["x"], LARGE.arrays["x"])
-
-
-def test_a_large_frame_reaches_a_blocking_reader():
-    left, right = socket.socketpair()
-    with left, right, right.makefile("rb") as file:
-        sending = threading.Thread(target=left.sendall, args=(LARGE.encode(),))
-        sending.start()
-        frame = read_frame(file)
+        frame = await read(right)
         sending.join()
     assert np.array_equal(frame.arrays["x"], LARGE.arrays["x"])
 
 
+@readers
 @pytest.mark.parametrize("num_bytes", [0, 3, 10, 1000])
-def test_a_socket_that_closes_inside_a_frame_is_the_end(num_bytes):
+async def test_a_socket_that_closes_inside_a_frame_is_the_end(read, num_bytes):
     left, right = socket.socketpair()
-    with right, right.makefile("rb") as file:
-        left.sendall(LARGE.encode()[:num_bytes])
-        left.close()
-        with pytest.raises(EOFError):
-            read_frame(file)
-
-
-async def test_a_socket_that_closes_inside_a_frame_is_the_end_for_asyncio_too():
-    left, right = socket.socketpair()
-    left.sendall(LARGE.encode()[:1000])
+    left.sendall(LARGE.encode()[:num_bytes])
     left.close()
-    reader, writer = await asyncio.open_connection(sock=right)
     with pytest.raises(EOFError):
-        await receive_frame(reader)
-    writer.close()
+        await read(right)
