@@ -1,7 +1,7 @@
-"""`python -m areal_agent.gateway`: the gateway alone, before an engine that runs elsewhere. Thin: see standalone.py.
+"""`python -m areal_agent.gateway`: the command line of a stand-alone gateway (standalone.py).
 
-Ctrl-C and SIGTERM end it with grace: nothing new begins, calls in flight finish, open sessions end as `cancelled`. A
-second one ends it at once; the ledger still holds every answered turn.
+Ctrl-C and SIGTERM drain it: nothing new begins, calls in flight finish, open sessions end as `cancelled`. A second
+signal ends it at once; the ledger still holds every answered turn.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ INTERRUPTED_CODE = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, connect, serve; the exit code."""
+    """Parse the arguments, connect and serve; return the exit code."""
     exit_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = _parser().parse_args(None if argv is None else list(argv))
@@ -91,7 +91,7 @@ def _parser() -> Parser:
 
 
 def _add_bounds(add: Callable[..., None]) -> None:
-    """Flags of staleness, time and number."""
+    """Add the flags for staleness, times and numbers."""
     add("--max-staleness", "versions that a trained token may be old; a trainer says it, too", type=int, metavar="N")
     add("--batch-answers", "rollouts a train step; with --max-staleness the staleness bound", type=int, metavar="B")
     add(
@@ -119,7 +119,7 @@ def _add_bounds(add: Callable[..., None]) -> None:
 
 
 def _check(options: Namespace) -> None:
-    """What argparse cannot know. Raises ConfigError."""
+    """Check what argparse cannot. Raises ConfigError."""
     if not options.engine.startswith(("http://", "https://")):
         raise ConfigError(f"--engine is {options.engine!r}; give a URL, for example http://127.0.0.1:30000")
     if not 0 <= options.port <= 65535:
@@ -138,7 +138,7 @@ def _ledger_file(path: Path) -> Path:
 
 
 def _made_folder(path: Path) -> Path:
-    """Private to its owner: it holds prompts, answers and key hashes."""
+    """Make the folder private to its owner: it holds prompts, answers and key hashes."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -180,7 +180,7 @@ async def _serve(place: Place, admin_key: AdminKey, drain_timeout_s: float) -> N
         asyncio.get_running_loop().add_signal_handler(number, stop)
     async with open_standalone(place) as standalone:
         collect_garbage_rarely()
-        admin_key.keep()  # not before: a start that fails leaves no key behind
+        admin_key.keep()  # only now, so that a failed start leaves no key behind
         print(_welcome(standalone, place, admin_key), flush=True)
         await stopped.wait()
         print("closing: calls in flight may finish; Ctrl-C again ends at once", file=sys.stderr, flush=True)
@@ -189,7 +189,7 @@ async def _serve(place: Place, admin_key: AdminKey, drain_timeout_s: float) -> N
 
 
 def _welcome(standalone: Standalone, place: Place, admin_key: AdminKey) -> str:
-    """What a person needs to go on. The first line says that it serves, and where."""
+    """Return the lines that tell a user how to go on. The first says that the gateway serves, and where."""
     url = standalone.base_url
     key_file = f"rollout.gateway_admin_key_file={admin_key.file}" if admin_key.file else f"(key: set {VARIABLE})"
     return "\n".join(

@@ -1,6 +1,6 @@
 """`GET /openapi.json`: OpenAPI 3.1 of every call, made from the classes that read the bodies and write the answers.
 
-What a gateway says of itself: its model, its health, its metrics.
+`About` handles the calls that only report: models, health, metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ from areal_agent.types import JsonObject
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A model, as OpenAI's clients expect it."""
+    """A model as OpenAI's clients expect it."""
 
     id: str
     object: Literal["model"] = "model"
@@ -87,12 +87,12 @@ class About:
         self._metrics = metrics
 
     async def models(self, request: web.Request) -> web.Response:
-        """The one model, for whoever has a key."""
+        """List the gateway's one model; any key will do."""
         self._callers.require_any(request)
         return json_reply(Models(data=(Model(id=self._model_name),)))
 
     async def health(self, request: web.Request) -> web.Response:
-        """For anybody: it names nothing but the model."""
+        """Report the gateway's health. It needs no key: it reveals only the model's name and the load."""
         stats = self._stats()
         return json_reply(
             Health(
@@ -104,7 +104,7 @@ class About:
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """For this machine; from elsewhere it takes the admin key."""
+        """Return the metrics. Callers from other machines need the admin key."""
         if request.transport is None or not is_loopback(request.transport.get_extra_info("peername")):
             self._callers.require_admin(request)
         return web.Response(body=self._metrics.text(), headers={"Content-Type": Metrics.CONTENT_TYPE})
@@ -152,7 +152,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the model said, with `tool_calls` and `reasoning_content` where there are some."""
+    """The model's message, with `tool_calls` and `reasoning_content` where there are any."""
 
     role: Literal["assistant"]
     content: str | None
@@ -180,7 +180,7 @@ class CompletionChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """How many tokens a call took."""
+    """The number of tokens that a call used."""
 
     prompt_tokens: Number
     completion_tokens: Number
@@ -213,7 +213,7 @@ class TextCompletion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What went wrong."""
+    """The details of an error."""
 
     message: Annotated[str, Field(min_length=1)]
     type: Annotated[str, Field(min_length=1)]
@@ -238,9 +238,9 @@ class Call:
     path: str
     name: str
     summary: str
-    body: type[Body] | None  # None: it is a GET
+    body: type[Body] | None  # None for a GET
     answer: Any
-    key: str | None  # the security scheme that it asks for
+    key: str | None  # the security scheme that it requires
     errors: Sequence[int]
 
 
@@ -291,9 +291,9 @@ TRAINER_CALLS = (
 
 
 def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
-    """OpenAPI 3.1, with a trainer's calls where the gateway has them.
+    """Return the OpenAPI 3.1 document; with `is_leased_from` it includes the calls of a trainer.
 
-    What is under `/v1` is also served without it, for clients that leave it out.
+    Every path under `/v1` is also served without that prefix, for clients that leave it out.
     """
     calls = CALLS + (TRAINER_CALLS if is_leased_from else ())
     bodies = [(call.name, "validation", TypeAdapter(call.body)) for call in calls if call.body is not None]
@@ -335,12 +335,12 @@ def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
 
 @cache
 def openapi_json(*, is_leased_from: bool) -> bytes:
-    """The document as it is served."""
+    """Return the document as it is served."""
     return orjson.dumps(openapi_document(is_leased_from=is_leased_from))
 
 
 class _Schemas(GenerateJsonSchema):
-    """A body's field that may be left out may be null: `Body` drops it. An answer has all its fields."""
+    """Generates schemas in which optional fields of a body may be null (`Body` drops nulls) and answers have all fields."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -364,7 +364,7 @@ def _takes_null(schema: JsonSchemaValue) -> bool:
 
 
 def _without_example(schema: JsonSchemaValue) -> JsonSchemaValue:
-    """A class is described by its docstring. The examples in it are Python."""
+    """Remove the Python example from a class's docstring, which is its description."""
     text = schema.get("description", "")
     return schema | {"description": text.partition("\n\n>>>")[0]} if text else schema
 

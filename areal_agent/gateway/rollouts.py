@@ -1,9 +1,8 @@
-"""The calls of whoever owns a rollout: start a session, reward it, end it, export it.
+"""The handlers for the owner of a rollout: start a session, reward it, end it, export it.
 
-A session is known here while it is open and for a while after. Of one that is known no more (it ended long ago, or
-before this process began) the archive tells how it ended, and the consumer whether it may still be rewarded.
-
-Who calls: the session of a key, or the admin. A session's key reaches its own session and nothing else.
+A session is kept while it is open and for a while after. Of older ones, and those of an earlier process, the archive
+(the ledger) tells how they ended, and the consumer decides whether a reward is still accepted. `Callers` checks keys: a
+session's key gives access to that session only.
 """
 
 import time
@@ -34,7 +33,7 @@ WHERE_THE_ADMIN_KEY_IS = (
 
 
 class Callers:
-    """Tells callers by the hash of their key."""
+    """Identifies callers by the hash of their key."""
 
     def __init__(self, admin_key: str, sessions: Sessions) -> None:
         self._admin_key_hash = key_hash(admin_key)
@@ -57,7 +56,7 @@ class Callers:
             self.session(caller)
 
     def session(self, caller: str) -> Session:
-        """The session whose key has this hash; raises RequestError when it is that of none."""
+        """Return the session whose key has this hash; raises RequestError if there is none."""
         session = self._sessions.with_key(caller)
         if session is not None:
             return session
@@ -161,13 +160,13 @@ class RolloutCalls:
             self._traffic.leave(record.id)
             self._withdraw(start)
             raise
-        origin = str(request.url.origin())  # whoever came this way can come again
+        origin = str(request.url.origin())  # the address that this caller reached us by
         return json_reply(
             StartedSession(session_id=record.id, api_key=api_key, base_url=f"{origin}/v1", anthropic_base_url=origin)
         )
 
     async def set_reward(self, request: web.Request) -> web.Response:
-        """While the session is open; and where a trainer leases, until its trajectory is leased or has a fate."""
+        """Accept a reward while the session is open; with a trainer, until its trajectory is leased or dropped."""
         session = await self._session_of(request)
         session_id = session.record.id if isinstance(session, Session) else session.session_id
         with self._traffic.call(session_id):
@@ -181,7 +180,7 @@ class RolloutCalls:
         return json_reply(RewardedSession(session_id=session_id))
 
     async def end(self, request: web.Request) -> web.Response:
-        """Ended again (an answer was lost), it is the end that was: what the first call said counts."""
+        """End the session. A repeated call, after a lost answer, returns the first call's result."""
         session = await self._session_of(request)
         if not isinstance(session, Session):
             return _ended(session)
@@ -191,7 +190,7 @@ class RolloutCalls:
             return _ended(await session.end(end) if is_open else await session.ended())
 
     async def export(self, request: web.Request) -> web.Response:
-        """From the archive where there is one: it knows late rewards and fates."""
+        """Export from the archive if there is one, because it has late rewards and fates."""
         self._callers.require_admin(request)
         session_id = ExportRequest.read(await self._bodies.control(request)).session_id
         if self._archive is None or self._sessions.is_open(session_id):
@@ -202,7 +201,7 @@ class RolloutCalls:
         return json_reply(ExportedTrajectory(trajectory=trajectory, records=token_records(trajectory)))
 
     async def session_for_turn(self, request: web.Request) -> Session:
-        """Whose turn it is. Who goes on with a session of a process before hears that it ended, not of a wrong key."""
+        """Return the session of a turn. A key of an earlier process's session gets 409 `session_ended`, not 401."""
         session = await self._session_of(request)
         if isinstance(session, Session):
             return session
@@ -232,7 +231,7 @@ class RolloutCalls:
             self._consumer.withdraw(start.session_id)
 
     async def _session_of(self, request: web.Request) -> Session | Trajectory:
-        """The session whose key this is; of one that is known no more, its trajectory. Raises RequestError."""
+        """Return the caller's session, or the trajectory of one that is only in the archive. Raises RequestError."""
         caller = caller_hash(request.headers)
         if self._archive is not None and self._sessions.with_key(caller) is None:
             session_id = await self._archive.session_with_key(caller)

@@ -212,7 +212,9 @@ Seconds = Annotated[float, Field(ge=0, le=3600)]
 class TrainerRequest(Body):
     """What every call of a trainer may say."""
 
-    trainer: Name | None = Field(default=None, description="Who calls; a trainer that says nothing is one, too.")
+    trainer: Name | None = Field(
+        default=None, description="The name of the trainer. Calls without a name count as one trainer."
+    )
 
 
 class PublishRequest(TrainerRequest):
@@ -242,10 +244,10 @@ class LeaseRequest(TrainerRequest):
     step: PositiveCount
     num_groups: PositiveCount | None = None
     num_trajectories: PositiveCount | None = None
-    wait_s: Seconds = Field(default=0.0, description="How long to wait until there are enough.")
+    wait_s: Seconds = Field(default=0.0, description="Seconds to wait for enough groups.")
     straggler_wait_s: Seconds = Field(
         default=0.0,
-        description="How long a batch waits for running groups that would be too stale for the next one.",
+        description="Seconds to wait for running groups that would be too stale for the next batch.",
     )
     wants_records: bool = Field(default=True, alias="records")
 
