@@ -120,16 +120,16 @@ class Metrics:
         yield _counter("generated_tokens", "Tokens that the engine sampled.", stats.generated_tokens)
         yield _counter("turns", "Turns that were recorded.", stats.turns)
         yield _counter(
-            "altered_completions", "Completions without their sampling probability.", stats.altered_completions
+            "altered_completions", "Completions recorded with altered probabilities.", stats.altered_completions
         )
         yield _counter("malformed_tool_calls", "Tool calls that no parser could read.", stats.malformed_tool_calls)
         yield _counter(
-            "history_mismatches", "Prompts that the chat template writes otherwise.", stats.history_mismatches
+            "history_mismatches", "Prompts that differ from the chat template's text.", stats.history_mismatches
         )
-        yield _counter("received_bytes", "Bytes that clients sent, heads included.", stats.received_bytes)
-        yield _counter("sent_bytes", "Bytes that clients were sent, heads included.", stats.sent_bytes)
-        yield _counter("timed_out_sessions", "Sessions ended because nobody called them.", stats.ended_by_timeout)
-        yield _counter_by("forks", "Turns that left the conversation before them.", "reason", stats.forks)
+        yield _counter("received_bytes", "Bytes received from clients, including HTTP heads.", stats.received_bytes)
+        yield _counter("sent_bytes", "Bytes sent to clients, including HTTP heads.", stats.sent_bytes)
+        yield _counter("timed_out_sessions", "Sessions ended because they made no call.", stats.ended_by_timeout)
+        yield _counter_by("forks", "Turns that did not continue the turn before.", "reason", stats.forks)
         yield _counter_by("errors", "Answers with a status of 400 and up.", "status", stats.errors)
 
 

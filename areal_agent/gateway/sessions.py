@@ -1,7 +1,7 @@
 """All sessions of a gateway: look-up, limits, and ending those that nobody ends.
 
 `Sessions` finds them by id and by the hash of their key; it keeps ended ones for a while. `Traffic` counts open
-sessions and calls in flight against the limits. `Closing` ends silent sessions, and all open ones when the gateway drains.
+sessions and calls in flight against the limits. `Closing` ends silent sessions, and open ones when the gateway drains.
 """
 
 import asyncio

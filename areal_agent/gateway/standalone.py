@@ -1,4 +1,4 @@
-"""A stand-alone gateway: an engine that runs elsewhere, a ledger of its own, and a trainer elsewhere that leases from it.
+"""A stand-alone gateway: it has a ledger of its own, and its engine and trainer run elsewhere.
 
 ::
 
@@ -64,7 +64,7 @@ class Standalone:
 
 @asynccontextmanager
 async def open_standalone(place: Place) -> AsyncGenerator[Standalone]:
-    """Connect to the engine, open the ledger and listen; close them on leaving. Raises ConfigError if any of it fails."""
+    """Connect to the engine, open the ledger and listen; close all on exit. Raises ConfigError if any fails."""
     async with AsyncExitStack() as stack:
         renderer = await asyncio.to_thread(
             Renderer.load,
@@ -131,7 +131,7 @@ class AdminKey:
     def obtain(
         cls, *, given: str | None, file: Path | None, environment: Mapping[str, str], host: str, folder: Path
     ) -> Self:
-        """Take the key from the command line, a file, the environment or the file in `folder`; else make one for that file.
+        """Take the key from the command line, a file, the environment or `folder`; else make one to keep there.
 
         A gateway that other machines can reach needs a key chosen by its owner. Raises ConfigError.
         """
