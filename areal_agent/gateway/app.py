@@ -164,7 +164,8 @@ class Gateway:
     ) -> None:
         if renderer.vocab_size > vocab_size:
             raise ConfigError(
-                f"the tokenizer has {renderer.vocab_size} ids and the model {vocab_size}: they do not belong together"
+                f"the tokenizer has {renderer.vocab_size} ids and the model {vocab_size}; "
+                "use the tokenizer of that model"
             )
         self._counters = Counters()
         self._services = Services(

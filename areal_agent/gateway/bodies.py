@@ -254,7 +254,7 @@ class BodyReader:
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise RequestError(
-                f"the body is compressed (Content-Encoding: {encoding:.50}); send it as it is",
+                f"the body is compressed (Content-Encoding: {encoding:.50}); send it uncompressed",
                 status=415,
                 code="compressed_body",
             )
@@ -276,8 +276,7 @@ class BodyReader:
 
     def _too_large(self) -> RequestError:
         return RequestError(
-            f"the body has more than {self._limits.max_body_bytes} bytes, which is all that this gateway reads; "
-            "send less",
+            f"the body has more than {self._limits.max_body_bytes} bytes, the limit of this gateway; send less",
             status=413,
             code="body_too_large",
         )
@@ -289,7 +288,7 @@ def _object(payload: bytes) -> JsonObject:
     try:
         body = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON ({error}); NaN and Infinity are none either") from error
+        raise RequestError(f"the body is not JSON ({error}); JSON has no NaN and no Infinity") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body is a JSON {type(body).__name__}; it must be a JSON object")
     return cast("JsonObject", body)
@@ -300,7 +299,7 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in names:
             raise RequestError(
-                f"{name!r:.200} comes twice in the body; say it once", param=name[:200], code="invalid_value"
+                f"{name!r:.200} is repeated in the body; give it once", param=name[:200], code="invalid_value"
             )
         names[name] = value
     return names

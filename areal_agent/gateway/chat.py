@@ -113,7 +113,7 @@ class ChatRequest(Order):
         self._check_tool_choice()
         if self.json_schema is not None and self.tools.definitions and self.may_call_tools:
             raise RequestError(
-                "response_format holds the whole answer to JSON, so it could call no tool; send it without tools, or "
+                "response_format makes the whole answer JSON, so it could not call a tool; send it without tools, or "
                 "with tool_choice 'none'",
                 param="response_format",
                 code="unsupported_parameter",

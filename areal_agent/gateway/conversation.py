@@ -52,14 +52,14 @@ def _validator(schema: JsonObject | None, param: str) -> "jsonschema_rs.Validato
         )
     except (ValueError, jsonschema_rs.ReferencingError) as error:  # ValidationError is a ValueError
         raise RequestError(
-            f"{param} is no JSON schema that can be checked ({error!s:.300}); mend it, or leave out 'strict'",
+            f"{param} is not a valid JSON schema ({error!s:.300}); correct it, or leave out 'strict'",
             param=param,
             code="invalid_value",
         ) from error
 
 
 def _refuse_reference(uri: str) -> NoReturn:
-    raise ValueError(f"{uri} is another document; write its definitions into the schema")
+    raise ValueError(f"{uri} is another document; copy its definitions into the schema")
 
 
 ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
@@ -239,7 +239,7 @@ def read_tools(value: object) -> Tools:
     try:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError as error:
-        refuse("tools", "a list", f"JSON that can be written again ({error})")
+        refuse("tools", "a list", f"JSON that can be encoded again ({error})")
     return _tools_of(text) if len(text) <= MAX_KNOWN_BYTES else _tools_of.__wrapped__(text)
 
 

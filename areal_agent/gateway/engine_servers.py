@@ -147,5 +147,5 @@ def _refusal(error: EngineError) -> RequestError:
         status = 404 if error.code == "unknown_server" else 409
         return RequestError(str(error), status=status, code=error.code)
     if isinstance(error, EngineRejected):
-        return RequestError(f"it is no server for this run: {error}", status=409, code="another_engine")
-    return RequestError(f"it does not serve as the others do: {error}", status=502, code="server_failed")
+        return RequestError(f"the server cannot join this run: {error}", status=409, code="another_engine")
+    return RequestError(f"the server does not work with this run: {error}", status=502, code="server_failed")

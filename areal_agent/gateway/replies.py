@@ -79,14 +79,14 @@ def _fault(error: Exception, call: str, headers: Mapping[str, str]) -> RequestEr
         case RequestError():
             return error
         case web.HTTPNotFound():
-            return RequestError(f"{call}: nothing is served there; GET /openapi.json lists every path", status=404)
+            return RequestError(f"{call}: this path does not exist; GET /openapi.json lists every path", status=404)
         case web.HTTPMethodNotAllowed():
             methods = ", ".join(sorted(error.allowed_methods))
-            return RequestError(f"{call}: this path takes {methods}", status=405)
+            return RequestError(f"{call}: this path only accepts {methods}", status=405)
         case web.HTTPException():
             return RequestError(f"{call}: {error.reason}", status=error.status)
         case web.RequestPayloadError() | web.PayloadAccessError():
-            return RequestError(f"the body broke off or is no HTTP: {error}", code="bad_http")
+            return RequestError(f"the body is incomplete or not valid HTTP: {error}", code="bad_http")
         case RecursionError():
             return RequestError("the body is nested too deeply")
         case EngineRejected():

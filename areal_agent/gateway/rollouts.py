@@ -27,8 +27,8 @@ from areal_agent.tokens.records import token_records
 from areal_agent.types import SessionPurpose, SessionRecord, Status, Trajectory
 
 WHERE_THE_ADMIN_KEY_IS = (
-    "a gateway that stands alone says where it is when it starts (by default: in the file admin_key, in the folder of "
-    "its ledger)"
+    "a stand-alone gateway prints where it is at its start (by default in the file admin_key, in the folder of its "
+    "ledger)"
 )
 
 
@@ -43,11 +43,11 @@ class Callers:
         caller = caller_hash(request.headers)
         if self._is_admin(caller):
             return
-        fault = "this call takes the admin key of the gateway"
+        fault = "this call needs the gateway's admin key"
         if self._sessions.with_key(caller) is not None:
-            raise RequestError(f"{fault}, not that of a session; {WHERE_THE_ADMIN_KEY_IS}", status=403)
+            raise RequestError(f"{fault}, not a session's key; {WHERE_THE_ADMIN_KEY_IS}", status=403)
         raise RequestError(
-            f"{fault}, and the API key is another; {WHERE_THE_ADMIN_KEY_IS}", status=401, code="invalid_api_key"
+            f"{fault}, and the API key is a different one; {WHERE_THE_ADMIN_KEY_IS}", status=401, code="invalid_api_key"
         )
 
     def require_any(self, request: web.Request) -> None:
@@ -61,9 +61,9 @@ class Callers:
         if session is not None:
             return session
         if self._is_admin(caller):
-            raise RequestError("this is the admin key; use the key that /rl/start_session gave", status=403)
+            raise RequestError("this is the admin key; use the api_key that /rl/start_session returned", status=403)
         raise RequestError(
-            "the API key is not that of any session; use the api_key that /rl/start_session gave",
+            "the API key belongs to no session; use the api_key that /rl/start_session returned",
             status=401,
             code="invalid_api_key",
         )
@@ -206,8 +206,7 @@ class RolloutCalls:
         if isinstance(session, Session):
             return session
         raise RequestError(
-            f"session {session.session_id!r} has ended as {session.status}: it takes no calls any more; "
-            "start a new one",
+            f"session {session.session_id!r} has ended as {session.status}: it accepts no more calls; start a new one",
             status=409,
             code="session_ended",
         )
@@ -218,8 +217,8 @@ class RolloutCalls:
         if self._consumer is None:
             if start.group_size is not None:
                 raise RequestError(
-                    "group_size is for a gateway that a trainer leases from; this one is part of a run, which forms "
-                    "its groups itself",
+                    "group_size is only for a gateway that a trainer leases from; this one is part of a run, which "
+                    "forms its groups itself; leave it out",
                     param="group_size",
                     code="unsupported_parameter",
                 )
@@ -244,7 +243,7 @@ class RolloutCalls:
             return await archive.trajectory(session_id)
         except LedgerError as error:
             raise RequestError(
-                f"no session {session_id!r} has ended here: {error}",
+                f"no ended session {session_id!r} was found: {error}",
                 status=404,
                 param="session_id",
                 code="session_not_found",
@@ -264,5 +263,5 @@ def _ended(trajectory: Trajectory) -> web.Response:
 
 def _has_ended(session_id: str) -> RequestError:
     return RequestError(
-        f"session {session_id!r} has ended: it takes no reward any more", status=409, code="session_ended"
+        f"session {session_id!r} has ended: it accepts no more rewards", status=409, code="session_ended"
     )

@@ -36,7 +36,7 @@ class SessionState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOptions:
-    """How a session asked to be served when it started."""
+    """The options that a session chose at its start."""
 
     defaults: SamplingWishes = field(default_factory=SamplingWishes)
     truncates: bool = False  # with a full context, return an empty answer with finish reason `length`, not an error
@@ -76,8 +76,8 @@ class Session:
         self._require_open()
         if request.json_schema is not None and not self._services.has_grammar:
             raise RequestError(
-                "response_format asks for answers that follow a grammar, and the engine of this gateway has none; "
-                "leave it out, or use an engine that constrains its answers",
+                "response_format needs an engine that can constrain answers by a grammar, and this gateway's cannot; "
+                "leave it out, or use an engine that can",
                 param="response_format",
                 code="unsupported_parameter",
             )
@@ -229,7 +229,7 @@ class Session:
     def _require_open(self) -> None:
         if self.state is not SessionState.OPEN:
             raise RequestError(
-                f"session {self.record.id!r} is {self.state}: it takes no calls any more; start a new one",
+                f"session {self.record.id!r} is {self.state}: it accepts no more calls; start a new one",
                 status=409,
                 code="session_ended",
             )

@@ -42,7 +42,7 @@ class Sessions:
         """Raise RequestError when a session with this id exists."""
         if session_id in self._by_id:
             raise RequestError(
-                f"there is a session {session_id!r} already; choose another session_id, or none",
+                f"session {session_id!r} exists already; choose another session_id, or leave it out",
                 status=409,
                 param="session_id",
                 code="session_exists",
@@ -73,7 +73,8 @@ class Sessions:
         session = self._by_id.get(session_id)
         if session is None:
             raise RequestError(
-                f"no session {session_id!r} here; it never was, or ended so long ago that only the ledger has it",
+                f"there is no session {session_id!r}; it never existed, or ended so long ago that "
+                "only the ledger has it",
                 status=404,
                 param="session_id",
                 code="session_not_found",
@@ -138,8 +139,8 @@ class Traffic:
             raise _draining()
         if len(self._open) >= self._limits.max_sessions:
             raise RequestError(
-                f"{len(self._open)} sessions are open, which is all that this gateway takes at once; end one, wait, or "
-                "start it with a higher --max-sessions",
+                f"{len(self._open)} sessions are open, the limit of this gateway; end one, wait, or start it with a "
+                "higher --max-sessions",
                 status=429,
                 code="too_many_sessions",
                 retry_after_s=SESSIONS_RETRY_S,
@@ -164,8 +165,7 @@ class Traffic:
         use = self._open.get(session_id) or _Use(silent_since_s=0.0)  # the session has ended: it is refused later
         if use.num_calls >= self._limits.max_calls_per_session:
             raise RequestError(
-                f"{use.num_calls} calls of this session are in flight, which is all that it may have at once; "
-                "wait for one of them",
+                f"{use.num_calls} calls of this session are in flight, the limit for a session; wait for one of them",
                 status=429,
                 code="too_many_calls",
                 retry_after_s=CALLS_RETRY_S,
@@ -207,7 +207,7 @@ class Traffic:
 
 def _draining() -> RequestError:
     return RequestError(
-        "this gateway is closing: it starts nothing new; ask another one, or later",
+        "this gateway is closing and starts nothing new; use another one, or retry later",
         status=503,
         code="draining",
         retry_after_s=DRAINING_RETRY_S,

@@ -136,7 +136,7 @@ class AdminKey:
         A gateway that other machines can reach needs a key chosen by its owner. Raises ConfigError.
         """
         if given is not None and file is not None:
-            raise ConfigError("--admin-key and --admin-key-file both name a key; give one of them")
+            raise ConfigError("--admin-key and --admin-key-file both give a key; use one of them")
         if given is not None:
             return cls(key=_checked(given, "--admin-key"), source="as given on the command line")
         if file is not None:
@@ -145,7 +145,7 @@ class AdminKey:
             return cls(key=_checked(environment[VARIABLE], VARIABLE), source=f"in the environment, as {VARIABLE}")
         if host not in LOOPBACK_NAMES:
             raise ConfigError(
-                f"--host {host} lets other machines in, and there is no admin key: give --admin-key-file or set "
+                f"--host {host} lets other machines connect, and there is no admin key: give --admin-key-file or set "
                 f"{VARIABLE}, or listen on 127.0.0.1"
             )
         own, source = folder / FILE_NAME, f"in {folder / FILE_NAME} (mode 0600)"
@@ -169,13 +169,13 @@ def find_admin_key(file: str | Path | None, environment: Mapping[str, str]) -> s
         if not Path(file).exists():
             raise ConfigError(
                 f"rollout.gateway_admin_key_file: there is no {file}; start the gateway first, from this folder, or "
-                "name the file that it named when it started"
+                "give the file that it printed when it started"
             )
         return _read(Path(file))
     if VARIABLE not in environment:
         raise ConfigError(
             f"the gateway's admin key is missing; set {VARIABLE}, or rollout.gateway_admin_key_file to the file that "
-            "the gateway named when it started"
+            "the gateway printed when it started"
         )
     return _checked(environment[VARIABLE], VARIABLE)
 

@@ -26,7 +26,7 @@ async def test_without_a_valid_key(open_world: OpenWorld, path: str, key: str | 
 async def test_a_wrong_admin_key_is_told_where_the_right_one_is(open_world: OpenWorld, path: str) -> None:
     world = await open_world()
     message = (await world.call(path, {}, key="sk-wrong"))[1]["error"]["message"]
-    assert "takes the admin key of the gateway" in message and "in the file admin_key" in message
+    assert "needs the gateway's admin key" in message and "in the file admin_key" in message
 
 
 @pytest.mark.parametrize("path", SESSION_PATHS)

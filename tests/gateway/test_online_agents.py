@@ -125,4 +125,4 @@ async def test_a_key_that_is_refused_ends_them(open_place: Callable[..., Any]) -
     with pytest.raises(ExceptionGroup) as raised:
         await agents.play_forever(TASKS, range(2))
     await agents.aclose()
-    assert raised.group_contains(Refused, match="takes the admin key of the gateway")
+    assert raised.group_contains(Refused, match="needs the gateway's admin key")

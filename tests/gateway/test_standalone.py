@@ -106,7 +106,7 @@ def key_of(tmp_path: Path, **values: Any) -> AdminKey:
 
 
 def test_another_address_needs_a_chosen_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 lets other machines in, and there is no admin key"):
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 lets other machines connect, and there is no admin key"):
         key_of(tmp_path, host="0.0.0.0")
     assert key_of(tmp_path, host="0.0.0.0", environment={VARIABLE: "chosen"}).key == "chosen"
 
@@ -122,7 +122,7 @@ def test_a_key_comes_from_one_place(tmp_path: Path) -> None:
     made.keep()
     assert key_of(tmp_path).key == made.key
     assert "from-file" not in repr(key_of(tmp_path, file=file))
-    with pytest.raises(ConfigError, match="both name a key"):
+    with pytest.raises(ConfigError, match="both give a key"):
         key_of(tmp_path, given="given", file=file)
 
 

@@ -295,7 +295,7 @@ async def test_the_end_of_the_session_is_an_event(open_world: OpenWorld) -> None
     stream = aiter(await asking)
     assert await next_content(stream) == "a"
     assert (await agent.end())[1]["num_sampled_tokens"] == 1
-    with pytest.raises(openai.APIError, match="takes no calls any more"):
+    with pytest.raises(openai.APIError, match="accepts no more calls"):
         await whole(stream)
 
 

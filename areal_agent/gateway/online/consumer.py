@@ -213,8 +213,8 @@ class Consumer:
         progress = self._groups.progress
         if request.step < progress.published:
             raise conflict(
-                f"version {progress.published} is published already, {request.step} is older; a trainer that resumed "
-                "from a checkpoint says so by /rl/return"
+                f"version {progress.published} is published already and {request.step} is older; a trainer that "
+                "resumed from a checkpoint calls /rl/return first"
             )
         if request.batch_answers is not None and request.max_staleness is not None:
             self._groups.bound = Bound(batch_answers=request.batch_answers, max_staleness=request.max_staleness)
@@ -282,8 +282,8 @@ class Consumer:
         again = in_groups(await self._ledger.ask(questions.leased, lineage.ledger_step(step))) if step <= leased else ()
         if not again and step not in (leased, leased + 1):
             raise conflict(
-                f"step {step} cannot be leased for; the next is {leased + 1}. A trainer that starts from a checkpoint "
-                "says so by /rl/return"
+                f"step {step} cannot be leased for; the next is {leased + 1}. A trainer that resumes from a checkpoint "
+                "calls /rl/return first"
             )
         return again
 
@@ -343,8 +343,8 @@ class Consumer:
             if not self._groups.is_waiting(session_id):
                 standing = trajectory.fate or "leased for a train step"
                 raise conflict(
-                    f"session {session_id!r} is {standing} already: a reward can be set until its rollout is leased or "
-                    "dropped; set it before /rl/end_session, or sooner after it",
+                    f"session {session_id!r} is {standing} already, so it accepts no more rewards; set the reward "
+                    "before /rl/end_session, or soon after it",
                     code="reward_too_late",
                 )
             rewards = with_reward(trajectory, request)
@@ -359,7 +359,7 @@ class Consumer:
             lineage = lineage_for(request.trainer, self._lineage)
             leased = self._groups.progress.leased
             if request.step > leased:
-                raise conflict(f"step {request.step} was never leased for; the last was {leased}")
+                raise conflict(f"no batch was ever leased for step {request.step}; the last was for step {leased}")
             with _refusals():
                 await self._ledger.commit_checkpoint(lineage.ledger_step(request.step), request.checkpoint)
 

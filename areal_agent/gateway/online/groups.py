@@ -429,7 +429,8 @@ class Groups:
     def _require_unleased(self, group_id: str) -> None:
         if group_id in self._leased:
             raise RequestError(
-                f"group {group_id!r} is leased or trained already, and takes no further sibling; name another group_id",
+                f"group {group_id!r} is leased or trained already and accepts no more siblings; "
+                "choose another group_id",
                 status=409,
                 param="group_id",
                 code="group_leased",
@@ -439,15 +440,15 @@ class Groups:
         """Check that the group has a place for one more sibling."""
         if size is not None and size != group.size:
             raise RequestError(
-                f"group_size is {size}, but group {group.id!r} was started with {group.size}; say that, or nothing, or "
-                "choose another group_id",
+                f"group_size is {size}, but group {group.id!r} was started with {group.size}; give that, leave it out, "
+                "or choose another group_id",
                 param="group_size",
                 code="invalid_value",
             )
         if group.num_started >= group.size:
             raise RequestError(
-                f"group {group.id!r} has its {group.size} session(s) already; name its group_size with the first of "
-                "them, or another group_id",
+                f"group {group.id!r} has its {group.size} session(s) already; give group_size with the first of "
+                "them, or choose another group_id",
                 status=409,
                 param="group_id",
                 code="group_full",

@@ -58,7 +58,7 @@ def lineage_for(trainer: str | None, held: Lineage | None) -> Lineage:
         return Lineage(trainer=trainer)
     if held.trainer != trainer:
         raise conflict(
-            f"this gateway is {_name(held.trainer)}'s, not {_name(trainer)}'s; to take it over, with what waits, call "
+            f"this gateway belongs to {_name(held.trainer)}, not to {_name(trainer)}; to take it over, call "
             '/rl/return {"trainer": ..., "after_step": ..., "adopt": true}: what was trained stays trained',
             code="other_trainer",
         )

@@ -254,7 +254,7 @@ class LeaseRequest(TrainerRequest):
     @model_validator(mode="after")
     def _asks_in_one_way(self) -> Self:
         if (self.num_groups is None) == (self.num_trajectories is None):
-            raise RequestError("give num_groups or num_trajectories, one of the two", param="num_groups")
+            raise RequestError("give either num_groups or num_trajectories", param="num_groups")
         return self
 
 
