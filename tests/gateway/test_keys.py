@@ -1,8 +1,8 @@
-"""Who may do what:
+"""Which key may make which call:
 
-- no key, or a wrong one: 401; the key of a session where the admin's is asked, or the other way round: 403
-- what takes the admin key says so, and where that is
-- a session's key reaches its own session and nothing else
+- a missing or wrong key gets 401; a session's key in place of the admin key, or the reverse, gets 403
+- an error about the admin key says where that key is
+- a session's key gives access to its own session only
 - health needs no key
 """
 
