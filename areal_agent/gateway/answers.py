@@ -34,6 +34,9 @@ from areal_agent.types import (
 CALL_ID_LENGTH = 9
 """Mistral's chat templates only accept tool call ids of nine letters and digits."""
 
+NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+"""The result of a request that was ended before it sampled anything."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -217,10 +220,6 @@ class Deliveries:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._is_idle.wait()
-
-
-NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
-"""The result of a request that was ended before it sampled anything."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,94 +41,13 @@ from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject, SessionRecord
 
-STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-
-
-class AnswerBody(Protocol):
-    """Writes an answer as JSON in the format of its endpoint."""
-
-    def whole(self, answer: Answer) -> JsonObject: ...
-
-    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]: ...
-
-    def piece(self, piece: Piece) -> Iterator[JsonObject]: ...
-
-    def last(self, answer: Answer) -> Iterator[JsonObject]: ...
-
-
-async def deliver(
-    http: web.Request,
-    session: Session,
-    exchange: Exchange,
-    body: AnswerBody,
-    counters: Counters,
-    keep_alive_s: float,
-) -> web.StreamResponse:
-    """Send the whole answer to a request, and mark it as delivered once all of it was sent."""
-    if exchange.order.is_streamed:
-        return await _deliver_in_chunks(http, session, exchange, body, counters, keep_alive_s)
-    answer = await _until_hung_up(session.begin(exchange), exchange)
-    reply = json_reply(body.whole(answer))
-    await reply.prepare(http)
-    await reply.write_eof()
-    session.deliveries.delivered(answer.completion_ids)
-    return reply
-
-
-async def _deliver_in_chunks(
-    http: web.Request,
-    session: Session,
-    exchange: Exchange,
-    body: AnswerBody,
-    counters: Counters,
-    keep_alive_s: float,
-) -> web.StreamResponse:
-    outlet = Outlet()
-    answering = session.begin(exchange, outlet)
-    reply = web.StreamResponse(headers=STREAM_HEADERS)
-    try:
-        if not await outlet.has_begun():
-            await asyncio.shield(answering)
-        await reply.prepare(http)
-        await reply.write(_events(body.first(exchange.prompt_ids)))
-        async for pieces in outlet.batches(keep_alive_s):
-            events = b"".join(_events(body.piece(piece)) for piece in pieces)
-            await reply.write(events if pieces else KEEP_ALIVE)
-        answer = await asyncio.shield(answering)
-        await reply.write(_events(body.last(answer)) + DONE)
-        await reply.write_eof()
-        session.deliveries.delivered(answer.completion_ids)
-    except (asyncio.CancelledError, ConnectionError):
-        exchange.hang_up()
-        raise
-    except Exception as error:  # boundary: an agent that reads a stream learns of a failure from an event
-        if not reply.prepared:
-            raise
-        fault = as_request_error(error, http)
-        counters.errors[fault.status] += 1
-        await reply.write(_events([error_object(fault)]))
-        await reply.write_eof()
-    return reply
-
-
-async def _until_hung_up(answering: "asyncio.Task[Answer]", exchange: Exchange) -> Answer:
-    try:
-        return await asyncio.shield(answering)
-    except asyncio.CancelledError:
-        exchange.hang_up()
-        raise
-
-
-def _events(chunks: Iterable[JsonObject]) -> bytes:
-    return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
-
-
 DEFAULT_MODEL = "default"
 """A model name that every gateway accepts, for agents that do not know the real one."""
 
 RETURN_MEMORY_EVERY_S = 5.0
+STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AgentHandler = Callable[[web.Request, Session, JsonObject], Awaitable[web.StreamResponse]]
@@ -337,3 +256,82 @@ class Gateway:
             return await handle(await self._bodies.control(request))
 
         return handler
+
+
+class AnswerBody(Protocol):
+    """Writes an answer as JSON in the format of its endpoint."""
+
+    def whole(self, answer: Answer) -> JsonObject: ...
+
+    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]: ...
+
+    def piece(self, piece: Piece) -> Iterator[JsonObject]: ...
+
+    def last(self, answer: Answer) -> Iterator[JsonObject]: ...
+
+
+async def deliver(
+    http: web.Request,
+    session: Session,
+    exchange: Exchange,
+    body: AnswerBody,
+    counters: Counters,
+    keep_alive_s: float,
+) -> web.StreamResponse:
+    """Send the whole answer to a request, and mark it as delivered once all of it was sent."""
+    if exchange.order.is_streamed:
+        return await _deliver_in_chunks(http, session, exchange, body, counters, keep_alive_s)
+    answer = await _until_hung_up(session.begin(exchange), exchange)
+    reply = json_reply(body.whole(answer))
+    await reply.prepare(http)
+    await reply.write_eof()
+    session.deliveries.delivered(answer.completion_ids)
+    return reply
+
+
+async def _deliver_in_chunks(
+    http: web.Request,
+    session: Session,
+    exchange: Exchange,
+    body: AnswerBody,
+    counters: Counters,
+    keep_alive_s: float,
+) -> web.StreamResponse:
+    outlet = Outlet()
+    answering = session.begin(exchange, outlet)
+    reply = web.StreamResponse(headers=STREAM_HEADERS)
+    try:
+        if not await outlet.has_begun():
+            await asyncio.shield(answering)
+        await reply.prepare(http)
+        await reply.write(_events(body.first(exchange.prompt_ids)))
+        async for pieces in outlet.batches(keep_alive_s):
+            events = b"".join(_events(body.piece(piece)) for piece in pieces)
+            await reply.write(events if pieces else KEEP_ALIVE)
+        answer = await asyncio.shield(answering)
+        await reply.write(_events(body.last(answer)) + DONE)
+        await reply.write_eof()
+        session.deliveries.delivered(answer.completion_ids)
+    except (asyncio.CancelledError, ConnectionError):
+        exchange.hang_up()
+        raise
+    except Exception as error:  # boundary: an agent that reads a stream learns of a failure from an event
+        if not reply.prepared:
+            raise
+        fault = as_request_error(error, http)
+        counters.errors[fault.status] += 1
+        await reply.write(_events([error_object(fault)]))
+        await reply.write_eof()
+    return reply
+
+
+async def _until_hung_up(answering: "asyncio.Task[Answer]", exchange: Exchange) -> Answer:
+    try:
+        return await asyncio.shield(answering)
+    except asyncio.CancelledError:
+        exchange.hang_up()
+        raise
+
+
+def _events(chunks: Iterable[JsonObject]) -> bytes:
+    return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)

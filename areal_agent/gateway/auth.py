@@ -19,6 +19,8 @@ from aiohttp import web
 
 from areal_agent.errors import RequestError
 
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
 MIN_HIDDEN_CHARS = 8
 """A shorter caller's key is not hidden in texts: it is no secret, and may be part of any word."""
 
@@ -69,9 +71,6 @@ def _key_in(headers: Mapping[str, str]) -> str:
     if scheme.lower() != "bearer" or not key.strip():
         key = headers.get("api-key") or headers.get("x-api-key") or ""
     return key.strip()
-
-
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class HostCheck:

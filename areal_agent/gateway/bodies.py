@@ -42,6 +42,7 @@ from areal_agent.types import JsonObject
 
 T = TypeVar("T")
 
+MAX_COUNT = 2**31 - 1
 
 JSON_KINDS: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should\b")
@@ -132,8 +133,6 @@ class Unsupported:
             raise PydanticCustomError("unsupported_parameter", "unsupported")
         return value
 
-
-MAX_COUNT = 2**31 - 1
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 """A short text that is not empty."""

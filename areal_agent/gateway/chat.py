@@ -65,14 +65,12 @@ def _read_messages(value: object) -> list[JsonObject]:
 
 
 class ChatRequest(Order):
-    """The body of a chat completion request.
-
-    `messages` are kept as the agent wrote them; new ones are checked when the conversation is placed.
-    """
+    """The body of a chat completion request."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
     prompt_param: ClassVar[str] = "messages"
 
+    # Kept as the agent wrote them; new ones are checked when the conversation is placed.
     messages: Annotated[
         list[JsonObject],
         PlainValidator(_read_messages, json_schema_input_type=Annotated[list[Message], Field(min_length=1)]),

@@ -21,10 +21,13 @@ from areal_agent.tokens.canonical import parse_json_object
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.types import JsonObject
 
-Accepts = Callable[[ToolCall], bool]
+MAX_KNOWN_BYTES = 2**16
+"""A set of tools with longer JSON is not cached."""
 
 LINEAR_PATTERNS = jsonschema_rs.RegexOptions()
 """Regular expressions without backtracking: a schema comes from outside and must not block the event loop."""
+
+Accepts = Callable[[ToolCall], bool]
 
 
 def strict_tools(tools: Sequence[JsonObject]) -> Accepts | None:
@@ -218,9 +221,6 @@ class Tool(Open):
 
 
 TOOLS = TypeAdapter(list[Tool])
-
-MAX_KNOWN_BYTES = 2**16
-"""A set of tools with longer JSON is not cached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

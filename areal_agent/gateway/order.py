@@ -25,6 +25,14 @@ from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import SamplingParams
 
+MAX_SEED = 2**63 - 1
+MAX_BIAS = 100  # OpenAI's limit: in effect it forbids a token or allows no other
+MAX_BIASES = 1024
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+
 
 class Question(Protocol):
     """One prompt of a request; it becomes one turn."""
@@ -36,11 +44,6 @@ class Question(Protocol):
     def reading(self, renderer: Renderer, prompt: Prompt) -> Reading:
         """Return the way to read the text of an answer."""
         ...
-
-
-MAX_SEED = 2**63 - 1
-MAX_BIAS = 100  # OpenAI's limit: in effect it forbids a token or allows no other
-MAX_BIASES = 1024
 
 
 def _each_once(biases: Mapping[str, float]) -> Mapping[str, float]:
@@ -62,7 +65,7 @@ LogitBias = Annotated[
 
 
 class SamplingWishes(Body):
-    """Sampling parameters, as far as the caller set them. None leaves one to the default.
+    """Sampling parameters, as far as the caller set them. None means the default.
 
     >>> wishes = SamplingWishes(temperature=0.5).over(SamplingWishes(temperature=1.0, max_tokens=8))
     >>> wishes.temperature, wishes.max_tokens, wishes.top_p
@@ -111,11 +114,6 @@ class SamplingWishes(Body):
 
 
 _NAMES = frozenset(SamplingWishes.model_fields)
-
-
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
 
 Stop = Annotated[
     Annotated[Name, Tag("a string")] | Annotated[list[Name], Field(max_length=MAX_STOPS), Tag("a list")],

@@ -24,6 +24,12 @@ from areal_agent.process import allow_many_connections
 LINGER_S = 1.0
 """Seconds for which an unread body is discarded before the connection closes, so that its client sees the answer."""
 
+SHUTDOWN_TIMEOUT_S = 2.0
+"""Seconds that requests in flight get when the gateway closes."""
+
+BACKLOG = 4096
+"""The number of connections that may wait to be accepted: a whole batch of rollouts starts at once."""
+
 
 class Connection(web.RequestHandler):
     """One client's connection, as an asyncio protocol."""
@@ -124,13 +130,6 @@ class Connections(web.Server):
 
     def __call__(self) -> Connection:
         return Connection(self, counters=self._counters, limits=self._limits)
-
-
-SHUTDOWN_TIMEOUT_S = 2.0
-"""Seconds that requests in flight get when the gateway closes."""
-
-BACKLOG = 4096
-"""The number of connections that may wait to be accepted: a whole batch of rollouts starts at once."""
 
 
 class ServedGateway:

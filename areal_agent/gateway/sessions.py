@@ -21,9 +21,19 @@ from areal_agent.types import Status
 
 logger = logging.getLogger(__name__)
 
-
 NUM_ENDED_KEPT = 256
 """The number of ended sessions kept for late callers and exports, so that memory does not grow with a run's length."""
+
+DRAINING_RETRY_S = 30
+"""Seconds until a client that a draining gateway refused may ask again; another gateway may be there by then."""
+
+CALLS_RETRY_S = 1
+SESSIONS_RETRY_S = 5
+
+MAX_SWEEP_PERIOD_S = 30.0
+
+END_GRACE_S = 10.0
+"""Seconds that a draining gateway waits for sessions that are already ending."""
 
 
 class Sessions:
@@ -93,13 +103,6 @@ class Sessions:
         self._ended.append(session)
         if len(self._ended) > NUM_ENDED_KEPT:
             self.remove(self._ended.popleft())
-
-
-DRAINING_RETRY_S = 30
-"""Seconds until a client that a draining gateway refused may ask again; another gateway may be there by then."""
-
-CALLS_RETRY_S = 1
-SESSIONS_RETRY_S = 5
 
 
 @dataclass(kw_only=True, slots=True)
@@ -212,12 +215,6 @@ def _draining() -> RequestError:
         code="draining",
         retry_after_s=DRAINING_RETRY_S,
     )
-
-
-MAX_SWEEP_PERIOD_S = 30.0
-
-END_GRACE_S = 10.0
-"""Seconds that a draining gateway waits for sessions that are already ending."""
 
 
 class Closing:

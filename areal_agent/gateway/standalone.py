@@ -29,6 +29,9 @@ from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 
+VARIABLE = "AREAL_AGENT_ADMIN_KEY"
+FILE_NAME = "admin_key"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -112,10 +115,6 @@ async def open_standalone(place: Place) -> AsyncGenerator[Standalone]:
             num_orphans=incarnation.num_orphans,
             num_waiting=consumer.state().num_finished,
         )
-
-
-VARIABLE = "AREAL_AGENT_ADMIN_KEY"
-FILE_NAME = "admin_key"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

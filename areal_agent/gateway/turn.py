@@ -26,37 +26,26 @@ from areal_agent.tokens.prompt import packed
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, SamplingParams, TokenChunk, Turn
 
+ABORT_GRACE_S = 5.0
+"""Seconds that an engine may take to answer an abort before its request is given up."""
 
-class TruncatedTurn:
-    """A turn whose prompt fills the context, in a session that wants a clean stop instead of an error.
-
-    The agent gets an empty answer with finish reason `length`, as if the model had been cut off at once, so its loop
-    stops. Nothing was sampled, so no turn is recorded and no completion can be rewarded.
-    """
-
-    def __init__(self, *, prompt_ids: Sequence[int], completion_ids: tuple[str, ...], first_index: int) -> None:
-        self.prompt_ids = prompt_ids
-        self._completion_ids = completion_ids
-        self._first_index = first_index
-
-    async def run(self, outlet: Outlet | None) -> TurnAnswer:
-        choices = tuple(_empty_choice(self._first_index + i, name) for i, name in enumerate(self._completion_ids))
-        return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=0)
-
-    def hang_up(self) -> None:
-        """Do nothing: nothing is running."""
+LONG_REQUEST_BYTES = 100_000
+"""A request of this size or more is placed in a thread, so that it does not block the event loop."""
 
 
-def _empty_choice(index: int, completion_id: str) -> Choice:
-    completion = Completion(
-        id=completion_id,
-        token_ids=(),
-        logprobs=(),
-        versions=(),
-        finish_reason=FinishReason.LENGTH,
-        distribution=Distribution.EXACT,
-    )
-    return Choice(index=index, completion=completion, text="", parsed=ParsedAnswer(content=""))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Services:
+    """The objects and limits that all sessions of a gateway share."""
+
+    sampler: Sampler
+    renderer: Renderer
+    journal: Journal
+    counters: Counters
+    max_context_tokens: int
+    vocab_size: int  # of the model; its tokenizer may know fewer ids
+    has_grammar: bool = False  # the engine can constrain answers to a JSON schema
+    abort_grace_s: float = ABORT_GRACE_S
+    numbers: Random = field(default_factory=Random)  # makes ids; not affected by `random.seed`
 
 
 class RunnableTurn(Protocol):
@@ -152,29 +141,6 @@ class PackedTurn:
             for bare, one in zip(self.turn.completions, self.numbers, strict=True)
         )
         return replace(self.turn, new_prompt_ids=tuple(self.new_prompt_ids), completions=completions)
-
-
-ABORT_GRACE_S = 5.0
-"""Seconds that an engine may take to answer an abort before its request is given up."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Services:
-    """The objects and limits that all sessions of a gateway share."""
-
-    sampler: Sampler
-    renderer: Renderer
-    journal: Journal
-    counters: Counters
-    max_context_tokens: int
-    vocab_size: int  # of the model; its tokenizer may know fewer ids
-    has_grammar: bool = False  # the engine can constrain answers to a JSON schema
-    abort_grace_s: float = ABORT_GRACE_S
-    numbers: Random = field(default_factory=Random)  # makes ids; not affected by `random.seed`
-
-
-LONG_REQUEST_BYTES = 100_000
-"""A request of this size or more is placed in a thread, so that it does not block the event loop."""
 
 
 class TurnLog:
@@ -412,3 +378,35 @@ class PendingTurn:
         ]
         if aborted:
             await self._log.record(self._plan.prompt, self._plan.sampling, aborted, (), started_s)
+
+
+class TruncatedTurn:
+    """A turn whose prompt fills the context, in a session that wants a clean stop instead of an error.
+
+    The agent gets an empty answer with finish reason `length`, as if the model had been cut off at once, so its loop
+    stops. Nothing was sampled, so no turn is recorded and no completion can be rewarded.
+    """
+
+    def __init__(self, *, prompt_ids: Sequence[int], completion_ids: tuple[str, ...], first_index: int) -> None:
+        self.prompt_ids = prompt_ids
+        self._completion_ids = completion_ids
+        self._first_index = first_index
+
+    async def run(self, outlet: Outlet | None) -> TurnAnswer:
+        choices = tuple(_empty_choice(self._first_index + i, name) for i, name in enumerate(self._completion_ids))
+        return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=0)
+
+    def hang_up(self) -> None:
+        """Do nothing: nothing is running."""
+
+
+def _empty_choice(index: int, completion_id: str) -> Choice:
+    completion = Completion(
+        id=completion_id,
+        token_ids=(),
+        logprobs=(),
+        versions=(),
+        finish_reason=FinishReason.LENGTH,
+        distribution=Distribution.EXACT,
+    )
+    return Choice(index=index, completion=completion, text="", parsed=ParsedAnswer(content=""))

@@ -72,6 +72,8 @@ from areal_agent.process import uninterrupted
 from areal_agent.types import Drop, JsonObject, SessionRecord, Trajectory, TrajectoryGroup, Turn
 
 R = TypeVar("R", bound=TrainerRequest)
+DEFAULT_GROUP_WAIT_S = 60.0
+"""Seconds that a group waits for siblings that have not started and for rewards that have not come."""
 
 
 class Choice:
@@ -116,10 +118,6 @@ def _enough(ready: tuple[Group, ...], request: LeaseRequest) -> tuple[Group, ...
         if missing <= 0:
             return ready[:number]
     return ()
-
-
-DEFAULT_GROUP_WAIT_S = 60.0
-"""Seconds that a group waits for siblings that have not started and for rewards that have not come."""
 
 
 class Consumer:

@@ -27,6 +27,9 @@ from areal_agent.types import Drop, JsonObject, Rewards, Status, Trajectory, Tra
 FOREIGN = -(2**30)
 """The step counted for another trainer's weights: beyond every staleness bound."""
 
+RETRY_AFTER_S = 1
+"""Seconds until a client that was refused at the staleness bound should ask again."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labels:
@@ -138,10 +141,6 @@ def with_reward(trajectory: Trajectory, request: RewardRequest) -> Rewards:
     book = RewardBook(trajectory.rewards)
     book.take(request, {one.id for turn in trajectory.turns for one in turn.completions})
     return book.rewards()
-
-
-RETRY_AFTER_S = 1
-"""Seconds until a client that was refused at the staleness bound should ask again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,9 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import JsonObject
 
+TRAINER_NOTE = "online"
+GROUP_NOTE = "online/group/"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
@@ -87,10 +90,6 @@ def conflict(message: str, *, code: str = "conflict") -> RequestError:
 
 def _name(trainer: str | None) -> str:
     return "a nameless trainer" if trainer is None else f"trainer {trainer!r}"
-
-
-TRAINER_NOTE = "online"
-GROUP_NOTE = "online/group/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

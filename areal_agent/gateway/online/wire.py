@@ -37,6 +37,8 @@ from areal_agent.types import (
 
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError)
 
+Seconds = Annotated[float, Field(ge=0, le=3600)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
@@ -78,7 +80,7 @@ class GatewayStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseReply:
-    """The answer of `/rl/lease`. Without groups, there were not enough in time and nothing is leased."""
+    """The answer of `/rl/lease`. It has no groups when there were not enough in time; then nothing is leased."""
 
     step: int
     groups: tuple[TrajectoryGroup, ...]
@@ -203,9 +205,6 @@ def _sampling(body: JsonObject) -> SamplingParams:
     fields["stop"] = tuple(body["stop"])
     fields["logit_bias"] = tuple((token_id, bias) for token_id, bias in body["logit_bias"])
     return SamplingParams(**fields)
-
-
-Seconds = Annotated[float, Field(ge=0, le=3600)]
 
 
 class TrainerRequest(Body):
