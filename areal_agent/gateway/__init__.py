@@ -1,24 +1,30 @@
-"""The OpenAI-compatible HTTP in front of the engine: agents speak text, the ledger gets every token.
+"""An OpenAI-compatible HTTP gateway in front of an engine: agents send text, and the ledger records every token.
 
 ::
 
-    app.py           the routes: who may call what, and how an answer leaves
-    auth.py          keys                              callers.py       whose key it is
-    about.py         models, health, metrics           replies.py       JSON answers and OpenAI's error objects
-    endpoints/       /v1/chat/completions and /v1/completions: what their bodies say, how their answers look
-    fields.py        what defines a JSON body          control.py       bodies of /rl/*
-    sampling.py      temperature, max_tokens ...       delivery.py      how an answer leaves, whole or streamed
-    session.py       one rollout's conversation: the one mutable noun
-    turns/           its turns, from the prompt's place to the record
-    rewards.py       what it has earned                services.py      what all sessions share
-    sessions.py      all of them, by id and by key     stats.py         what the gateway counts
-    traffic.py       who may come in                   closing.py       silent sessions, and the end of the gateway
-    serve.py         the listening socket              connection.py    one client's connection
-    hosts.py         Host and Origin                   bodies.py        the JSON of a request
-    limits.py        all bounds                        metrics.py       /metrics
-    openapi.py       /openapi.json, from those definitions
+    app.py            the routes, and how an answer is sent: whole or as a stream
+    auth.py           keys; the Host and Origin headers
+    bodies.py         reading and refusing JSON bodies; the gateway's limits
+    order.py          the parameters that both completion endpoints share
+    chat.py           /v1/chat/completions: its body and its answer
+    conversation.py   the messages and tools of a chat
+    completions.py    /v1/completions: its body and its answer
+    session.py        one rollout's conversation, the gateway's main mutable object
+    turn.py           one turn: placing the prompt, sampling, recording
+    draft.py          one answer while it is sampled: stop texts, tool calls, what a stream sends
+    answers.py        finished answers, and the engine requests and deliveries of a session
+    control.py        the bodies of /rl/*, and a session's rewards
+    rollouts.py       the handlers of /rl/* and /export_trajectories
+    sessions.py       all sessions: look-up, limits, timeouts, draining
+    server.py         the listening socket and its connections
+    replies.py        JSON replies and OpenAI's error objects
+    metrics.py        counters and /metrics
+    openapi.py        /openapi.json, /health and the model list
+    online/           leasing finished rollouts to a trainer that runs elsewhere
+    engine_servers.py connecting to engines that are already running
+    standalone.py     the gateway as a program of its own (`python -m areal_agent.gateway`)
 
-A turn on its way: `app` finds the session by its key, `endpoints` reads the body, `session` places it in its forest
-(`tokens.tree`), `turns` asks the engine and appends the turn to the journal, and `delivery` lets the answer leave: the
-text of a stream at once, that it is finished only when the journal has it.
+The path of a turn: `app` finds the session by its key, `chat` or `completions` reads the body, `session` places the
+prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app` sends the
+answer. A stream sends text as it is sampled, but its finish reason only after the journal has the turn.
 """

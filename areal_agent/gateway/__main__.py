@@ -1,7 +1,7 @@
-"""`python -m areal_agent.gateway`: the gateway alone, before an engine that runs elsewhere. Thin: see standalone.py.
+"""`python -m areal_agent.gateway`: the command line of a stand-alone gateway (standalone.py).
 
-Ctrl-C and SIGTERM end it with grace: nothing new begins, calls in flight finish, open sessions end as `cancelled`. A
-second one ends it at once; the ledger still holds every answered turn.
+Ctrl-C and SIGTERM drain it: nothing new begins, calls in flight finish, open sessions end as `cancelled`. A second
+signal ends it at once; the ledger still holds every answered turn.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ INTERRUPTED_CODE = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, connect, serve; the exit code."""
+    """Parse the arguments, connect and serve; return the exit code."""
     exit_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = _parser().parse_args(None if argv is None else list(argv))
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m areal_agent.gateway",
-        description="Serve agents before a running engine, record every token, and lease the rollouts to a trainer.",
+        description="Serve agents with a running engine, record every token, and lease the rollouts to a trainer.",
     )
 
     def add(name: str, text: str, **options: Any) -> None:
@@ -65,35 +65,56 @@ def _parser() -> Parser:
     add("--tokenizer", "a folder with the model's tokenizer", type=Path, metavar="PATH", required=True)
     add(
         "--history-thinking",
-        "thinking of earlier answers, where the chat template would strip it (default %(default)s)",
+        "what to do with the thinking of earlier answers that the chat template would strip (default %(default)s)",
         choices=[one.value for one in HistoryThinking],
         default=HistoryThinking.TEMPLATE.value,
     )
     add(
         "--tool-format",
-        "how the model writes tool calls (default: as its chat template does)",
+        "the format of the model's tool calls (default: as in its chat template)",
         choices=[one.value for one in ToolFormat],
     )
     add(
         "--reasoning-format",
-        "how the model marks its reasoning (default: as its chat template does)",
+        "the format of the model's reasoning (default: as in its chat template)",
         choices=[one.value for one in ReasoningFormat],
     )
-    add("--port", "where agents call; 0 picks a free one", type=int, required=True)
-    add("--host", "address to bind (default %(default)s); another one needs a key of your choice", default="127.0.0.1")
-    add("--allowed-host", "a further name that it may be called by; repeatable", action="append", metavar="NAME")
-    add("--ledger", "folder of the ledger (default %(default)s)", type=Path, metavar="PATH", default=DEFAULT_LEDGER)
-    add("--admin-key", "the admin key; others on this machine can see it: prefer the file", metavar="KEY")
-    add("--admin-key-file", "a file that holds it; else AREAL_AGENT_ADMIN_KEY, else one is made", type=Path)
-    add("--model", "the name of the model (default: as its folder is called)", metavar="NAME")
+    add("--port", "the port for agents; 0 picks a free one", type=int, required=True)
+    add(
+        "--host",
+        "the address to bind (default %(default)s); any other needs an admin key of your choice",
+        default="127.0.0.1",
+    )
+    add(
+        "--allowed-host",
+        "another name by which clients may call the gateway; repeatable",
+        action="append",
+        metavar="NAME",
+    )
+    add("--ledger", "the folder of the ledger (default %(default)s)", type=Path, metavar="PATH", default=DEFAULT_LEDGER)
+    add("--admin-key", "the admin key; other users of this machine can see it, so prefer the file", metavar="KEY")
+    add(
+        "--admin-key-file", "a file with the admin key (default: $AREAL_AGENT_ADMIN_KEY, else a key is made)", type=Path
+    )
+    add("--model", "the name of the model (default: that of its folder)", metavar="NAME")
     _add_bounds(add)
     return parser
 
 
 def _add_bounds(add: Callable[..., None]) -> None:
-    """Flags of staleness, time and number."""
-    add("--max-staleness", "versions that a trained token may be old; a trainer says it, too", type=int, metavar="N")
-    add("--batch-answers", "rollouts a train step; with --max-staleness the staleness bound", type=int, metavar="B")
+    """Add the flags for staleness, times and numbers."""
+    add(
+        "--max-staleness",
+        "how many versions old a trained token may be; a trainer can set it, too",
+        type=int,
+        metavar="N",
+    )
+    add(
+        "--batch-answers",
+        "rollouts per train step; with --max-staleness it gives the staleness bound",
+        type=int,
+        metavar="B",
+    )
     add(
         "--group-wait",
         "seconds to wait for missing siblings and rewards (default %(default)g)",
@@ -103,15 +124,20 @@ def _add_bounds(add: Callable[..., None]) -> None:
     )
     add(
         "--session-timeout",
-        "seconds without a call that end a session; 0: never (default %(default)g)",
+        "seconds without a call after which a session ends; 0: never (default %(default)g)",
         type=float,
         metavar="S",
         default=600.0,
     )
-    add("--max-sessions", "sessions open at once (default %(default)s)", type=int, default=Limits().max_sessions)
+    add(
+        "--max-sessions",
+        "the most sessions open at once (default %(default)s)",
+        type=int,
+        default=Limits().max_sessions,
+    )
     add(
         "--drain-timeout",
-        "seconds that calls in flight get at the end (default %(default)g)",
+        "seconds that calls in flight get to finish at the end (default %(default)g)",
         type=float,
         metavar="S",
         default=30.0,
@@ -119,7 +145,7 @@ def _add_bounds(add: Callable[..., None]) -> None:
 
 
 def _check(options: Namespace) -> None:
-    """What argparse cannot know. Raises ConfigError."""
+    """Check what argparse cannot. Raises ConfigError."""
     if not options.engine.startswith(("http://", "https://")):
         raise ConfigError(f"--engine is {options.engine!r}; give a URL, for example http://127.0.0.1:30000")
     if not 0 <= options.port <= 65535:
@@ -130,7 +156,7 @@ def _check(options: Namespace) -> None:
     for name, low in (bounds | {"max_sessions": 1}).items():
         value = getattr(options, name)
         if value is not None and not low <= value < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; give a number from {low} on")
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; give a number of at least {low}")
 
 
 def _ledger_file(path: Path) -> Path:
@@ -138,7 +164,7 @@ def _ledger_file(path: Path) -> Path:
 
 
 def _made_folder(path: Path) -> Path:
-    """Private to its owner: it holds prompts, answers and key hashes."""
+    """Make the folder private to its owner: it holds prompts, answers and key hashes."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -180,7 +206,7 @@ async def _serve(place: Place, admin_key: AdminKey, drain_timeout_s: float) -> N
         asyncio.get_running_loop().add_signal_handler(number, stop)
     async with open_standalone(place) as standalone:
         collect_garbage_rarely()
-        admin_key.keep()  # not before: a start that fails leaves no key behind
+        admin_key.keep()  # only now, so that a failed start leaves no key behind
         print(_welcome(standalone, place, admin_key), flush=True)
         await stopped.wait()
         print("closing: calls in flight may finish; Ctrl-C again ends at once", file=sys.stderr, flush=True)
@@ -189,20 +215,20 @@ async def _serve(place: Place, admin_key: AdminKey, drain_timeout_s: float) -> N
 
 
 def _welcome(standalone: Standalone, place: Place, admin_key: AdminKey) -> str:
-    """What a person needs to go on. The first line says that it serves, and where."""
+    """Return the lines that tell a user how to go on. The first says that the gateway serves, and where."""
     url = standalone.base_url
     key_file = f"rollout.gateway_admin_key_file={admin_key.file}" if admin_key.file else f"(key: set {VARIABLE})"
     return "\n".join(
         (
             f"gateway ready at {url}",
-            f"model {standalone.model_name!r} by the engine at {place.engine_url}, which is {standalone.backend}",
+            f"model {standalone.model_name!r} on the engine at {place.engine_url}, which is {standalone.backend}",
             f"admin key {admin_key.source}",
             f"ledger {place.ledger}: {standalone.num_waiting} rollouts wait to be trained, "
             f"{standalone.num_orphans} were cut off and are orphans",
-            f"next: POST {url}/rl/start_session with the admin key and a task_id gives an agent its base_url and key;",
-            f"a trainer goes on with: python -m areal_agent.train --config FILE rollout.gateway_url={url} "
+            f"next: POST {url}/rl/start_session with the admin key and a task_id returns an agent's base_url and key;",
+            f"to train: python -m areal_agent.train --config FILE rollout.gateway_url={url} "
             f"engine.url={place.engine_url} {key_file}",
-            "  (its FILE has neither workflow nor tasks: agents, environments and rewards are yours)",
+            "  (its FILE needs neither workflow nor tasks: you run the agents, environments and rewards)",
         )
     )
 

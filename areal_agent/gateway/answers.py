@@ -1,14 +1,8 @@
-"""What one request gave: the answers to its prompts, and the figures of `usage`. It knows no JSON of an endpoint.
+"""The finished answers to a request, and how a session's engine requests and deliveries are tracked.
 
-One answer, whole: its tokens, and what they say.
-
-Log-probabilities as the two endpoints tell them. It knows no answer but its token rows.
-
-Which answers reached their agent. What was recorded and never delivered is an orphan: nothing is to be learnt of it.
-
-An answer counts as delivered when all of it was handed to the agent's open connection.
-
-The engine requests of one session: made together, ended together. Knows nothing of conversations.
+`Answer`, `TurnAnswer` and `Choice` hold what was sampled, with `usage` and log-probabilities as OpenAI writes them.
+`EngineCalls` makes the engine requests of one session and ends them together. `Deliveries` tracks which answers were
+written completely to the agent's open connection: a recorded answer that was not is an orphan and is not trained on.
 """
 
 import asyncio
@@ -38,28 +32,31 @@ from areal_agent.types import (
 )
 
 CALL_ID_LENGTH = 9
-"""Mistral's templates take tool call ids of nine letters and digits, and no others."""
+"""Mistral's chat templates only accept tool call ids of nine letters and digits."""
+
+NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+"""The result of a request that was ended before it sampled anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An answer as its agent is told it. `rows` are for log-probabilities: empty where none are asked for."""
+    """One answer. `rows` are for log-probabilities and empty where none were asked for."""
 
     index: int
     completion: Completion
-    text: str  # all that it says: without its end token, without a stop text
+    text: str  # without the end token or a stop text
     parsed: ParsedAnswer
     rows: tuple[TokenRow, ...] = ()
     num_reasoning_tokens: int = 0
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's: an answer with a call ends for it, whatever came after the call."""
+        """OpenAI's finish reason. It is `tool_calls` for an answer with a call, even if text follows the call."""
         return "tool_calls" if self.parsed.tool_calls else self.completion.finish_reason.value
 
     @property
     def message(self) -> JsonObject:
-        """As a normalised message: what the next request is expected to repeat."""
+        """The answer as a normalised message, as the next request is expected to repeat it."""
         message: dict[str, object] = {
             "role": "assistant",
             "content": self.parsed.content,
@@ -77,7 +74,7 @@ class Choice:
         return message
 
     def reply(self, token_ids: Sequence[int]) -> Reply:
-        """As the forest of turns keeps it, with its tokens."""
+        """Return the answer as the forest of turns keeps it, with its tokens."""
         return Reply(
             completion_id=self.completion.id,
             token_ids=token_ids,
@@ -87,7 +84,7 @@ class Choice:
 
 
 def call_id(completion_id: str, index: int) -> str:
-    """The id of a call in a completion: the same in a stream and in its record.
+    """Derive the id of a call from its completion's id, so that it is the same in a stream and in the record.
 
     >>> call_id("chatcmpl-7", 0), call_id("chatcmpl-7", 1)
     ('3dac58382', 'bbc14577e')
@@ -96,7 +93,7 @@ def call_id(completion_id: str, index: int) -> str:
 
 
 def completion_ids(answer_id: str, num_choices: int) -> tuple[str, ...]:
-    """The ids of an answer's completions.
+    """Return the ids of an answer's completions.
 
     >>> completion_ids("chatcmpl-7", 1), completion_ids("chatcmpl-7", 2)
     (('chatcmpl-7',), ('chatcmpl-7-0', 'chatcmpl-7-1'))
@@ -128,7 +125,7 @@ class Answer:
         return [choice.completion.id for choice in self.choices]
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`. A prompt counts once, however many answers it has."""
+        """Return OpenAI's `usage`. A prompt counts once, however many answers it has."""
         choices = self.choices
         num_prompt = sum(len(turn.prompt_ids) for turn in self.turns)
         num_sampled = sum(len(choice.completion.token_ids) for choice in choices)
@@ -145,7 +142,7 @@ class Answer:
 
 
 def chat_logprobs(rows: Sequence[TokenRow], num_top: int, detokenizer: Detokenizer) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice: each token's text, bytes and log-probability, and the likeliest beside it."""
+    """Return a chat choice's `logprobs`: each token's text, bytes, log-probability and likeliest alternatives."""
     return {
         "content": [
             _entry(row.token_id, row.logprob, detokenizer)
@@ -158,7 +155,7 @@ def chat_logprobs(rows: Sequence[TokenRow], num_top: int, detokenizer: Detokeniz
 def completion_logprobs(
     rows: Sequence[TokenRow], num_top: int, detokenizer: Detokenizer, *, first_offset: int
 ) -> dict[str, Any]:
-    """The `logprobs` of a plain completion: four columns. `first_offset`: how much text comes before the answer."""
+    """Return a plain completion's `logprobs` as four columns. `first_offset` is the length of the echoed prompt."""
     return {
         "tokens": [_text(row.token_id, detokenizer) for row in rows],
         "token_logprobs": [row.logprob for row in rows],
@@ -173,7 +170,7 @@ def _entry(token_id: int, logprob: float, detokenizer: Detokenizer) -> dict[str,
 
 
 def _by_text(row: TokenRow, num_top: int, detokenizer: Detokenizer) -> dict[str, float]:
-    """OpenAI's form has one log-probability a text: of several tokens that look alike, the likeliest."""
+    """Map text to log-probability. OpenAI's form has one entry per text: its likeliest token's."""
     likeliest = dict[str, float]()
     for token_id, logprob in row.top_logprobs[:num_top]:
         likeliest.setdefault(_text(token_id, detokenizer), logprob)
@@ -185,10 +182,10 @@ def _text(token_id: int, detokenizer: Detokenizer) -> str:
 
 
 class Deliveries:
-    """The answers of one session on their way."""
+    """Tracks the answers of one session until they have been sent."""
 
     def __init__(self) -> None:
-        self._undelivered: dict[str, None] = {}  # by completion id, in the order of recording
+        self._undelivered: dict[str, None] = {}  # keys: completion ids in the order of recording
         self._num_open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -199,7 +196,7 @@ class Deliveries:
         return tuple(self._undelivered)
 
     def recorded(self, completion_ids: Iterable[str]) -> None:
-        """These are in the journal; until `delivered` nobody has them."""
+        """Note completions that are in the journal but not yet delivered."""
         self._undelivered.update(dict.fromkeys(completion_ids))
 
     def delivered(self, completion_ids: Iterable[str]) -> None:
@@ -208,7 +205,7 @@ class Deliveries:
 
     @contextlib.contextmanager
     def one(self) -> Generator[None]:
-        """A request, from its arrival to the last byte of its answer."""
+        """Track one request, from its arrival to the last byte of its answer."""
         self._num_open += 1
         self._is_idle.clear()
         try:
@@ -219,19 +216,15 @@ class Deliveries:
                 self._is_idle.set()
 
     async def settle(self, grace_s: float) -> None:
-        """Wait until no request is open, but no longer than that: an agent may be slow to take its answer."""
+        """Wait until no request is open, but at most `grace_s`: an agent may be slow to read its answer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._is_idle.wait()
 
 
-NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
-"""What a request gave that was ended before it gave anything."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """Who hears of requests while they run, each with its place among them. Neither may block or raise."""
+    """Callbacks for the progress of requests; the first argument is a request's index. They must not block or raise."""
 
     on_chunk: Callable[[int, TokenChunk], None]
     on_result: Callable[[int, GenerateResult], None]
@@ -239,15 +232,15 @@ class Watch:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class _Running:
-    """A request in flight, in the task that waits for it."""
+    """A request in flight and the task that waits for it."""
 
     task: "asyncio.Task[object]"
     ended: "asyncio.Future[None]"
-    is_given_up: bool = False  # it was ended, and took too long
+    is_given_up: bool = False  # it was aborted and took too long
 
 
 class EngineCalls:
-    """Requests in flight. After `abort_all` no new ones are made."""
+    """The engine requests of one session. After `abort_all` no new ones are made."""
 
     def __init__(self, sampler: Sampler, counters: Counters, *, abort_grace_s: float) -> None:
         self._sampler = sampler
@@ -258,7 +251,7 @@ class EngineCalls:
         self._is_closed = False
 
     async def sample(self, requests: Sequence[GenerateRequest], watch: Watch | None = None) -> list[GenerateResult]:
-        """Sample all at once. When one fails, or the call is cancelled, the others are ended.
+        """Sample all requests concurrently. When one fails or the call is cancelled, the others are ended.
 
         Raises what the engine raised.
         """
@@ -274,14 +267,14 @@ class EngineCalls:
         return [task.result() for task in tasks]
 
     def abort_soon(self, request_id: str) -> None:
-        """End one request, from where nothing can wait: it gives what it has, or nothing after the grace."""
+        """Abort one request without waiting. It returns what it has, or nothing once the grace period is over."""
         if request_id in self._running:
             task = asyncio.create_task(self._end([request_id]))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
     async def abort_all(self) -> None:
-        """End all requests: they give what they have. Those that take longer than the grace give nothing."""
+        """Abort all requests and wait for them. Those that take longer than the grace period return nothing."""
         self._is_closed = True
         await self._end(list(self._running))
         if self._aborts:
@@ -296,13 +289,13 @@ class EngineCalls:
                 await asyncio.gather(*map(self._abort, request_ids))
                 await asyncio.wait([one.ended for one in running])
         for one in running:
-            if not one.ended.done() and not one.is_given_up:  # twice cancelled, it could not be told from its caller
+            if not one.ended.done() and not one.is_given_up:  # a second cancel would look like one by its caller
                 one.is_given_up = True
                 one.task.cancel()
         await asyncio.wait([one.ended for one in running])
 
     async def _sample_one(self, request: GenerateRequest, index: int, watch: Watch | None) -> GenerateResult:
-        """Sample in the task of the caller, which is not cancelled when the request is given up."""
+        """Sample in the caller's task, which goes on when the request is given up."""
         task = asyncio.current_task()
         assert task is not None
         num_cancelled = task.cancelling()
@@ -341,7 +334,7 @@ class EngineCalls:
 def requests_for(
     input_ids: Sequence[int], sampling: SamplingParams, completion_ids: Sequence[str], num_top_logprobs: int
 ) -> list[GenerateRequest]:
-    """One request an answer to the same prompt, each with a seed of its own."""
+    """Return one request per answer to the same prompt, each with its own seed."""
     return [
         GenerateRequest(
             request_id=_request_id(completion_id),
@@ -354,12 +347,12 @@ def requests_for(
 
 
 def _request_id(completion_id: str) -> str:
-    """All of one length: no engine may take one for the beginning of another."""
+    """Make ids of equal length, so that no engine mistakes one for a prefix of another."""
     return blake2b(completion_id.encode(), digest_size=16).hexdigest()
 
 
 def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The first choice is sampled as asked; the others with the seeds that follow."""
+    """Return the sampling of a choice: the first has the given seed, the others the seeds that follow."""
     if index == 0 or sampling.seed is None:
         return sampling
     return dataclasses.replace(sampling, seed=(sampling.seed + index) & MAX_SEED)

@@ -1,19 +1,14 @@
-"""The gateway: its routes, who may call them, and how their answers leave.
+"""The gateway's routes, who may call them, and how an answer is sent.
 
-Agents call `/v1/chat/completions` and `/v1/completions` with the key of their session and see that session only; the
-owner of a rollout calls `/rl/*` (`rollouts`); whoever has the admin key starts sessions and exports them, and, where a
-trainer elsewhere consumes them, leases them (`online`). All the work is done in `session`.
-
-How the answer to an exchange leaves: as one JSON object, or as server-sent events while it is sampled.
-
-::
+Agents call `/v1/chat/completions` and `/v1/completions` with the key of their session and can use only that session.
+The owner of a rollout calls `/rl/*` (`rollouts`). The admin key starts and exports sessions and, where a trainer
+elsewhere trains on them, leases them (`online`). An answer is one JSON object or a stream of server-sent events::
 
     session.begin ─▶ outlet ─▶ chunks ─▶ (the turns are in the journal) ─▶ finish reasons, usage, [DONE]
 
-Who hangs up stops the engine; what was sampled until then is recorded. A stream begins with the first token: what fails
-before has a status of its own. What fails later becomes the last event, for the status has left already. Whenever a
-stream has been silent for a while, because a tool call is held back until it is whole or because nothing is sampled, it
-sends a comment, which clients ignore, so that nobody's read times out.
+When a client hangs up, the engine stops and what was sampled until then is recorded. A stream starts with the first
+token: an earlier failure gets its own status, a later one becomes the last event. A stream that has been silent for a
+while (a tool call is held back until it is whole) sends a comment, which clients ignore, so that no read times out.
 """
 
 import asyncio
@@ -46,101 +41,20 @@ from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject, SessionRecord
 
+DEFAULT_MODEL = "default"
+"""A model name that every gateway accepts, for agents that do not know the real one."""
+
+RETURN_MEMORY_EVERY_S = 5.0
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-
-
-class AnswerBody(Protocol):
-    """An answer as JSON, in the manner of its endpoint."""
-
-    def whole(self, answer: Answer) -> JsonObject: ...
-
-    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]: ...
-
-    def piece(self, piece: Piece) -> Iterator[JsonObject]: ...
-
-    def last(self, answer: Answer) -> Iterator[JsonObject]: ...
-
-
-async def deliver(
-    http: web.Request,
-    session: Session,
-    exchange: Exchange,
-    body: AnswerBody,
-    counters: Counters,
-    keep_alive_s: float,
-) -> web.StreamResponse:
-    """Answer a request, to the last byte; what reaches the agent is marked as delivered."""
-    if exchange.order.is_streamed:
-        return await _deliver_in_chunks(http, session, exchange, body, counters, keep_alive_s)
-    answer = await _until_hung_up(session.begin(exchange), exchange)
-    reply = json_reply(body.whole(answer))
-    await reply.prepare(http)
-    await reply.write_eof()
-    session.deliveries.delivered(answer.completion_ids)
-    return reply
-
-
-async def _deliver_in_chunks(
-    http: web.Request,
-    session: Session,
-    exchange: Exchange,
-    body: AnswerBody,
-    counters: Counters,
-    keep_alive_s: float,
-) -> web.StreamResponse:
-    outlet = Outlet()
-    answering = session.begin(exchange, outlet)
-    reply = web.StreamResponse(headers=STREAM_HEADERS)
-    try:
-        if not await outlet.has_begun():
-            await asyncio.shield(answering)
-        await reply.prepare(http)
-        await reply.write(_events(body.first(exchange.prompt_ids)))
-        async for pieces in outlet.batches(keep_alive_s):
-            events = b"".join(_events(body.piece(piece)) for piece in pieces)
-            await reply.write(events if pieces else KEEP_ALIVE)
-        answer = await asyncio.shield(answering)
-        await reply.write(_events(body.last(answer)) + DONE)
-        await reply.write_eof()
-        session.deliveries.delivered(answer.completion_ids)
-    except (asyncio.CancelledError, ConnectionError):
-        exchange.hang_up()
-        raise
-    except Exception as error:  # the boundary: an agent that reads a stream learns of a failure by an event
-        if not reply.prepared:
-            raise
-        fault = as_request_error(error, http)
-        counters.errors[fault.status] += 1
-        await reply.write(_events([error_object(fault)]))
-        await reply.write_eof()
-    return reply
-
-
-async def _until_hung_up(answering: "asyncio.Task[Answer]", exchange: Exchange) -> Answer:
-    try:
-        return await asyncio.shield(answering)
-    except asyncio.CancelledError:
-        exchange.hang_up()
-        raise
-
-
-def _events(chunks: Iterable[JsonObject]) -> bytes:
-    return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
-
-
-DEFAULT_MODEL = "default"
-"""A model name that every gateway understands, for agents that know none."""
-
-RETURN_MEMORY_EVERY_S = 5.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AgentHandler = Callable[[web.Request, Session, JsonObject], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
-    """An OpenAI-compatible front of one model, recording every token.
+    """An OpenAI-compatible front end to one model that records every token.
 
     ::
 
@@ -169,7 +83,8 @@ class Gateway:
     ) -> None:
         if renderer.vocab_size > vocab_size:
             raise ConfigError(
-                f"the tokenizer has {renderer.vocab_size} ids and the model {vocab_size}: they do not belong together"
+                f"the tokenizer has {renderer.vocab_size} ids and the model {vocab_size}; "
+                "use the tokenizer of that model"
             )
         self._counters = Counters()
         self._services = Services(
@@ -210,7 +125,7 @@ class Gateway:
         self._trainer = TrainerCalls(consumer, self.stats).handlers() if consumer else {}
 
     def app(self) -> web.Application:
-        """The web application; `serve` runs it the right way."""
+        """Build the web application. Use `serve` to run it with the connection limits and checks it needs."""
         app = web.Application(client_max_size=self._limits.max_body_bytes)
         app.cleanup_ctx.append(self._sweeping)
         app.cleanup_ctx.append(self._returning_memory)
@@ -230,11 +145,11 @@ class Gateway:
         return app
 
     async def _describe(self, http: web.Request) -> web.Response:
-        """For anybody: it tells nothing of this gateway but what it may be asked."""
+        """Anybody may ask: the answer reveals nothing about this gateway but its API."""
         return web.Response(body=openapi_json(is_leased_from=bool(self._trainer)), content_type="application/json")
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> ServedGateway:
-        """Listen there; port 0 picks a free one. Raises ConfigError when the port is taken."""
+        """Listen on `host` and `port`; port 0 picks a free one. Raises ConfigError when the port is taken."""
         return await serve_app(
             self.app(),
             host,
@@ -245,14 +160,14 @@ class Gateway:
         )
 
     async def drain(self, timeout_s: float) -> int:
-        """Close with grace: nothing new begins, calls in flight get so long to finish, then open sessions end.
+        """Refuse new turns and sessions, give calls in flight `timeout_s`, then end open sessions as `cancelled`.
 
-        They end as `cancelled`; returns how many. The gateway still answers: rewards, ends, exports.
+        Returns how many it ended. The gateway still answers rewards, ends and exports.
         """
         return await self._closing.drain(timeout_s)
 
     def stats(self) -> GatewayStats:
-        """What was counted until now."""
+        """Return the counts so far."""
         return self._counters.snapshot(num_open_sessions=self._sessions.num_open)
 
     # -------------------------------------------------------------------------------------------- agents
@@ -291,7 +206,7 @@ class Gateway:
         return Session(record, options=options, services=self._services, on_ended=self._retire)
 
     async def _sweeping(self, app: web.Application) -> AsyncIterator[None]:
-        """Owns the task that ends silent sessions, as long as the app runs."""
+        """Own the task that ends silent sessions while the app runs."""
         if self._limits.session_timeout_s is None:
             yield
             return
@@ -302,7 +217,7 @@ class Gateway:
             await sweep
 
     async def _returning_memory(self, app: web.Application) -> AsyncIterator[None]:
-        """Owns the task that gives memory back after turns, as long as the app runs."""
+        """Own the task that gives memory back after turns while the app runs."""
         task = asyncio.create_task(self._return_memory())
         yield
         task.cancel()
@@ -324,7 +239,7 @@ class Gateway:
     # --------------------------------------------------------------------------------------------- calls
 
     def _for_agent(self, handle: AgentHandler) -> Handler:
-        """A handler for a turn of the session whose key the request came with."""
+        """Return a handler for a turn of the session that the request's key belongs to."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             session = await self._rollouts.session_for_turn(request)
@@ -341,3 +256,82 @@ class Gateway:
             return await handle(await self._bodies.control(request))
 
         return handler
+
+
+class AnswerBody(Protocol):
+    """Writes an answer as JSON in the format of its endpoint."""
+
+    def whole(self, answer: Answer) -> JsonObject: ...
+
+    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]: ...
+
+    def piece(self, piece: Piece) -> Iterator[JsonObject]: ...
+
+    def last(self, answer: Answer) -> Iterator[JsonObject]: ...
+
+
+async def deliver(
+    http: web.Request,
+    session: Session,
+    exchange: Exchange,
+    body: AnswerBody,
+    counters: Counters,
+    keep_alive_s: float,
+) -> web.StreamResponse:
+    """Send the whole answer to a request, and mark it as delivered once all of it was sent."""
+    if exchange.order.is_streamed:
+        return await _deliver_in_chunks(http, session, exchange, body, counters, keep_alive_s)
+    answer = await _until_hung_up(session.begin(exchange), exchange)
+    reply = json_reply(body.whole(answer))
+    await reply.prepare(http)
+    await reply.write_eof()
+    session.deliveries.delivered(answer.completion_ids)
+    return reply
+
+
+async def _deliver_in_chunks(
+    http: web.Request,
+    session: Session,
+    exchange: Exchange,
+    body: AnswerBody,
+    counters: Counters,
+    keep_alive_s: float,
+) -> web.StreamResponse:
+    outlet = Outlet()
+    answering = session.begin(exchange, outlet)
+    reply = web.StreamResponse(headers=STREAM_HEADERS)
+    try:
+        if not await outlet.has_begun():
+            await asyncio.shield(answering)
+        await reply.prepare(http)
+        await reply.write(_events(body.first(exchange.prompt_ids)))
+        async for pieces in outlet.batches(keep_alive_s):
+            events = b"".join(_events(body.piece(piece)) for piece in pieces)
+            await reply.write(events if pieces else KEEP_ALIVE)
+        answer = await asyncio.shield(answering)
+        await reply.write(_events(body.last(answer)) + DONE)
+        await reply.write_eof()
+        session.deliveries.delivered(answer.completion_ids)
+    except (asyncio.CancelledError, ConnectionError):
+        exchange.hang_up()
+        raise
+    except Exception as error:  # boundary: an agent that reads a stream learns of a failure from an event
+        if not reply.prepared:
+            raise
+        fault = as_request_error(error, http)
+        counters.errors[fault.status] += 1
+        await reply.write(_events([error_object(fault)]))
+        await reply.write_eof()
+    return reply
+
+
+async def _until_hung_up(answering: "asyncio.Task[Answer]", exchange: Exchange) -> Answer:
+    try:
+        return await asyncio.shield(answering)
+    except asyncio.CancelledError:
+        exchange.hang_up()
+        raise
+
+
+def _events(chunks: Iterable[JsonObject]) -> bytes:
+    return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)

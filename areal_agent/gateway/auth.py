@@ -1,12 +1,10 @@
-"""Keys: the admin key of a gateway and the key of each session. Only their SHA-256 is ever kept or compared.
+"""Who may call a gateway: keys, and the names by which it may be called.
 
-A session is looked up by that hash in a dictionary. How long this takes tells a guesser nothing of any key: he cannot
-choose the hash of what he guesses.
+The admin key and each session's key are kept and compared only as SHA-256. A session is looked up by that hash in a
+dictionary; the timing reveals nothing, because nobody can choose the hash of a key that he guesses.
 
-By which names a gateway may be called, and from which web pages: from none but its own.
-
-A web page of a stranger can make its visitor's browser call 127.0.0.1. Such a call either names the page in `Origin`,
-or, when the page's own name was made to resolve to this machine (DNS rebinding), bears that name in `Host`.
+`HostCheck` protects against web pages that make their visitor's browser call 127.0.0.1. Such a call names the page in
+`Origin` or, if the page's name was made to resolve to this machine (DNS rebinding), has that name in `Host`.
 """
 
 import hmac
@@ -21,19 +19,21 @@ from aiohttp import web
 
 from areal_agent.errors import RequestError
 
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
 MIN_HIDDEN_CHARS = 8
-"""A caller's key shorter than this is no secret, and may be part of any word."""
+"""A shorter caller's key is not hidden in texts: it is no secret, and may be part of any word."""
 
 _LIKE_A_KEY = re.compile(r"sk-[\w-]{12,}")
 
 
 def new_key() -> str:
-    """An unguessable key in the form that OpenAI's clients expect."""
+    """Return an unguessable key in the form that OpenAI's clients expect."""
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
 def key_hash(key: str) -> str:
-    """SHA-256, hexadecimal: what the ledger has of a key."""
+    """Return the hexadecimal SHA-256 of a key, as the ledger keeps it."""
     return sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
@@ -43,7 +43,7 @@ def is_same_key(key_hash_a: str, key_hash_b: str) -> bool:
 
 
 def caller_hash(headers: Mapping[str, str]) -> str:
-    """The hash of the key that a request came with; raises RequestError when it has none."""
+    """Return the hash of a request's key; raises RequestError when it has none."""
     key = _key_in(headers)
     if not key:
         raise RequestError(
@@ -55,7 +55,7 @@ def caller_hash(headers: Mapping[str, str]) -> str:
 
 
 def without_keys(text: str, headers: Mapping[str, str]) -> str:
-    """A text that is going into an answer or a log, with neither the caller's key nor anything that looks like one.
+    """Remove the caller's key, and anything that looks like a key, from a text for an answer or a log.
 
     >>> without_keys("no model 'sk-0123456789abcdef'; you are hunter22", {"x-api-key": "hunter22"})
     "no model 'sk-***'; you are ***"
@@ -73,21 +73,18 @@ def _key_in(headers: Mapping[str, str]) -> str:
     return key.strip()
 
 
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-
-
 class HostCheck:
-    """Lets a request through whose `Host` is a name of this gateway and whose `Origin`, if any, is that very host.
+    """Accepts requests whose `Host` is a name of this gateway and whose `Origin`, if any, is that same host.
 
-    Always allowed: the loopback names, and the address that the connection came in on. `names` are those beside.
+    The loopback names and the address that the connection came in on are always allowed, and `names` in addition.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = LOOPBACK_NAMES | {name.lower().strip("[]") for name in names}
-        self._last_host = ""  # that was one of the names: nearly every request bears the same
+        self._last_host = ""  # the last allowed one: nearly every request has the same
 
     def check(self, request: web.BaseRequest) -> None:
-        """Raises RequestError for a request that came by another name, or from a web page elsewhere."""
+        """Raise RequestError for a request with another Host, or from a web page elsewhere."""
         hosts = request.headers.getall("Host", ())
         if len(hosts) != 1:
             raise RequestError(f"the request has {len(hosts)} Host headers; send one", code="invalid_host")
@@ -115,7 +112,7 @@ class HostCheck:
 
 
 def host_name(host: str) -> str:
-    """The name in a `Host` header, without port and brackets; empty when it is none.
+    """Return the name in a `Host` header without port and brackets; empty when it is invalid.
 
     >>> host_name("LocalHost:8000"), host_name("[::1]:8000"), host_name("a:b:c"), host_name("x@localhost")
     ('localhost', '::1', '', '')
@@ -124,12 +121,12 @@ def host_name(host: str) -> str:
         parts = urlsplit(f"//{host}")
         is_plain = parts.netloc == host and "@" not in host and parts.port != 0
         return (parts.hostname or "") if is_plain else ""
-    except ValueError:  # a port or an address that is none
+    except ValueError:  # an invalid port or address
         return ""
 
 
 def is_loopback(address: object) -> bool:
-    """Whether a socket's address, as asyncio tells it, is of this machine alone."""
+    """Return whether a socket address from asyncio is a loopback address."""
     return isinstance(address, tuple) and bool(address) and ip_address(address[0].partition("%")[0]).is_loopback
 
 

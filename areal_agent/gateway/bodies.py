@@ -1,18 +1,15 @@
-"""The JSON body of a request, within the bounds of its gateway. It knows no field of it.
-
-The definition of a JSON body: from one pydantic model it is read, refused and described.
+"""JSON bodies: one pydantic model reads a body, refuses it and describes it in /openapi.json.
 
 ::
 
     class Move(Body):                                 Move.read({"step": 3})          Move(step=3)
         step: Annotated[int, Field(ge=1)]             Move.read({"step": 0})          400, param "step"
         name: Name | None = None                      Move.read({"step": 1, "x": 2})  400, param "x", the nearest name
-                                                      Move.model_json_schema()        what /openapi.json says
+                                                      Move.model_json_schema()        its part of /openapi.json
 
-Null means left out, as with OpenAI. What is wrong becomes one `RequestError` that names the parameter, the value
-received and the remedy. A validator that knows the full name of its parameter may raise `RequestError` itself.
-
-What bounds a gateway: sizes, numbers and times.
+As with OpenAI, null means that a field is left out. An invalid body raises one `RequestError` that names the parameter,
+the value and the remedy. A validator that knows the full name of its parameter may raise `RequestError` itself.
+`BodyReader` reads a request's JSON within the gateway's `Limits`.
 """
 
 import asyncio
@@ -45,6 +42,7 @@ from areal_agent.types import JsonObject
 
 T = TypeVar("T")
 
+MAX_COUNT = 2**31 - 1
 
 JSON_KINDS: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary) should\b")
@@ -52,26 +50,26 @@ _COUNTED = re.compile(r" after validation, not \d+$")
 
 
 def refuse(param: str, value: object, must: str) -> NoReturn:
-    """Raise the 400 that says what `param` must be."""
+    """Raise the 400 that tells what `param` must be."""
     raise RequestError(f"{param} is {value!r:.200}; it must be {must}", param=param, code="invalid_value")
 
 
 def wrong(must: str) -> PydanticCustomError:
-    """What a validator raises that does not know the full name of its parameter."""
+    """Return the error for a validator to raise that does not know the full name of its parameter."""
     return PydanticCustomError("invalid_value", "it must be {must}", {"must": must})
 
 
 class Body(BaseModel):
-    """A JSON object of the gateway's wire. It has the fields that it names and, unless it says otherwise, no other."""
+    """A JSON object sent to the gateway. Unknown fields are refused unless a subclass allows them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     ignores_empty: ClassVar[bool] = False
-    """Whether a field that it does not have is harmless as long as it is empty."""
+    """If true, unknown fields are ignored as long as they are empty."""
 
     @classmethod
     def read(cls, value: object) -> Self:
-        """Check decoded JSON. Raises RequestError for the first thing that is wrong."""
+        """Check decoded JSON. Raises RequestError for the first error found."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
@@ -80,7 +78,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, value: object) -> object:
-        """Drop what is null, and refuse a name that the object does not have."""
+        """Drop null fields and refuse unknown names."""
         if not isinstance(value, dict):
             return value
         names = _names(cls)
@@ -96,7 +94,7 @@ class Body(BaseModel):
 
 
 def read_as(adapter: TypeAdapter[T], value: object, where: str) -> T:
-    """Check decoded JSON that is no `Body`; `where` is the name of its parameter. Raises RequestError."""
+    """Check decoded JSON that is not a `Body`; `where` is the name of its parameter. Raises RequestError."""
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
@@ -107,19 +105,19 @@ def read_as(adapter: TypeAdapter[T], value: object, where: str) -> T:
 
 
 def json_kind(value: object) -> str:
-    """What tells the members of a union apart, by their tags: "a string", "a list" or "an object"."""
+    """Name the JSON kind of a value, which selects the member of a union: "a string", "a list" or "an object"."""
     return JSON_KINDS.get(type(value), type(value).__name__)
 
 
 def require_shallow(value: T) -> T:
-    """A validator for what is kept as it came: others will have to write and read it."""
+    """Validate values that are kept as they came: they must not be too deep to be written and read again."""
     if is_deeper(value):
         raise PydanticCustomError("too_deep", "too deep")
     return value
 
 
 class Unsupported:
-    """Marks a parameter that is not supported. `harmless` are the values with which it asks for nothing."""
+    """Marks a parameter as not supported, except for the `harmless` values, which ask for nothing."""
 
     def __init__(self, *harmless: object) -> None:
         self._harmless = harmless
@@ -136,8 +134,6 @@ class Unsupported:
         return value
 
 
-MAX_COUNT = 2**31 - 1
-
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 """A short text that is not empty."""
 
@@ -149,7 +145,7 @@ ShallowObject = Annotated[
     dict[str, Any], BeforeValidator(require_shallow), Field(description=f"At most {MAX_DEPTH} levels deep.")
 ]
 
-Harmless = Annotated[Any, Field(description="Says nothing about the answer: taken and not used.")]
+Harmless = Annotated[Any, Field(description="Accepted and ignored: it does not affect the answer.")]
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
@@ -157,12 +153,12 @@ Harmless = Annotated[Any, Field(description="Says nothing about the answer: take
 
 @cache
 def _names(model: type[Body]) -> frozenset[str]:
-    """The names of its fields, as they are on the wire."""
+    """The fields' names on the wire."""
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def _request_error(error: ValidationError, body: object, where: str = "") -> RequestError:
-    """The first of the errors that pydantic found, as OpenAI's clients understand it."""
+    """Turn the first error that pydantic found into an error for OpenAI's clients."""
     first = error.errors(include_url=False)[0]
     context: dict[str, Any] = first.get("ctx", {})
     param, value, code = _param(first, body, where), f"{first['input']!r:.200}", "invalid_value"
@@ -195,7 +191,7 @@ def _request_error(error: ValidationError, body: object, where: str = "") -> Req
 
 
 def _param(error: ErrorDetails, body: object, where: str) -> str:
-    """The name of the place that is wrong. The tags of unions are steps of its `loc`, and not in the body."""
+    """Return the name of the wrong parameter. The tags of unions are steps of its `loc` but are not in the body."""
     param, here, loc = where, body, error["loc"]
     if loc and loc[-1] == "[key]":
         loc = loc[:-2]
@@ -215,7 +211,7 @@ def _joined(param: str, name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The bounds of one gateway.
+    """The limits of one gateway.
 
     >>> Limits(max_sessions=2).session_timeout_s is None
     True
@@ -224,25 +220,25 @@ class Limits:
     max_body_bytes: int = 32 * 2**20
     max_sessions: int = 8192  # open at once
     max_calls_per_session: int = 128  # in flight
-    session_timeout_s: float | None = None  # a session without a call for so long ends as `timeout`; None: never
-    idle_timeout_s: float = 75.0  # a connection that sends no whole request head for so long is closed
-    body_timeout_s: float = 60.0  # from the head of a request to the end of its body
-    keep_alive_s: float = 3.0  # a stream that has been silent for so long says that it is alive
-    stall_timeout_s: float = 60.0  # a client that takes nothing of its answer for so long is hung up on
+    session_timeout_s: float | None = None  # a session without a call for this long ends as `timeout`; None: never
+    idle_timeout_s: float = 75.0  # a connection without a complete request head for this long is closed
+    body_timeout_s: float = 60.0  # from a request's head to the end of its body
+    keep_alive_s: float = 3.0  # a stream that has been silent for this long sends a comment
+    stall_timeout_s: float = 60.0  # a client that reads nothing of its answer for this long is disconnected
 
 
 class BodyReader:
-    """Reads bodies within `limits`. What Content-Type says of a body does not matter: it is JSON if it reads as JSON.
+    """Reads bodies within `limits`. The Content-Type does not matter; a body that parses as JSON is JSON.
 
-    A key that comes twice is refused where rollouts are controlled: which of two rewards is meant? In an agent's call
-    the last one counts, as with every common reader of JSON: to look for it would cost as much as the whole call.
+    Control calls refuse repeated keys, because two rewards in one body are ambiguous. In an agent's call the last one
+    counts, as in most JSON parsers: finding repeated keys would cost as much as the rest of the call.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
 
     async def control(self, request: web.Request) -> JsonObject:
-        """The object that a control call carries; no body is an empty one."""
+        """Read the object that a control call carries; an empty body is an empty object."""
         payload = await self._bytes(request)
         body = _object(payload)
         if payload:
@@ -250,21 +246,21 @@ class BodyReader:
         return body
 
     async def agent(self, request: web.Request) -> JsonObject:
-        """The object that an agent's call carries; no body is an empty one."""
+        """Read the object that an agent's call carries; an empty body is an empty object."""
         return _object(await self._bytes(request))
 
     async def _bytes(self, request: web.Request) -> bytes:
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise RequestError(
-                f"the body is compressed (Content-Encoding: {encoding:.50}); send it as it is",
+                f"the body is compressed (Content-Encoding: {encoding:.50}); send it uncompressed",
                 status=415,
                 code="compressed_body",
             )
         if (request.content_length or 0) > self._limits.max_body_bytes:
             raise self._too_large()
         try:
-            if request.content.is_eof():  # it came with its head, as most do: no need for a clock
+            if request.content.is_eof():  # the body came with its head, as most do: no timeout needed
                 return await request.read()
             async with asyncio.timeout(self._limits.body_timeout_s):
                 return await request.read()
@@ -279,8 +275,7 @@ class BodyReader:
 
     def _too_large(self) -> RequestError:
         return RequestError(
-            f"the body has more than {self._limits.max_body_bytes} bytes, which is all that this gateway reads; "
-            "send less",
+            f"the body has more than {self._limits.max_body_bytes} bytes, the limit of this gateway; send less",
             status=413,
             code="body_too_large",
         )
@@ -292,7 +287,7 @@ def _object(payload: bytes) -> JsonObject:
     try:
         body = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON ({error}); NaN and Infinity are none either") from error
+        raise RequestError(f"the body is not JSON ({error}); JSON has no NaN and no Infinity") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body is a JSON {type(body).__name__}; it must be a JSON object")
     return cast("JsonObject", body)
@@ -303,7 +298,7 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in names:
             raise RequestError(
-                f"{name!r:.200} comes twice in the body; say it once", param=name[:200], code="invalid_value"
+                f"{name!r:.200} is repeated in the body; give it once", param=name[:200], code="invalid_value"
             )
         names[name] = value
     return names

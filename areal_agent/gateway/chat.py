@@ -1,9 +1,7 @@
-"""`/v1/chat/completions`: the body of a request.
+"""`/v1/chat/completions`: `ChatRequest` is the body of a request, `ChatBody` writes the answer.
 
-Every parameter of OpenAI's is honoured, or refused by name when its value asks for something: none is dropped.
-`max_tokens` beyond the room in the context is cut to it, where OpenAI refuses.
-
-The answer to a chat as JSON: a `chat.completion` object, or the chunks of a stream.
+Each of OpenAI's parameters is honoured, or refused by name when its value asks for something; none is silently dropped.
+`max_tokens` beyond the room left in the context is reduced to it, where OpenAI would refuse.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,11 +29,11 @@ ANY_OBJECT = '{"type":"object"}'
 
 
 class ToolUse(StrEnum):
-    """What the model may do with the tools."""
+    """The use that the model may make of the tools."""
 
-    AUTO = "auto"  # it decides
-    NONE = "none"  # what looks like a call is text
-    REQUIRED = "required"  # its answer begins with a call
+    AUTO = "auto"  # the model decides
+    NONE = "none"  # text that looks like a call is text
+    REQUIRED = "required"  # the answer begins with a call
 
 
 class PlainFormat(Body):
@@ -45,7 +43,7 @@ class PlainFormat(Body):
 
 
 class NamedSchema(Body):
-    """A JSON schema. The grammar that is made of it is always followed to the letter."""
+    """A JSON schema. Answers always match it, with or without `strict`."""
 
     name: Name
     definition: ShallowObject = Field(alias="schema")
@@ -67,11 +65,12 @@ def _read_messages(value: object) -> list[JsonObject]:
 
 
 class ChatRequest(Order):
-    """A checked body. `messages` are as the agent wrote them: those that are new are checked in their place."""
+    """The body of a chat completion request."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
     prompt_param: ClassVar[str] = "messages"
 
+    # Kept as the agent wrote them; new ones are checked when the conversation is placed.
     messages: Annotated[
         list[JsonObject],
         PlainValidator(_read_messages, json_schema_input_type=Annotated[list[Message], Field(min_length=1)]),
@@ -85,7 +84,7 @@ class ChatRequest(Order):
     ] = "auto"
     parallel_tool_calls: bool = True
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
-        default=None, description="Beside `text`: where the engine samples by a grammar; elsewhere refused."
+        default=None, description="Anything but `text` needs an engine with grammars; it is refused elsewhere."
     )
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool = False
@@ -112,7 +111,7 @@ class ChatRequest(Order):
         self._check_tool_choice()
         if self.json_schema is not None and self.tools.definitions and self.may_call_tools:
             raise RequestError(
-                "response_format holds the whole answer to JSON, so it could call no tool; send it without tools, or "
+                "response_format makes the whole answer JSON, so it could not call a tool; send it without tools, or "
                 "with tool_choice 'none'",
                 param="response_format",
                 code="unsupported_parameter",
@@ -128,7 +127,7 @@ class ChatRequest(Order):
             refuse("tool_choice", self.tool_choice, "'none' or left out where there are no tools")
 
     def _with_one_limit(self) -> Self:
-        """`max_completion_tokens` is the newer name of `max_tokens`."""
+        """Accept `max_completion_tokens`, the newer name of `max_tokens`."""
         newer = self.max_completion_tokens
         if newer is None or newer == self.max_tokens:
             return self
@@ -160,7 +159,7 @@ class ChatRequest(Order):
 
     @property
     def only_tool(self) -> str | None:
-        """The one tool that must be called, and is called once."""
+        """The one tool that must be called, exactly once."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
@@ -192,7 +191,7 @@ class ChatRequest(Order):
 
 
 class ChatBody:
-    """Writes the answer to one exchange."""
+    """Writes the answer to one exchange as a `chat.completion` object or the chunks of a stream."""
 
     def __init__(self, exchange: Exchange, detokenizer: Detokenizer) -> None:
         self._order = exchange.order
@@ -227,7 +226,7 @@ class ChatBody:
     # --------------------------------------------------------------------------------------- in chunks
 
     def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]:
-        """Before any text: who speaks."""
+        """Yield the chunks with the role, before any text."""
         for index in range(len(self._completion_ids)):
             chunk = self._chunk(index, {"role": "assistant", "content": ""})
             if self._order.has_token_ids and index == 0:
@@ -235,7 +234,7 @@ class ChatBody:
             yield chunk
 
     def piece(self, piece: Piece) -> Iterator[JsonObject]:
-        """What one answer gained: a chunk for each delta, the tokens with the first."""
+        """Yield a chunk for each delta of one answer; the first carries the tokens."""
         for number, delta in enumerate(piece.gain.deltas):
             body = _delta(delta, self._completion_ids[piece.index])
             yield self._chunk(piece.index, body, piece.gain if number == 0 else None)
@@ -243,7 +242,7 @@ class ChatBody:
             yield self._chunk(piece.index, {}, piece.gain)
 
     def last(self, answer: Answer) -> Iterator[JsonObject]:
-        """When all is recorded: why each answer ended, and the usage if that was asked for."""
+        """Yield the finish reasons, and the usage if asked for, once everything is recorded."""
         for choice in answer.choices:
             chunk = self._chunk(choice.index, {})
             chunk["choices"][0]["finish_reason"] = choice.finish_reason

@@ -1,8 +1,7 @@
-"""`/v1/completions`: the body of a request. Each prompt is a turn of its own; its answer is plain text.
+"""`/v1/completions`: `CompletionsRequest` is the body of a request, `CompletionsBody` writes the answer.
 
-A prompt that begins with a recorded prompt and its answer, as text or as ids, continues it.
-
-The answer to `/v1/completions` as JSON: a `text_completion` object, at once or in chunks.
+Each prompt is a turn of its own and its answer is plain text. A prompt that begins with a recorded prompt and its
+answer, as text or as ids, continues that turn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +46,7 @@ Prompts = Annotated[
 
 
 class CompletionsRequest(Order):
-    """A checked body."""
+    """The body of a completion request."""
 
     id_prefix: ClassVar[str] = "cmpl"
     prompt_param: ClassVar[str] = "prompt"
@@ -76,7 +75,7 @@ class CompletionsRequest(Order):
 
     @property
     def prompts(self) -> tuple[str | list[int], ...]:
-        """Each as text, or as token ids."""
+        """The prompts, each as text or token ids."""
         if isinstance(self.prompt, str):
             return (self.prompt,)
         if isinstance(self.prompt[0], int):
@@ -99,14 +98,14 @@ class CompletionsRequest(Order):
         return tuple(_Completion(prompt) for prompt in self.prompts)
 
     def echoes(self, renderer: Renderer) -> tuple[str, ...]:
-        """What each prompt is echoed as."""
+        """Return the echo of each prompt; empty texts without `echo`."""
         if not self.is_echoed:
             return ("",) * len(self.prompts)
         return tuple(one if isinstance(one, str) else renderer.detokenizer.text_of(one) for one in self.prompts)
 
 
 class _Completion:
-    """One prompt."""
+    """One prompt of a request."""
 
     def __init__(self, prompt: str | list[int]) -> None:
         self._prompt = prompt
@@ -121,7 +120,7 @@ class _Completion:
 
 
 class CompletionsBody:
-    """Writes the answer to one exchange. `echoes`: what comes before the answers to each prompt."""
+    """Writes the answer to one exchange. `echoes` holds the text that precedes the answers to each prompt."""
 
     def __init__(self, exchange: Exchange, detokenizer: Detokenizer, echoes: Sequence[str]) -> None:
         self._order = exchange.order
@@ -152,13 +151,13 @@ class CompletionsBody:
     # --------------------------------------------------------------------------------------- in chunks
 
     def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]:
-        """Before anything is sampled: the echo."""
+        """Yield the echoes, before anything is sampled."""
         for index in range(self._num_choices):
             if self._echo(index):
                 yield self._chunk(self._choice_body(index, self._echo(index), ()))
 
     def piece(self, piece: Piece) -> Iterator[JsonObject]:
-        """What one answer gained."""
+        """Yield the chunk for one answer's gain."""
         gain = piece.gain
         body = self._choice_body(piece.index, "".join(delta.content for delta in gain.deltas), gain.rows)
         if self._order.has_token_ids:
@@ -166,7 +165,7 @@ class CompletionsBody:
         yield self._chunk(body)
 
     def last(self, answer: Answer) -> Iterator[JsonObject]:
-        """When all is recorded: why each answer ended, and the usage if that was asked for."""
+        """Yield the finish reasons, and the usage if asked for, once everything is recorded."""
         for choice, prompt_ids in _with_prompts(answer):
             body = self._choice_body(choice.index, "", ())
             body["finish_reason"] = choice.completion.finish_reason.value

@@ -1,6 +1,6 @@
-"""The bodies of `/rl/*` and `/export_trajectories`: how a rollout starts, what it earned, how it ended.
+"""The bodies of `/rl/*` and `/export_trajectories`, and the rewards of a session.
 
-What a session has earned so far: the final reward, those of single completions, and named parts for metrics.
+A session earns a final reward, rewards of single completions, and named parts for metrics (`RewardBook`).
 """
 
 import secrets
@@ -28,7 +28,7 @@ def _seed_of(fields: dict[str, Any]) -> int:
 
 
 def _read_reward(value: object) -> float:
-    """A number that a trainer can add up; true and false are 1 and 0."""
+    """Read a finite number that a trainer can add up; true and false become 1 and 0."""
     if not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
         remedy = "; scale it down" if isinstance(value, int | float) else ""
         raise wrong(f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, or a boolean{remedy}")
@@ -42,7 +42,7 @@ Reward = Annotated[
 
 
 class StartRequest(Body):
-    """How a rollout starts. What it leaves out is made up."""
+    """The start of a rollout. Fields that are left out get defaults."""
 
     session_id: Name = Field(default_factory=_new_session_id)
     group_id: Name = Field(default_factory=lambda fields: fields["session_id"])
@@ -52,16 +52,16 @@ class StartRequest(Body):
     sampling: SamplingWishes = SamplingWishes()
     group_size: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)] | None = Field(
         default=None,
-        description="How many siblings the group has, this one included; left out, as its first session said, or 1. "
+        description="The number of sessions in the group, this one included. Default: that of its first session, or 1. "
         "Only where a trainer leases from this gateway.",
     )
     truncates: bool = Field(
-        default=False, alias="truncate", description="A full context is an empty answer, not an error."
+        default=False, alias="truncate", description="With a full context, return an empty answer instead of an error."
     )
 
 
 class RewardRequest(Body):
-    """What a session earned: at its end, for one completion (`interaction_id`), or a named part for metrics."""
+    """A reward: of the whole session, of one completion (`interaction_id`), or a named part for metrics (`name`)."""
 
     reward: Reward
     completion_id: Name | None = Field(default=None, alias="interaction_id")
@@ -75,7 +75,7 @@ class RewardRequest(Body):
 
 
 class EndRequest(Body):
-    """How a session ended."""
+    """The end of a session."""
 
     status: Annotated[Status, Field(strict=False)] = Status.COMPLETED
     error: str | None = None
@@ -83,13 +83,13 @@ class EndRequest(Body):
 
 
 class ExportRequest(Body):
-    """Which session is exported."""
+    """The session to export."""
 
     session_id: Name
 
 
 class RewardBook:
-    """The rewards of one session; those that it has already, when they come late."""
+    """The rewards of one session; it may begin with those that an ended session already has."""
 
     def __init__(self, rewards: Rewards | None = None) -> None:
         rewards = rewards or Rewards()
@@ -98,7 +98,7 @@ class RewardBook:
         self._parts = dict(rewards.parts)
 
     def take(self, request: RewardRequest, completion_ids: Collection[str]) -> None:
-        """Take a reward; said twice, the later one counts. `completion_ids`: those that can be rewarded."""
+        """Take a reward; a later one for the same thing replaces it. `completion_ids` are the session's."""
         if request.completion_id is not None and request.completion_id not in completion_ids:
             raise RequestError(
                 f"this session has no completion {request.completion_id!r}; use the id of a chat completion of this "

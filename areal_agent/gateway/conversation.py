@@ -1,10 +1,8 @@
-"""The messages and tools of a chat: as they come, and normalised for the chat template and for comparison.
+"""The messages and tools of a chat: checked, and normalised for the chat template and for comparison.
 
-Normalised: content is one string, arguments of tool calls are the parsed object, keys without a value are gone.
-
-Tools with `strict: true`: a call of theirs reaches the agent only when its arguments match their schema.
-
-No grammar holds the model to it while it samples; a call that does not match is a malformed one, and stays text.
+A normalised message has its content as one string, the arguments of tool calls as parsed objects, and no key without
+a value. A call of a tool with `strict: true` counts as a call only if its arguments match the tool's schema. No grammar
+enforces the schema during sampling; a call that does not match is malformed and stays text.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +21,19 @@ from areal_agent.tokens.canonical import parse_json_object
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.types import JsonObject
 
-Accepts = Callable[[ToolCall], bool]
+MAX_KNOWN_BYTES = 2**16
+"""A set of tools with longer JSON is not cached."""
 
 LINEAR_PATTERNS = jsonschema_rs.RegexOptions()
-"""Regular expressions without backtracking: a schema comes from outside and must not hold up the event loop."""
+"""Regular expressions without backtracking: a schema comes from outside and must not block the event loop."""
+
+Accepts = Callable[[ToolCall], bool]
 
 
 def strict_tools(tools: Sequence[JsonObject]) -> Accepts | None:
-    """What decides whether a call may be one; None when no tool is strict.
+    """Return a function that accepts or rejects a call; None when no tool is strict.
 
-    Raises RequestError for a schema that is none, or that refers to another document.
+    Raises RequestError for an invalid schema or one that refers to another document.
     """
     validators = {
         tool["function"]["name"]: _validator(tool["function"].get("parameters"), f"tools[{index}].function.parameters")
@@ -44,7 +45,7 @@ def strict_tools(tools: Sequence[JsonObject]) -> Accepts | None:
         validator = validators.get(call.name)
         return validator is None or validator.is_valid(call.arguments)
 
-    return accepts if validators else None  # calls of tools that are not strict are accepted as they are
+    return accepts if validators else None  # calls of tools that are not strict are always accepted
 
 
 def _validator(schema: JsonObject | None, param: str) -> "jsonschema_rs.Validator":
@@ -54,22 +55,22 @@ def _validator(schema: JsonObject | None, param: str) -> "jsonschema_rs.Validato
         )
     except (ValueError, jsonschema_rs.ReferencingError) as error:  # ValidationError is a ValueError
         raise RequestError(
-            f"{param} is no JSON schema that can be checked ({error!s:.300}); mend it, or leave out 'strict'",
+            f"{param} is not a valid JSON schema ({error!s:.300}); correct it, or leave out 'strict'",
             param=param,
             code="invalid_value",
         ) from error
 
 
 def _refuse_reference(uri: str) -> NoReturn:
-    raise ValueError(f"{uri} is another document; write its definitions into the schema")
+    raise ValueError(f"{uri} is another document; copy its definitions into the schema")
 
 
 ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
-"""OpenAI's, and with a dot. A name begins a forced call as it is: it must be no text of a special token."""
+"""OpenAI's pattern plus the dot. A forced call puts the name into the prompt, so it must not contain special tokens."""
 
 
 class Open(Body):
-    """An object that is kept as it came. It may have more fields than are read."""
+    """An object that is kept as it came; it may have fields beside the listed ones."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -83,7 +84,7 @@ class Open(Body):
 
 
 class TextPart(Open):
-    """A piece of content."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -108,7 +109,7 @@ Content = Annotated[
 
 
 class FunctionCall(Body):
-    """What a tool is called with."""
+    """The tool of a call and its arguments."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -116,19 +117,19 @@ class FunctionCall(Body):
     arguments: Annotated[
         Annotated[str, Tag("a string")] | Annotated[dict[str, Any], Tag("an object")],
         Discriminator(json_kind),
-        Field(description="JSON as text, or as it is."),
+        Field(description="A JSON object, as text or as it is."),
     ]
 
     def normalised(self) -> JsonObject:
         arguments = self.arguments
-        if isinstance(arguments, str):  # some clients echo no arguments as no text
+        if isinstance(arguments, str):  # some clients send no arguments as an empty text
             parsed = parse_json_object(arguments) if arguments.strip() else {}
             arguments = arguments if parsed is None else parsed
         return {"name": self.name, "arguments": arguments}
 
 
 class EchoedToolCall(Open):
-    """A call in an answer that is echoed."""
+    """A tool call in an earlier answer that the client sends back."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -139,7 +140,7 @@ class EchoedToolCall(Open):
 
 
 class AnyMessage(Body):
-    """What messages of every role have. Client libraries echo answers with all their fields: empty ones are ignored."""
+    """Fields of messages of every role. Clients echo answers with all their fields: unknown empty ones are ignored."""
 
     ignores_empty: ClassVar[bool] = True
 
@@ -152,7 +153,7 @@ class AnyMessage(Body):
 
 
 class PromptMessage(AnyMessage):
-    """What the user or the system says. To a chat template a developer is the system."""
+    """A message of the user or the system. Chat templates get `developer` as `system`."""
 
     role: Literal["system", "developer", "user"]
     content: Content
@@ -162,14 +163,14 @@ class PromptMessage(AnyMessage):
 
 
 class AssistantMessage(AnyMessage):
-    """An answer, sampled or not."""
+    """An answer of the assistant, sampled or written by the client."""
 
     role: Literal["assistant"]
     content: Content = ""
     reasoning_content: str | None = None
     tool_calls: list[EchoedToolCall] = Field(default_factory=list[EchoedToolCall])
     parsed: Annotated[Any, BeforeValidator(require_shallow)] = Field(
-        default=None, description="What a client made of the content; ignored."
+        default=None, description="The client's parsed content; ignored."
     )
 
     def normalised(self) -> JsonObject:
@@ -180,7 +181,7 @@ class AssistantMessage(AnyMessage):
 
 
 class ToolMessage(AnyMessage):
-    """What a tool returned."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     content: Content
@@ -196,7 +197,7 @@ MESSAGE: TypeAdapter[PromptMessage | AssistantMessage | ToolMessage] = TypeAdapt
 
 
 def read_message(value: object, index: int) -> JsonObject:
-    """Check and normalise one of `messages`; raises RequestError naming the place."""
+    """Check and normalise the message `messages[index]`; raises RequestError naming the place."""
     return read_as(MESSAGE, value, f"messages[{index}]").normalised()
 
 
@@ -204,7 +205,7 @@ def read_message(value: object, index: int) -> JsonObject:
 
 
 class Function(Body):
-    """What a tool is called, and what it takes. With `strict`, arguments that do not match are no call."""
+    """A tool's name and parameters. With `strict`, a call whose arguments do not match the schema is malformed."""
 
     name: ToolName
     description: Any = None
@@ -213,7 +214,7 @@ class Function(Body):
 
 
 class Tool(Open):
-    """A tool that may be called."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
@@ -221,27 +222,24 @@ class Tool(Open):
 
 TOOLS = TypeAdapter(list[Tool])
 
-MAX_KNOWN_BYTES = 2**16
-"""A longer set of tools is checked anew each time."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tools:
-    """A set of tools that was checked. Requests share it: nobody changes the definitions."""
+    """A checked set of tools. Requests share it, so its definitions must not be changed."""
 
-    definitions: Sequence[JsonObject]  # as they came, key order included: the template prints them
-    accepts: Accepts | None  # what a call must be, where a tool is strict
+    definitions: Sequence[JsonObject]  # as they came, in their key order: the template prints them
+    accepts: Accepts | None  # accepts or rejects a call; None if no tool is strict
 
 
 def read_tools(value: object) -> Tools:
-    """Check `tools`; raises RequestError naming the place. An agent repeats its tools: the last sets are remembered.
+    """Check `tools`; raises RequestError naming the place. An agent repeats its tools, so the last sets are cached.
 
-    They are remembered by their JSON, since 1, 1.0 and true are equal in Python and not there.
+    The key is their JSON, because 1, 1.0 and true are equal in Python but different in JSON.
     """
     try:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError as error:
-        refuse("tools", "a list", f"JSON that can be written again ({error})")
+        refuse("tools", "a list", f"JSON that can be encoded again ({error})")
     return _tools_of(text) if len(text) <= MAX_KNOWN_BYTES else _tools_of.__wrapped__(text)
 
 
@@ -253,7 +251,7 @@ def _tools_of(text: bytes) -> Tools:
 
 
 class NamedFunction(Body):
-    """The name of a tool."""
+    """A tool's name."""
 
     name: ToolName
 

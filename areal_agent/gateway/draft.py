@@ -1,12 +1,8 @@
-"""One answer while it is sampled: tokens come in, text leaves, until a stop text or its one call ends it.
+"""One answer while it is sampled: tokens come in, text goes out, until a stop text or its only call ends it.
 
-This decides where an answer ends, and which token brought which text.
-
-Finds stop texts in text that comes in pieces. It knows no tokens.
-
-How the text of an answer is read: as a chat's, with reasoning and tool calls, or as plain text.
-
-What answers gain, on its way from the engine to the stream that writes it.
+A `Draft` decides where the answer ends and which token brought which text. A `StopFinder` finds stop texts in text that
+comes in pieces; a `Reader` parses the text as a chat's (reasoning, tool calls) or as plain text; an `Outlet` carries
+the pieces from the engine to the stream that writes them.
 """
 
 import asyncio
@@ -26,7 +22,7 @@ from areal_agent.types import FinishReason, GenerateResult, TokenChunk, TopLogpr
 class StopFinder:
     """Lets text through up to the first stop text, which ends it.
 
-    The stop text that is complete first counts, of several that end together the longest: so what comes out does not
+    The stop text that is completed first counts; of several completed together, the longest. So the result does not
     depend on how the text was cut into pieces. Only a possible beginning of a stop text is held back.
 
     >>> finder = StopFinder(["END"])
@@ -41,7 +37,7 @@ class StopFinder:
         self.has_stopped = False
 
     def feed(self, text: str) -> str:
-        """The text that may leave."""
+        """Take more text; return the text that may be sent."""
         if self.has_stopped or not text:
             return ""
         text = self._held + text
@@ -55,12 +51,12 @@ class StopFinder:
         return text[:num_free]
 
     def finish(self) -> str:
-        """What was held back: no stop text came of it."""
+        """Return the text held back, which turned out not to be a stop text."""
         held, self._held = self._held, ""
         return held
 
     def _num_open(self, text: str) -> int:
-        """How many characters at the end of `text` may be the beginning of a stop text."""
+        """Return how many characters at the end of `text` may begin a stop text."""
         for num_open in range(min(self._longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-num_open:]) for stop in self._stops):
                 return num_open
@@ -68,40 +64,40 @@ class StopFinder:
 
 
 class Reader(Protocol):
-    """Reads one answer, as it comes or whole. `AnswerReader` is one, `PlainReader` the other."""
+    """Parses one answer, in pieces or whole. Implementations: `AnswerReader` and `PlainReader`."""
 
     @property
     def has_call(self) -> bool:
-        """Whether a tool call has been read."""
+        """True once a tool call has been read."""
         ...
 
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
-        """Read more of the answer; returns what leaves with it."""
+        """Read more of the answer; return what can be sent."""
         ...
 
     def finish(self, text: str = "") -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
-        """Read the end of the answer; returns what leaves last, and all that the answer says."""
+        """Read the end of the answer; return the last deltas and the whole parsed answer."""
         ...
 
 
 class Reading(Protocol):
-    """How the answers of one request are read."""
+    """Makes the readers for the answers to one request."""
 
     def reader(self) -> Reader:
-        """Begin to read an answer."""
+        """Make a reader for one answer."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatReading:
-    """An answer of a chat. `opening`: the beginning of a forced call, which stands in the prompt."""
+    """Reads a chat's answers. `opening` is the beginning of a forced call, which is part of the prompt."""
 
     answer_format: AnswerFormat
     may_call_tools: bool
-    is_thinking: bool  # the prompt has opened the reasoning
+    is_thinking: bool  # the prompt opened the reasoning
     opening: str = ""
-    only_tool: str | None = None  # a call of another is malformed
-    accepts: Callable[[ToolCall], bool] | None = None  # a call that it refuses is malformed
+    only_tool: str | None = None  # a call of any other tool is malformed
+    accepts: Callable[[ToolCall], bool] | None = None  # a call that it rejects is malformed
 
     def reader(self) -> AnswerReader:
         reader = self.answer_format.reader(
@@ -110,19 +106,19 @@ class ChatReading:
             only_tool=self.only_tool,
             accepts=self.accepts,
         )
-        reader.feed(self.opening)  # nothing leaves: a call has begun
+        reader.feed(self.opening)  # yields nothing: it begins a call, which is held back
         return reader
 
 
 class PlainReading:
-    """Text is text."""
+    """Reads answers as plain text."""
 
     def reader(self) -> "PlainReader":
         return PlainReader()
 
 
 class PlainReader:
-    """Lets all text through as content."""
+    """Passes all text on as content."""
 
     has_call = False
 
@@ -139,7 +135,7 @@ class PlainReader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRow:
-    """A token as its log-probability is told. `start`: how many characters of the answer come before its text."""
+    """A token with its log-probability. `start` is the number of characters of the answer before its text."""
 
     token_id: int
     logprob: float
@@ -149,10 +145,10 @@ class TokenRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """What an answer gained since it was last told: text that may leave, and tokens.
+    """The text and tokens that an answer gained since the gain before.
 
-    `rows` are the tokens whose text has left: they lag behind `token_ids` where text is held back, and have neither
-    the end token nor those of a stop text.
+    `rows` are the tokens whose text has been sent. They lag behind `token_ids` while text is held back, and never
+    include the end token or the tokens of a stop text.
     """
 
     deltas: tuple[AnswerDelta, ...]
@@ -163,7 +159,7 @@ class Gain:
 class Draft:
     """An answer in the making. Once it `has_ended`, further tokens are not part of it.
 
-    Special tokens and `stop_token_ids` may end the answer: the text of one is held back until another token follows.
+    Special tokens and `stop_token_ids` may end the answer, so the text of one is held back until another token follows.
     With `is_single_call` the answer ends with its first tool call.
     """
 
@@ -184,22 +180,22 @@ class Draft:
         self._stop_token_ids = stop_token_ids
         self._is_single_call = is_single_call
         self._rows: list[TokenRow] = []
-        self._held_id: int | None = None  # the last token, as long as it may be the end
+        self._held_id: int | None = None  # the last token while it may be the end
         self._num_decoded = 0  # characters
-        self._num_out = 0  # characters that are past the stop texts
+        self._num_out = 0  # characters that the stop finder has let through
         self._texts: list[str] = []
-        self._num_fed = 0  # tokens, those after the end included
+        self._num_fed = 0  # tokens, including those after the end
         self._num_told = 0  # tokens in the gains so far
         self._num_rows_told = 0
         self._is_finished = False
 
     @property
     def text(self) -> str:
-        """What the answer says, as far as it may leave."""
+        """The text of the answer, as far as it may be sent."""
         return "".join(self._texts)
 
     def feed(self, chunk: TokenChunk) -> tuple[AnswerDelta, ...]:
-        """Take tokens; returns what may leave."""
+        """Take tokens; return the deltas that may be sent."""
         deltas: list[AnswerDelta] = []
         top_logprobs = chunk.top_logprobs or ((),) * len(chunk.token_ids)
         for row in zip(chunk.token_ids, chunk.logprobs, top_logprobs, strict=True):
@@ -208,7 +204,7 @@ class Draft:
         return tuple(deltas)
 
     def finish(self, result: GenerateResult) -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
-        """Take what the engine has not streamed, and let out what was held back."""
+        """Take the tokens that the engine did not stream, and release the text held back."""
         deltas = [*self.feed(_rest(result, self._num_fed))]
         if not self.has_ended:
             if result.finish_reason is not FinishReason.STOP:
@@ -220,12 +216,12 @@ class Draft:
         return (*deltas, *last_deltas), parsed
 
     def kept(self, result: GenerateResult) -> GenerateResult:
-        """The result as far as it is part of the answer; one that an engine lost on the way stays what it is."""
+        """Cut the result to the answer. A result with fewer tokens than were streamed stays as it is."""
         is_whole = len(result.token_ids) >= len(self._rows)
         return cut(result, len(self._rows)) if self.has_ended and is_whole else result
 
     def gain(self, deltas: tuple[AnswerDelta, ...]) -> Gain:
-        """These deltas, and the tokens since the gain before."""
+        """Return these deltas and the tokens since the gain before."""
         first, last = self._num_rows_told, self._num_rows_out()
         first_id, self._num_told, self._num_rows_told = self._num_told, len(self._rows), last
         return Gain(
@@ -235,7 +231,7 @@ class Draft:
         )
 
     def rows(self) -> tuple[TokenRow, ...]:
-        """The tokens whose text is out, from the first."""
+        """Return all tokens whose text has been let through."""
         return tuple(self._rows[: self._num_rows_out()])
 
     def _take(self, token_id: int, logprob: float, top_logprobs: TopLogprobs) -> list[AnswerDelta]:
@@ -251,7 +247,7 @@ class Draft:
         return deltas + self._say(self._stream.feed(token_id))
 
     def _release(self) -> list[AnswerDelta]:
-        """The held token was not the end."""
+        """Say the held token's text: it was not the end."""
         if self._held_id is None:
             return []
         token_id, self._held_id = self._held_id, None
@@ -274,7 +270,7 @@ class Draft:
         return list(deltas)
 
     def _num_rows_out(self) -> int:
-        """How many tokens have brought text that is out, up to the first that has not."""
+        """Count the leading tokens whose text has been let through completely."""
         num_rows = len(self._rows) - (self._held_id is not None)
         if self._is_finished and not self.has_ended:
             return num_rows
@@ -284,7 +280,7 @@ class Draft:
 
 
 def cut(result: GenerateResult, num_tokens: int) -> GenerateResult:
-    """The first tokens of a result, ended by something in its text."""
+    """Cut a result to its first tokens, with finish reason `stop`."""
     return replace(
         result,
         token_ids=result.token_ids[:num_tokens],
@@ -311,27 +307,27 @@ def _start(row: TokenRow) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one answer gained; `index` is its place among the answers of the request."""
+    """The gain of one answer; `index` is its place among the answers to the request."""
 
     index: int
     gain: Gain
 
 
 class Outlet:
-    """Put pieces in at any time; take them out in batches: what came while the last batch was written leaves at once.
+    """Carries pieces to a stream: they are put in one by one and taken out in batches of all that came meanwhile.
 
-    It holds no more than the answers themselves, so nobody has to wait to put something in.
+    It is unbounded, but holds no more than the answers themselves; so `put` never waits.
     """
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._is_begun = False
         self._is_closed = False
-        self._has_begun = asyncio.Event()  # or has been closed
+        self._has_begun = asyncio.Event()  # also set by `close`
         self._has_news = asyncio.Event()
 
     def begin(self) -> None:
-        """Tokens have come, though perhaps none that may leave yet."""
+        """Note that tokens have come, even if no text may be sent yet."""
         self._is_begun = True
         self._has_begun.set()
 
@@ -341,18 +337,18 @@ class Outlet:
         self._has_news.set()
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Note that nothing more will come."""
         self._is_closed = True
         self._has_begun.set()
         self._has_news.set()
 
     async def has_begun(self) -> bool:
-        """Wait for the first token; false when it was closed without one."""
+        """Wait for the first token; return False if the outlet was closed without one."""
         await self._has_begun.wait()
         return self._is_begun
 
     async def batches(self, silence_s: float) -> AsyncIterator[list[Piece]]:
-        """All pieces, until it is closed and empty; an empty batch whenever none has come for `silence_s`."""
+        """Yield all pieces until closed and empty; yield an empty batch after each `silence_s` without any."""
         while self._pieces or not self._is_closed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(silence_s):

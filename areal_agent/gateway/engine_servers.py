@@ -1,7 +1,7 @@
-"""`GET` and `POST /rl/engines`: which servers sample for a run, and letting one join or leave while it goes on.
+"""`GET` and `POST /rl/engines`: list the servers that sample for a run, and let one join or leave while it goes on.
 
-A run serves these calls by themselves, with a key of their own: its gateways take no sessions from outside, and with
-`rollout.workers` there are several of them. It knows servers as `EngineServers`, and no process.
+A run serves these calls on a port of their own with a key of their own: its gateways take no sessions from outside, and
+with `rollout.workers` there are several gateways.
 """
 
 import re
@@ -27,12 +27,12 @@ _WORD = re.compile(r"[!-~]+")
 
 
 def _server_url(text: str) -> str:
-    """`http://host:port` and nothing behind it."""
+    """Check and normalise a base URL, `http://host:port`."""
     must = wrong("the base URL of a server, such as 'http://127.0.0.1:30000'")
     try:
         parts = urlsplit(text)
         is_plain = bool(parts.hostname) and parts.port != 0 and not (parts.username or parts.query or parts.fragment)
-    except ValueError:  # a port or an address that is none
+    except ValueError:  # an invalid port or address
         raise must from None
     is_base = parts.scheme in ("http", "https") and parts.path in ("", "/") and bool(_WORD.fullmatch(text))
     if not (is_plain and is_base):
@@ -55,24 +55,24 @@ class EngineServers(Protocol):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of all of them."""
+        """The base URLs of all servers."""
         ...
 
     async def survey(self) -> tuple[MemberReport, ...]:
-        """Every server, and how it is."""
+        """Return the state of every server."""
         ...
 
     async def add(self, url: str) -> None:
-        """One server more. Raises EngineError."""
+        """Add a server. Raises EngineError."""
         ...
 
     async def remove(self, url: str) -> None:
-        """One server less. Raises EngineError."""
+        """Remove a server. Raises EngineError."""
         ...
 
 
 async def serve_engine_servers(servers: EngineServers, admin_key: str) -> ServedGateway:
-    """Answer the calls about them on a free port of this machine, for whoever has the key."""
+    """Serve the calls about the servers on a free port of this machine, for callers with the key."""
     limits, counters = Limits(), Counters()
     calls = EngineCalls(servers, Callers(admin_key, Sessions()), BodyReader(limits))
     app = web.Application(client_max_size=limits.max_body_bytes)
@@ -82,7 +82,7 @@ async def serve_engine_servers(servers: EngineServers, admin_key: str) -> Served
 
 
 class EngineCalls:
-    """The two handlers. Both answer with all servers as they are then."""
+    """The two handlers. Both answer with the current list of servers."""
 
     def __init__(self, servers: EngineServers, callers: Callers, bodies: BodyReader) -> None:
         self._servers = servers
@@ -94,7 +94,7 @@ class EngineCalls:
         return await self._listing()
 
     async def change(self, request: web.Request) -> web.Response:
-        """`{"add": URL}` returns when it serves, `{"remove": URL}` when it is gone."""
+        """Add or remove a server. Returns when the added one serves, or the removed one is gone."""
         self._callers.require_admin(request)
         body = EnginesRequest.read(await self._bodies.control(request))
         added, removed = body.add, body.remove
@@ -114,7 +114,7 @@ class EngineCalls:
         return await self._listing()
 
     def _known(self, url: str) -> str:
-        """As the server is called that is there already."""
+        """Return the URL under which this server is already listed, else the URL itself."""
         return next((known for known in self._servers.urls if _address(known) == _address(url)), url)
 
     async def _listing(self) -> web.Response:
@@ -132,7 +132,7 @@ def _row(report: MemberReport) -> JsonObject:
 
 
 def _address(url: str) -> tuple[str, int]:
-    """Where a URL leads, as far as its text tells.
+    """Return the host and port of a URL, without looking up names.
 
     >>> _address("http://LocalHost:80/") == _address("http://127.0.0.1")
     True
@@ -147,5 +147,5 @@ def _refusal(error: EngineError) -> RequestError:
         status = 404 if error.code == "unknown_server" else 409
         return RequestError(str(error), status=status, code=error.code)
     if isinstance(error, EngineRejected):
-        return RequestError(f"it is no server for this run: {error}", status=409, code="another_engine")
-    return RequestError(f"it does not serve as the others do: {error}", status=502, code="server_failed")
+        return RequestError(f"the server cannot join this run: {error}", status=409, code="another_engine")
+    return RequestError(f"the server does not work with this run: {error}", status=502, code="server_failed")

@@ -1,6 +1,6 @@
-"""What a gateway counts. Knows nothing of who reads it.
+"""The counters of a gateway, and `GET /metrics`, which shows them in Prometheus' format.
 
-`GET /metrics`: what a gateway counts, as Prometheus reads it. No label names a session, a task or a key.
+No label names a session, a task or a key.
 """
 
 from collections import Counter
@@ -18,25 +18,25 @@ from areal_agent.types import ForkReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayStats:
-    """The counts of a gateway since its start, at one moment."""
+    """The counts of a gateway since its start."""
 
     num_open_sessions: int
     num_engine_requests: int  # in flight
     engine_busy_s: float  # seconds with at least one engine request in flight
     generated_tokens: int
     turns: int
-    altered_completions: int  # their recorded probability is not the one they were sampled with
+    altered_completions: int  # completions recorded with another probability than they were sampled with
     malformed_tool_calls: int
     forks: Mapping[ForkReason, int]
-    history_mismatches: int  # prompts whose text was not what the chat template writes, found when a session ended
-    errors: Mapping[int, int]  # answers by HTTP status, 400 and up
-    received_bytes: int  # of HTTP, heads included
+    history_mismatches: int  # prompts that differ from the chat template's text, found when a session ended
+    errors: Mapping[int, int]  # number of answers by HTTP status, 400 and up
+    received_bytes: int  # including HTTP heads
     sent_bytes: int
-    ended_by_timeout: int  # sessions that nobody called for too long
+    ended_by_timeout: int  # sessions without a call for too long
 
 
 def add_up(several: Sequence[GatewayStats]) -> GatewayStats:
-    """The counts of several gateways as those of one: each field is the sum. One gateway at least."""
+    """Add up the counts of one or more gateways, field by field."""
     values = {field.name: [getattr(one, field.name) for one in several] for field in fields(GatewayStats)}
     return GatewayStats(**{name: _sum(of_each) for name, of_each in values.items()})
 
@@ -48,7 +48,7 @@ def _sum(values: list[Any]) -> Any:
 
 
 class Counters:
-    """The counts while they are counted."""
+    """The counters that the parts of a gateway increment."""
 
     def __init__(self) -> None:
         self.engine = BusyClock()
@@ -88,7 +88,7 @@ TURN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 
 
 class Metrics:
-    """The metrics of one gateway, in a registry of its own: several gateways may live in one process."""
+    """The Prometheus metrics of one gateway, in a registry of its own: a process may have several gateways."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -104,15 +104,15 @@ class Metrics:
         )
 
     def turn(self) -> AbstractContextManager[object]:
-        """Measures one call of an agent."""
+        """Return a context manager that measures one call of an agent."""
         return self._turn_seconds.time()
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """What the registry asks for at each scrape."""
+        """Yield the metrics that the registry asks for at each scrape."""
         stats = self._stats()
         yield _gauge("open_sessions", "Sessions that are open.", stats.num_open_sessions)
         yield _gauge("engine_requests", "Engine requests in flight.", stats.num_engine_requests)
@@ -120,16 +120,16 @@ class Metrics:
         yield _counter("generated_tokens", "Tokens that the engine sampled.", stats.generated_tokens)
         yield _counter("turns", "Turns that were recorded.", stats.turns)
         yield _counter(
-            "altered_completions", "Completions without their sampling probability.", stats.altered_completions
+            "altered_completions", "Completions recorded with altered probabilities.", stats.altered_completions
         )
         yield _counter("malformed_tool_calls", "Tool calls that no parser could read.", stats.malformed_tool_calls)
         yield _counter(
-            "history_mismatches", "Prompts that the chat template writes otherwise.", stats.history_mismatches
+            "history_mismatches", "Prompts that differ from the chat template's text.", stats.history_mismatches
         )
-        yield _counter("received_bytes", "Bytes that clients sent, heads included.", stats.received_bytes)
-        yield _counter("sent_bytes", "Bytes that clients were sent, heads included.", stats.sent_bytes)
-        yield _counter("timed_out_sessions", "Sessions ended because nobody called them.", stats.ended_by_timeout)
-        yield _counter_by("forks", "Turns that left the conversation before them.", "reason", stats.forks)
+        yield _counter("received_bytes", "Bytes received from clients, including HTTP heads.", stats.received_bytes)
+        yield _counter("sent_bytes", "Bytes sent to clients, including HTTP heads.", stats.sent_bytes)
+        yield _counter("timed_out_sessions", "Sessions ended because they made no call.", stats.ended_by_timeout)
+        yield _counter_by("forks", "Turns that did not continue the turn before.", "reason", stats.forks)
         yield _counter_by("errors", "Answers with a status of 400 and up.", "status", stats.errors)
 
 

@@ -1,6 +1,6 @@
 """`GET /openapi.json`: OpenAPI 3.1 of every call, made from the classes that read the bodies and write the answers.
 
-What a gateway says of itself: its model, its health, its metrics.
+`About` handles the calls that only report: models, health, metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ from areal_agent.types import JsonObject
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A model, as OpenAI's clients expect it."""
+    """A model as OpenAI's clients expect it."""
 
     id: str
     object: Literal["model"] = "model"
@@ -87,12 +87,12 @@ class About:
         self._metrics = metrics
 
     async def models(self, request: web.Request) -> web.Response:
-        """The one model, for whoever has a key."""
+        """List the gateway's one model; any key will do."""
         self._callers.require_any(request)
         return json_reply(Models(data=(Model(id=self._model_name),)))
 
     async def health(self, request: web.Request) -> web.Response:
-        """For anybody: it names nothing but the model."""
+        """Report the gateway's health. It needs no key: it reveals only the model's name and the load."""
         stats = self._stats()
         return json_reply(
             Health(
@@ -104,7 +104,7 @@ class About:
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """For this machine; from elsewhere it takes the admin key."""
+        """Return the metrics. Callers from other machines need the admin key."""
         if request.transport is None or not is_loopback(request.transport.get_extra_info("peername")):
             self._callers.require_admin(request)
         return web.Response(body=self._metrics.text(), headers={"Content-Type": Metrics.CONTENT_TYPE})
@@ -113,27 +113,27 @@ class About:
 SCHEMAS = "#/components/schemas/"
 
 ERRORS: Mapping[int, str] = {
-    400: "The request is wrong: `param` names where. Also: not HTTP, not JSON, more than the context holds.",
-    401: "No API key, or one that nobody has.",
-    403: "A key of the wrong kind, a Host that is not this gateway's, or a web page of another origin.",
-    404: "There is no such model, session or path.",
-    405: "The path has no such method.",
+    400: "The request is invalid; `param` names the place. Also: not HTTP, not JSON, or too long for the context.",
+    401: "The API key is missing or unknown.",
+    403: "The key is of the wrong kind, the Host is not this gateway's, or the Origin is another one.",
+    404: "The model, session or path does not exist.",
+    405: "The path does not have this method.",
     408: "The body did not arrive in time.",
-    409: "The session, or its id, is not in the state that the call needs.",
-    413: "The body is larger than the gateway takes.",
+    409: "The call conflicts with the state of the session, group or trainer.",
+    413: "The body is too large.",
     415: "The body is compressed.",
-    429: "Too much at once: see `Retry-After`.",
+    429: "Too many sessions or calls at once; see `Retry-After`.",
     500: "The gateway failed.",
     502: "The engine failed.",
-    503: "The engine is not there, or the gateway is closing: see `Retry-After`.",
+    503: "The engine cannot be reached, or the gateway is closing; see `Retry-After`.",
 }
 OF_EVERY_CALL = (400, 403, 500)
 OF_EVERY_BODY = (408, 413, 415)
 
 KEYS = {
-    "sessionKey": "The key that /rl/start_session gave: it reaches its own session and nothing else.",
+    "sessionKey": "The key from /rl/start_session. It gives access to that session only.",
     "adminKey": "The key that the gateway was started with.",
-    "anyKey": "A session's key, or the admin's.",
+    "anyKey": "A session's key or the admin key.",
 }
 
 EVENT: JsonSchemaValue = {
@@ -152,7 +152,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the model said, with `tool_calls` and `reasoning_content` where there are some."""
+    """The model's message, with `tool_calls` and `reasoning_content` where there are any."""
 
     role: Literal["assistant"]
     content: str | None
@@ -180,7 +180,7 @@ class CompletionChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """How many tokens a call took."""
+    """The number of tokens that a call used."""
 
     prompt_tokens: Number
     completion_tokens: Number
@@ -213,7 +213,7 @@ class TextCompletion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What went wrong."""
+    """The details of an error."""
 
     message: Annotated[str, Field(min_length=1)]
     type: Annotated[str, Field(min_length=1)]
@@ -233,55 +233,55 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation. `body` and `answer` are the classes that read the one and write the other."""
+    """One operation. `body` is the class that reads its body and `answer` the class of its answer."""
 
     path: str
     name: str
     summary: str
-    body: type[Body] | None  # None: it is a GET
+    body: type[Body] | None  # None for a GET
     answer: Any
-    key: str | None  # the security scheme that it asks for
+    key: str | None  # the security scheme that it requires
     errors: Sequence[int]
 
 
 # fmt: off
 CALLS = (
     Call("/v1/chat/completions", "createChatCompletion",
-         "One turn. With `stream`, server-sent events of `chat.completion.chunk` objects, then `[DONE]`.",
+         "Sample one turn. With `stream`, the answer is server-sent `chat.completion.chunk` events, then `[DONE]`.",
          ChatRequest, ChatCompletion, "sessionKey", (404, 409, 429, 502, 503)),
-    Call("/v1/completions", "createCompletion", "One turn without a chat template: the prompt as text or ids.",
+    Call("/v1/completions", "createCompletion", "Sample without a chat template; a prompt is text or ids.",
          CompletionsRequest, TextCompletion, "sessionKey", (404, 409, 429, 502, 503)),
-    Call("/v1/models", "listModels", "The one model that this gateway stands before.",
+    Call("/v1/models", "listModels", "List the gateway's one model.",
          None, Models, "anyKey", ()),
-    Call("/health", "health", "Whether it serves, and how busy it is.",
+    Call("/health", "health", "Report whether the gateway serves, and its load.",
          None, Health, None, ()),
-    Call("/metrics", "metrics", "Its counters in Prometheus' text format. From another machine: with the admin key.",
+    Call("/metrics", "metrics", "Counters in Prometheus' text format. Other machines need the admin key.",
          None, str, None, (401,)),
     Call("/openapi.json", "describe", "This description.",
          None, JsonObject, None, ()),
-    Call("/rl/start_session", "startSession", "Start a rollout: its key and its URL.",
+    Call("/rl/start_session", "startSession", "Start a rollout; returns its key and its URLs.",
          StartRequest, StartedSession, "adminKey", (409, 429, 503)),
     Call("/rl/set_reward", "setReward",
-         "What it earned: at its end, for one completion (`interaction_id`), or a part for metrics (`name`).",
+         "Reward the session, one completion (`interaction_id`), or a named part for metrics (`name`).",
          RewardRequest, RewardedSession, "sessionKey", (404, 409, 429)),
     Call("/rl/end_session", "endSession",
-         "End it: calls in flight are aborted, and what was sampled is kept. Ended again, it is the end that was.",
+         "End the session: calls in flight are aborted, their partial answers kept. May be repeated.",
          EndRequest, EndedSession, "sessionKey", (404, 409, 429)),
-    Call("/export_trajectories", "exportTrajectories", "An ended session, token by token, and as the trainer eats it.",
+    Call("/export_trajectories", "exportTrajectories", "Export an ended session and its training records.",
          ExportRequest, ExportedTrajectory, "adminKey", (404, 409)),
 )
 TRAINER_CALLS = (
-    Call("/rl/publish", "publish", "A weight version serves now.",
+    Call("/rl/publish", "publish", "Announce the weight version that serves now.",
          PublishRequest, StateReply, "adminKey", (404, 409)),
-    Call("/rl/lease", "lease", "Whole groups for a train step, within the staleness bound.",
+    Call("/rl/lease", "lease", "Lease whole groups for a train step, within the staleness bound.",
          LeaseRequest, LeaseReply, "adminKey", (404, 409)),
-    Call("/rl/acknowledge", "acknowledge", "A checkpoint has these steps: what they leased is trained.",
+    Call("/rl/acknowledge", "acknowledge", "Report a checkpoint: what was leased up to its step is trained.",
          AcknowledgeRequest, StateReply, "adminKey", (404, 409)),
-    Call("/rl/return", "return", "The trainer goes on from an earlier step: later leases wait again.",
+    Call("/rl/return", "return", "Resume from an earlier step: what was leased for later ones waits again.",
          ReturnRequest, ReturnReply, "adminKey", (404, 409)),
-    Call("/rl/drop", "drop", "These sessions are not to be trained.",
+    Call("/rl/drop", "drop", "Drop sessions: they will not be trained.",
          DropRequest, StateReply, "adminKey", (404, 409)),
-    Call("/rl/status", "status", "Where the gateway stands.",
+    Call("/rl/status", "status", "Report the gateway's groups and counters.",
          StatusRequest, GatewayStatus, "adminKey", (404, 409)),
 )
 # fmt: on
@@ -291,9 +291,9 @@ TRAINER_CALLS = (
 
 
 def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
-    """OpenAPI 3.1, with a trainer's calls where the gateway has them.
+    """Return the OpenAPI 3.1 document; with `is_leased_from` it includes the calls of a trainer.
 
-    What is under `/v1` is also served without it, for clients that leave it out.
+    Every path under `/v1` is also served without that prefix, for clients that leave it out.
     """
     calls = CALLS + (TRAINER_CALLS if is_leased_from else ())
     bodies = [(call.name, "validation", TypeAdapter(call.body)) for call in calls if call.body is not None]
@@ -315,8 +315,8 @@ def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
         "info": {
             "title": "areal_agent gateway",
             "version": "1",
-            "description": "OpenAI's API before one model, recording every token; and the calls that start, reward "
-            "and end its sessions. A key may also come in the header `api-key` or `x-api-key`. Every error is "
+            "description": "OpenAI's API for one model, recording every token, and the calls that start, reward and "
+            "end sessions. A key may also be sent in the header `api-key` or `x-api-key`. Every error is "
             "OpenAI's error object.",
         },
         "paths": paths,
@@ -335,12 +335,12 @@ def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
 
 @cache
 def openapi_json(*, is_leased_from: bool) -> bytes:
-    """The document as it is served."""
+    """Return the document as it is served."""
     return orjson.dumps(openapi_document(is_leased_from=is_leased_from))
 
 
 class _Schemas(GenerateJsonSchema):
-    """A body's field that may be left out may be null: `Body` drops it. An answer has all its fields."""
+    """Generates schemas: optional fields of a body may be null (`Body` drops nulls); an answer has all fields."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -364,7 +364,7 @@ def _takes_null(schema: JsonSchemaValue) -> bool:
 
 
 def _without_example(schema: JsonSchemaValue) -> JsonSchemaValue:
-    """A class is described by its docstring. The examples in it are Python."""
+    """Remove the Python example from a class's docstring, which is its description."""
     text = schema.get("description", "")
     return schema | {"description": text.partition("\n\n>>>")[0]} if text else schema
 

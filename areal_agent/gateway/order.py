@@ -1,8 +1,6 @@
-"""What an endpoint asks of a session: prompts to place in its forest, and how their answers are to be read.
+"""The parameters that both completion endpoints share: how many answers, how to sample them, and where they end.
 
-How a request wants to be sampled: what the body says, over what its session says, over the defaults.
-
-What a request of an agent asks for, whatever its endpoint: how many answers, how sampled, where they end.
+A sampling parameter comes from the request, else from the session, else from the defaults (`SamplingWishes.over`).
 """
 
 from abc import abstractmethod
@@ -27,22 +25,25 @@ from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import SamplingParams
 
+MAX_SEED = 2**63 - 1
+MAX_BIAS = 100  # OpenAI's limit: in effect it forbids a token or allows no other
+MAX_BIASES = 1024
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+
 
 class Question(Protocol):
-    """One prompt: it becomes one turn."""
+    """One prompt of a request; it becomes one turn."""
 
     def place(self, forest: Forest, renderer: Renderer) -> Prompt:
-        """Its place among the turns. Raises RequestError for what the agent did wrong."""
+        """Place the prompt among the session's turns. Raises RequestError for the agent's mistakes."""
         ...
 
     def reading(self, renderer: Renderer, prompt: Prompt) -> Reading:
-        """How the text of an answer is read."""
+        """Return the way to read the text of an answer."""
         ...
-
-
-MAX_SEED = 2**63 - 1
-MAX_BIAS = 100  # OpenAI's: as good as forbidding a token, or allowing no other
-MAX_BIASES = 1024
 
 
 def _each_once(biases: Mapping[str, float]) -> Mapping[str, float]:
@@ -56,7 +57,7 @@ LogitBias = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
     Field(
         max_length=MAX_BIASES,
-        description="By token id, such as {'50256': -100}.",
+        description="Biases by token id, for example {'50256': -100}.",
         json_schema_extra={"additionalProperties": False},
     ),
     AfterValidator(_each_once),
@@ -64,7 +65,7 @@ LogitBias = Annotated[
 
 
 class SamplingWishes(Body):
-    """Sampling parameters as far as someone asked for them. None means not asked for.
+    """Sampling parameters, as far as the caller set them. None means the default.
 
     >>> wishes = SamplingWishes(temperature=0.5).over(SamplingWishes(temperature=1.0, max_tokens=8))
     >>> wishes.temperature, wishes.max_tokens, wishes.top_p
@@ -79,16 +80,16 @@ class SamplingWishes(Body):
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     logit_bias: LogitBias | None = None
-    max_tokens: Annotated[PositiveCount, Field(description="Cut to the room that the context has left.")] | None = None
+    max_tokens: Annotated[PositiveCount, Field(description="Reduced to the room left in the context.")] | None = None
 
     def require_ids_below(self, vocab_size: int, where: str = "") -> None:
-        """Raises RequestError for a bias of a token that the model does not have."""
+        """Raise RequestError for a bias on a token that the model does not have."""
         largest = max(map(int, self.logit_bias or ()), default=0)
         if largest >= vocab_size:
             refuse(f"{where}logit_bias", {str(largest): "..."}, f"made of token ids below {vocab_size}")
 
     def over(self, defaults: "SamplingWishes") -> "SamplingWishes":
-        """These, and the defaults where these say nothing."""
+        """Return these wishes, with `defaults` for the parameters they leave out."""
         said = self._said()
         return defaults.model_copy(update=said) if said else defaults
 
@@ -101,7 +102,7 @@ class SamplingWishes(Body):
         seed: int,
         json_schema: str | None = None,
     ) -> SamplingParams:
-        """What the engine is asked for: at most the `num_room` tokens that the context has left."""
+        """Return the engine's sampling parameters, with at most `num_room` tokens, the room left in the context."""
         said = self._said()
         said["max_tokens"] = num_room if self.max_tokens is None else min(self.max_tokens, num_room)
         if self.logit_bias is not None:
@@ -114,11 +115,6 @@ class SamplingWishes(Body):
 
 _NAMES = frozenset(SamplingWishes.model_fields)
 
-
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
-
 Stop = Annotated[
     Annotated[Name, Tag("a string")] | Annotated[list[Name], Field(max_length=MAX_STOPS), Tag("a list")],
     Discriminator(json_kind),
@@ -126,17 +122,17 @@ Stop = Annotated[
 
 
 class StreamOptions(Body):
-    """How a stream leaves."""
+    """Options of a stream."""
 
-    include_usage: bool = Field(default=False, description="The last chunk tells the usage.")
+    include_usage: bool = Field(default=False, description="The last chunk carries the usage.")
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
 class Order(SamplingWishes):
-    """A checked body of an endpoint: the fields that chat completions and completions share."""
+    """The fields that the bodies of chat completions and completions share."""
 
     id_prefix: ClassVar[str]
-    prompt_param: ClassVar[str]  # the parameter that holds its prompts
+    prompt_param: ClassVar[str]  # the parameter that holds the prompts
 
     model: str
     num_choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = Field(default=1, alias="n")
@@ -147,7 +143,7 @@ class Order(SamplingWishes):
     is_streamed: bool = Field(default=False, alias="stream")
     stream_options: StreamOptions | None = None
     has_token_ids: bool = Field(
-        default=False, alias="return_token_ids", description="An extension: the ids of prompt and answers."
+        default=False, alias="return_token_ids", description="An extension: return the token ids of prompt and answers."
     )
 
     user: Harmless = None
@@ -170,13 +166,13 @@ class Order(SamplingWishes):
 
     @property
     def has_usage_chunk(self) -> bool:
-        """Whether the last chunk of a stream tells the usage."""
+        """True if the last chunk of a stream carries the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     @abstractmethod
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell at each position; None when no log-probabilities are asked for."""
+        """The number of likeliest tokens to return per position; None when no log-probabilities are asked for."""
 
     @property
     @abstractmethod
@@ -186,8 +182,8 @@ class Order(SamplingWishes):
     @property
     @abstractmethod
     def is_single_call(self) -> bool:
-        """Whether an answer ends with its first tool call."""
+        """True if an answer ends with its first tool call."""
 
     @abstractmethod
     def questions(self) -> Sequence[Question]:
-        """Its prompts, at least one."""
+        """Return the prompts, at least one."""

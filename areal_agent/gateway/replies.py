@@ -1,4 +1,4 @@
-"""Answers as JSON, and every failure as OpenAI's error object: also an unknown path, and what nobody foresaw."""
+"""JSON replies, and OpenAI's error object for every failure, including unknown paths and unexpected exceptions."""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 UNREAD_BODY_STATUSES = (408, 413, 415)
-"""Answers to a body that was not read to its end: nothing more can be said on that connection."""
+"""The statuses of requests whose body was not read to its end; the connection cannot be used again."""
 
 ENGINE_RETRY_S = 1
-"""When an engine that does not answer, or has too much to do, may be asked again."""
+"""Seconds until a client may retry after the engine was unreachable or overloaded."""
 
 
 def json_reply(data: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -31,7 +31,7 @@ def json_reply(data: Any, *, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def error_object(fault: RequestError) -> dict[str, Any]:
-    """As OpenAI says it, in an answer of its own or in an event of a stream."""
+    """Return OpenAI's error object, for an answer or for an event of a stream."""
     return {
         "error": {"message": fault.message, "type": _error_type(fault.status), "param": fault.param, "code": fault.code}
     }
@@ -46,17 +46,17 @@ def error_reply(fault: RequestError) -> web.Response:
 
 
 def error_boundary(handle: Handler, on_error: Callable[[int], None]) -> Handler:
-    """A handler that turns the failures of another into error objects; `on_error` is told the status."""
+    """Wrap a handler so that its failures become error objects; `on_error` gets the status of each."""
 
     async def boundary(request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await handle(request)
-        except Exception as error:  # the boundary: whatever fails, the agent gets an error that it understands
+        except Exception as error:  # boundary: whatever fails, the agent gets an error that it understands
             if request.transport is None or request.transport.is_closing():
-                return web.Response()  # nobody is left to hear of it, and it is no error for the log
+                return web.Response()  # the client is gone, which is no error for the log
             fault = as_request_error(error, request)
             on_error(fault.status)
-            if request.writer.output_size:  # a part of another answer has left already
+            if request.writer.output_size:  # a part of another answer was sent already
                 raise ConnectionResetError("an answer broke off") from error
             reply = error_reply(fault)
             if isinstance(error, web.HTTPMethodNotAllowed):
@@ -67,7 +67,7 @@ def error_boundary(handle: Handler, on_error: Callable[[int], None]) -> Handler:
 
 
 def as_request_error(error: Exception, request: web.BaseRequest) -> RequestError:
-    """A failure as its agent is told it: without keys, and without what is only for the log, where that goes."""
+    """Turn an exception into the error for the agent, without keys. Internal details are logged instead."""
     fault = _fault(error, f"{request.method} {request.rel_url.raw_path:.200}", request.headers)
     fault.message = without_keys(fault.message, request.headers)
     fault.param = None if fault.param is None else without_keys(fault.param, request.headers)
@@ -79,14 +79,14 @@ def _fault(error: Exception, call: str, headers: Mapping[str, str]) -> RequestEr
         case RequestError():
             return error
         case web.HTTPNotFound():
-            return RequestError(f"{call}: nothing is served there; GET /openapi.json lists every path", status=404)
+            return RequestError(f"{call}: this path does not exist; GET /openapi.json lists every path", status=404)
         case web.HTTPMethodNotAllowed():
             methods = ", ".join(sorted(error.allowed_methods))
-            return RequestError(f"{call}: this path takes {methods}", status=405)
+            return RequestError(f"{call}: this path only accepts {methods}", status=405)
         case web.HTTPException():
             return RequestError(f"{call}: {error.reason}", status=error.status)
         case web.RequestPayloadError() | web.PayloadAccessError():
-            return RequestError(f"the body broke off or is no HTTP: {error}", code="bad_http")
+            return RequestError(f"the body is incomplete or not valid HTTP: {error}", code="bad_http")
         case RecursionError():
             return RequestError("the body is nested too deeply")
         case EngineRejected():

@@ -1,9 +1,8 @@
-"""The calls of whoever owns a rollout: start a session, reward it, end it, export it.
+"""The handlers for the owner of a rollout: start a session, reward it, end it, export it.
 
-A session is known here while it is open and for a while after. Of one that is known no more (it ended long ago, or
-before this process began) the archive tells how it ended, and the consumer whether it may still be rewarded.
-
-Who calls: the session of a key, or the admin. A session's key reaches its own session and nothing else.
+A session is kept while it is open and for a while after. Of older ones, and those of an earlier process, the archive
+(the ledger) tells how they ended, and the consumer decides whether a reward is still accepted. `Callers` checks keys: a
+session's key gives access to that session only.
 """
 
 import time
@@ -28,13 +27,13 @@ from areal_agent.tokens.records import token_records
 from areal_agent.types import SessionPurpose, SessionRecord, Status, Trajectory
 
 WHERE_THE_ADMIN_KEY_IS = (
-    "a gateway that stands alone says where it is when it starts (by default: in the file admin_key, in the folder of "
-    "its ledger)"
+    "a stand-alone gateway prints where it is at its start (by default in the file admin_key, in the folder of its "
+    "ledger)"
 )
 
 
 class Callers:
-    """Tells callers by the hash of their key."""
+    """Identifies callers by the hash of their key."""
 
     def __init__(self, admin_key: str, sessions: Sessions) -> None:
         self._admin_key_hash = key_hash(admin_key)
@@ -44,11 +43,11 @@ class Callers:
         caller = caller_hash(request.headers)
         if self._is_admin(caller):
             return
-        fault = "this call takes the admin key of the gateway"
+        fault = "this call needs the gateway's admin key"
         if self._sessions.with_key(caller) is not None:
-            raise RequestError(f"{fault}, not that of a session; {WHERE_THE_ADMIN_KEY_IS}", status=403)
+            raise RequestError(f"{fault}, not a session's key; {WHERE_THE_ADMIN_KEY_IS}", status=403)
         raise RequestError(
-            f"{fault}, and the API key is another; {WHERE_THE_ADMIN_KEY_IS}", status=401, code="invalid_api_key"
+            f"{fault}, and the API key is a different one; {WHERE_THE_ADMIN_KEY_IS}", status=401, code="invalid_api_key"
         )
 
     def require_any(self, request: web.Request) -> None:
@@ -57,14 +56,14 @@ class Callers:
             self.session(caller)
 
     def session(self, caller: str) -> Session:
-        """The session whose key has this hash; raises RequestError when it is that of none."""
+        """Return the session whose key has this hash; raises RequestError if there is none."""
         session = self._sessions.with_key(caller)
         if session is not None:
             return session
         if self._is_admin(caller):
-            raise RequestError("this is the admin key; use the key that /rl/start_session gave", status=403)
+            raise RequestError("this is the admin key; use the api_key that /rl/start_session returned", status=403)
         raise RequestError(
-            "the API key is not that of any session; use the api_key that /rl/start_session gave",
+            "the API key belongs to no session; use the api_key that /rl/start_session returned",
             status=401,
             code="invalid_api_key",
         )
@@ -161,13 +160,13 @@ class RolloutCalls:
             self._traffic.leave(record.id)
             self._withdraw(start)
             raise
-        origin = str(request.url.origin())  # whoever came this way can come again
+        origin = str(request.url.origin())  # the address that this caller reached us by
         return json_reply(
             StartedSession(session_id=record.id, api_key=api_key, base_url=f"{origin}/v1", anthropic_base_url=origin)
         )
 
     async def set_reward(self, request: web.Request) -> web.Response:
-        """While the session is open; and where a trainer leases, until its trajectory is leased or has a fate."""
+        """Accept a reward while the session is open; with a trainer, until its trajectory is leased or dropped."""
         session = await self._session_of(request)
         session_id = session.record.id if isinstance(session, Session) else session.session_id
         with self._traffic.call(session_id):
@@ -181,7 +180,7 @@ class RolloutCalls:
         return json_reply(RewardedSession(session_id=session_id))
 
     async def end(self, request: web.Request) -> web.Response:
-        """Ended again (an answer was lost), it is the end that was: what the first call said counts."""
+        """End the session. A repeated call, after a lost answer, returns the first call's result."""
         session = await self._session_of(request)
         if not isinstance(session, Session):
             return _ended(session)
@@ -191,7 +190,7 @@ class RolloutCalls:
             return _ended(await session.end(end) if is_open else await session.ended())
 
     async def export(self, request: web.Request) -> web.Response:
-        """From the archive where there is one: it knows late rewards and fates."""
+        """Export from the archive if there is one, because it has late rewards and fates."""
         self._callers.require_admin(request)
         session_id = ExportRequest.read(await self._bodies.control(request)).session_id
         if self._archive is None or self._sessions.is_open(session_id):
@@ -202,13 +201,12 @@ class RolloutCalls:
         return json_reply(ExportedTrajectory(trajectory=trajectory, records=token_records(trajectory)))
 
     async def session_for_turn(self, request: web.Request) -> Session:
-        """Whose turn it is. Who goes on with a session of a process before hears that it ended, not of a wrong key."""
+        """Return the session of a turn. A key of an earlier process's session gets 409 `session_ended`, not 401."""
         session = await self._session_of(request)
         if isinstance(session, Session):
             return session
         raise RequestError(
-            f"session {session.session_id!r} has ended as {session.status}: it takes no calls any more; "
-            "start a new one",
+            f"session {session.session_id!r} has ended as {session.status}: it accepts no more calls; start a new one",
             status=409,
             code="session_ended",
         )
@@ -219,8 +217,8 @@ class RolloutCalls:
         if self._consumer is None:
             if start.group_size is not None:
                 raise RequestError(
-                    "group_size is for a gateway that a trainer leases from; this one is part of a run, which forms "
-                    "its groups itself",
+                    "group_size is only for a gateway that a trainer leases from; this one is part of a run, which "
+                    "forms its groups itself; leave it out",
                     param="group_size",
                     code="unsupported_parameter",
                 )
@@ -232,7 +230,7 @@ class RolloutCalls:
             self._consumer.withdraw(start.session_id)
 
     async def _session_of(self, request: web.Request) -> Session | Trajectory:
-        """The session whose key this is; of one that is known no more, its trajectory. Raises RequestError."""
+        """Return the caller's session, or the trajectory of one that is only in the archive. Raises RequestError."""
         caller = caller_hash(request.headers)
         if self._archive is not None and self._sessions.with_key(caller) is None:
             session_id = await self._archive.session_with_key(caller)
@@ -245,7 +243,7 @@ class RolloutCalls:
             return await archive.trajectory(session_id)
         except LedgerError as error:
             raise RequestError(
-                f"no session {session_id!r} has ended here: {error}",
+                f"no ended session {session_id!r} was found: {error}",
                 status=404,
                 param="session_id",
                 code="session_not_found",
@@ -265,5 +263,5 @@ def _ended(trajectory: Trajectory) -> web.Response:
 
 def _has_ended(session_id: str) -> RequestError:
     return RequestError(
-        f"session {session_id!r} has ended: it takes no reward any more", status=409, code="session_ended"
+        f"session {session_id!r} has ended: it accepts no more rewards", status=409, code="session_ended"
     )

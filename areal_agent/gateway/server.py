@@ -1,9 +1,8 @@
-"""The listening socket of a gateway, and what a request passes on its way in: host, then app, then error objects.
+"""The gateway's listening socket: each request passes the host check, then the app; failures become error objects.
 
-One client's connection: what it may cost in time, and what it is told when it does not speak HTTP.
-
-aiohttp bounds the heads of requests in size and time; this adds the client that takes nothing of its answer. Nothing
-of an answer is queued behind bytes that a client does not take, so it holds no more than the piece being written.
+aiohttp limits the size and the time of request heads. `Connection` adds what it lacks: a client that stops reading its
+answer is disconnected, and nothing of an answer is queued behind bytes that a client does not take, so a slow client
+costs no more memory than the piece being written. Input that is not HTTP gets an error object, too.
 """
 
 import asyncio
@@ -23,11 +22,17 @@ from areal_agent.gateway.replies import Handler, error_boundary, error_reply
 from areal_agent.process import allow_many_connections
 
 LINGER_S = 1.0
-"""How long a body that nobody reads is thrown away before the connection closes, so that its client sees the answer."""
+"""Seconds for which an unread body is discarded before the connection closes, so that its client sees the answer."""
+
+SHUTDOWN_TIMEOUT_S = 2.0
+"""Seconds that requests in flight get when the gateway closes."""
+
+BACKLOG = 4096
+"""The number of connections that may wait to be accepted: a whole batch of rollouts starts at once."""
 
 
 class Connection(web.RequestHandler):
-    """One connection, as asyncio's protocol."""
+    """One client's connection, as an asyncio protocol."""
 
     __slots__ = ("_counters", "_num_untaken", "_stall_check", "_stall_timeout_s", "_wire")
 
@@ -37,17 +42,17 @@ class Connection(web.RequestHandler):
             loop=asyncio.get_running_loop(),
             keepalive_timeout=limits.idle_timeout_s,
             lingering_time=LINGER_S,
-            auto_decompress=False,  # a small body must not become a large one
+            auto_decompress=False,  # a small compressed body must not become a large one
             access_log=None,  # type: ignore[arg-type]  # aiohttp's own way to have none
         )
         self._counters = counters
         self._stall_timeout_s = limits.stall_timeout_s
         self._stall_check: asyncio.TimerHandle | None = None
-        self._num_untaken = 0  # bytes, when last looked at
-        self._wire: asyncio.Transport | None = None  # also while it closes, when `transport` is None already
+        self._num_untaken = 0  # bytes in the write buffer at the last check
+        self._wire: asyncio.Transport | None = None  # stays set while closing, when `transport` is None already
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        wire = cast("asyncio.Transport", transport)  # another loop's (uvloop's) is one without being derived from it
+        wire = cast("asyncio.Transport", transport)  # uvloop's transport is one without being a subclass
         wire.set_write_buffer_limits(high=0)
         self._wire = wire
         super().connection_made(transport)
@@ -83,7 +88,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP request: the client's fault, so nothing for the log."""
+        """Answer input that is not HTTP. It is the client's fault, so it is not logged."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         self._counters.errors[status] += 1
@@ -105,7 +110,7 @@ class Connection(web.RequestHandler):
             self._hang_up(self._wire)
 
     def _hang_up(self, wire: asyncio.Transport) -> None:
-        """Close at once, and let the kernel throw away what it still holds for this client."""
+        """Close at once and let the kernel discard what it still holds for this client."""
         wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         wire.abort()
 
@@ -127,22 +132,15 @@ class Connections(web.Server):
         return Connection(self, counters=self._counters, limits=self._limits)
 
 
-SHUTDOWN_TIMEOUT_S = 2.0
-"""How long requests in flight may take to end when the gateway closes."""
-
-BACKLOG = 4096
-"""Connections that may wait to be accepted: a whole batch of rollouts starts at once."""
-
-
 class ServedGateway:
-    """A gateway that listens at `base_url`, until `aclose`."""
+    """A gateway that listens at `base_url` until `aclose`."""
 
     def __init__(self, runners: Iterable[web.BaseRunner], base_url: str) -> None:
         self.base_url = base_url
         self._runners = tuple(runners)
 
     async def aclose(self) -> None:
-        """Stop listening and abort what is in flight. Harmless when done before."""
+        """Stop listening and abort what is in flight. May be called again."""
         for runner in self._runners:
             await runner.cleanup()
 
@@ -156,9 +154,9 @@ async def serve_app(
     counters: Counters,
     allowed_hosts: Iterable[str] = (),
 ) -> ServedGateway:
-    """Listen; port 0 picks a free one. Raises ConfigError when that is not possible.
+    """Listen on `host` and `port`; port 0 picks a free one. Raises ConfigError when that fails.
 
-    `handler_cancellation`: who hangs up must not keep the engine sampling for nobody.
+    `handler_cancellation` stops the engine when a client hangs up.
     """
     allow_many_connections()
     app_runner = web.AppRunner(app, handler_cancellation=True)

@@ -1,11 +1,11 @@
-"""One rollout's conversation with the model, from its first turn to its end: the one mutable noun of the gateway.
+"""One rollout's conversation with the model, from its first turn to its end.
 
 ::
 
     open ── place, answer ──▶ ending (requests in flight are aborted, their partial answers kept) ──▶ ended
 
-A turn is durable before its answer leaves; a session's end is never left half done, whoever hangs up meanwhile.
-Knows nothing of HTTP and keys.
+Invariants: the journal has a turn before its answer finishes, and an end that has begun always completes, even if its
+caller hangs up.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from areal_agent.types import Rewards, SamplingParams, SessionRecord, Status, Tr
 
 
 class SessionState(StrEnum):
-    """Where a session is in its life."""
+    """The stage of a session's life."""
 
     OPEN = "open"
     ENDING = "ending"
@@ -36,14 +36,14 @@ class SessionState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOptions:
-    """How a session wants to be served."""
+    """The options that a session chose at its start."""
 
     defaults: SamplingWishes = field(default_factory=SamplingWishes)
-    truncates: bool = False  # a context without room is an empty answer that ends by its length, not an error
+    truncates: bool = False  # with a full context, return an empty answer with finish reason `length`, not an error
 
 
 class Session:
-    """A session. Use it from one event loop."""
+    """One session. Use it from one event loop only."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Session:
     ) -> None:
         self.record = record
         self.state = SessionState.OPEN
-        self.trajectory: Trajectory | None = None  # once it has ended
+        self.trajectory: Trajectory | None = None  # set once it has ended
         self.deliveries = Deliveries()
         self._options = options
         self._services = services
@@ -72,12 +72,12 @@ class Session:
     # ------------------------------------------------------------------------------------------- exchanges
 
     async def place(self, request: Order, *, num_bytes: int = 0) -> Exchange:
-        """Find the place of each prompt of a request. Raises RequestError for what the agent did wrong."""
+        """Place each prompt of a request among the session's turns. Raises RequestError for the agent's mistakes."""
         self._require_open()
         if request.json_schema is not None and not self._services.has_grammar:
             raise RequestError(
-                "response_format asks for answers that follow a grammar, and the engine of this gateway has none; "
-                "leave it out, or use an engine that constrains its answers",
+                "response_format needs an engine that can constrain answers by a grammar, and this gateway's cannot; "
+                "leave it out, or use an engine that can",
                 param="response_format",
                 code="unsupported_parameter",
             )
@@ -101,15 +101,17 @@ class Session:
                 raise
 
     def begin(self, exchange: Exchange, outlet: Outlet | None = None) -> "asyncio.Task[Answer]":
-        """Sample and record, in a task of the session's: it outlives an agent that hangs up. Do not cancel it.
+        """Sample and record in a task that the session owns, so that it outlives an agent that hangs up.
 
-        When it is done, the journal has the turns. It raises EngineError when the engine failed, RequestError when the
-        session ended meanwhile.
+        Do not cancel the task. When it is done, the journal has the turns. It raises EngineError when the engine
+        failed, RequestError when the session ended meanwhile.
         """
         task = asyncio.create_task(self._answer(exchange, outlet))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to hear of it
+        task.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # marks an exception as seen: perhaps nobody awaits the task any more
         if outlet is not None:
             task.add_done_callback(lambda _: outlet.close())
         return task
@@ -135,7 +137,7 @@ class Session:
         return PendingTurn(plan, services=self._services, log=self._log, calls=self._calls, deliveries=self.deliveries)
 
     def _sampling(self, request: Order, prompt: Prompt) -> SamplingParams:
-        """What is asked for, cut to the room that the context has left (OpenAI refuses; agents ask for too much)."""
+        """Return the sampling parameters, cut to the room left in the context (OpenAI would refuse instead)."""
         return request.over(self._options.defaults).params(
             num_room=self._services.max_context_tokens - prompt.num_tokens,
             stop_token_ids=self._services.renderer.stop_token_ids,
@@ -145,7 +147,9 @@ class Session:
         )
 
     def _derived_seed(self, prompt: Prompt) -> int:
-        """Depends on the session's seed and the place of the turn alone, not on the order of concurrent calls."""
+        """Derive a seed from the session's seed and the turn's place only, so that the order of concurrent calls is
+        irrelevant.
+        """
         key = self.record.seed.to_bytes(8)
         return int.from_bytes(blake2b(prompt.identity, digest_size=8, key=key).digest()) & MAX_SEED
 
@@ -161,15 +165,15 @@ class Session:
     # --------------------------------------------------------------------------------- rewards and the end
 
     def reward(self, request: RewardRequest) -> None:
-        """Take a reward; said twice, the later one counts."""
+        """Take a reward. A later reward for the same thing replaces the earlier one."""
         self._require_open()
         self._rewards.take(request, self._log.completion_ids)
 
     async def end(self, request: EndRequest) -> Trajectory:
         """Close the session: abort what is in flight, then journal the trajectory.
 
-        A session said to be completed that never called the model, or never got a reward, ends as what it is.
-        Cancelling the call does not stop the end.
+        A `completed` session without a turn becomes `error`, one without a reward `missing_reward`. Cancelling this
+        call does not stop the end.
         """
         self._require_open()
         self.state = SessionState.ENDING
@@ -177,7 +181,7 @@ class Session:
         return await asyncio.shield(self._ending)
 
     async def ended(self) -> Trajectory:
-        """Wait for the end that somebody began."""
+        """Wait for an end that has begun."""
         assert self._ending is not None  # it is not open
         return await asyncio.shield(self._ending)
 
@@ -206,7 +210,7 @@ class Session:
         return trajectory
 
     async def _drain(self) -> None:
-        """End the engine requests in flight, and wait until their partial answers are in the journal and delivered."""
+        """Abort the engine requests in flight; wait until their partial answers are in the journal and delivered."""
         await self._calls.abort_all()
         await self._none_runs.wait()
         await self.deliveries.settle(self._services.abort_grace_s)
@@ -225,7 +229,7 @@ class Session:
     def _require_open(self) -> None:
         if self.state is not SessionState.OPEN:
             raise RequestError(
-                f"session {self.record.id!r} is {self.state}: it takes no calls any more; start a new one",
+                f"session {self.record.id!r} is {self.state}: it accepts no more calls; start a new one",
                 status=409,
                 code="session_ended",
             )

@@ -1,10 +1,7 @@
-"""All sessions of a gateway, by id and by the hash of their key. Ended ones are kept for a while, then forgotten.
+"""All sessions of a gateway: look-up, limits, and ending those that nobody ends.
 
-Which sessions are open and which of their calls are in flight: who may come in, and who has been silent for long.
-
-Pure accounting by session id; it knows no session, no HTTP, and ends nothing.
-
-How sessions end that nobody ends: those that fell silent, and those that a closing gateway still has.
+`Sessions` finds them by id and by the hash of their key; it keeps ended ones for a while. `Traffic` counts open
+sessions and calls in flight against the limits. `Closing` ends silent sessions, and open ones when the gateway drains.
 """
 
 import asyncio
@@ -24,13 +21,23 @@ from areal_agent.types import Status
 
 logger = logging.getLogger(__name__)
 
-
 NUM_ENDED_KEPT = 256
-"""Ended sessions that are kept, for late callers and exports: memory must not grow with the length of a run."""
+"""The number of ended sessions kept for late callers and exports, so that memory does not grow with a run's length."""
+
+DRAINING_RETRY_S = 30
+"""Seconds until a client that a draining gateway refused may ask again; another gateway may be there by then."""
+
+CALLS_RETRY_S = 1
+SESSIONS_RETRY_S = 5
+
+MAX_SWEEP_PERIOD_S = 30.0
+
+END_GRACE_S = 10.0
+"""Seconds that a draining gateway waits for sessions that are already ending."""
 
 
 class Sessions:
-    """Finds sessions. It does not end them."""
+    """Finds sessions by id and by key."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Session] = {}
@@ -42,10 +49,10 @@ class Sessions:
         return len(self._by_id) - len(self._ended)
 
     def require_free(self, session_id: str) -> None:
-        """Raises RequestError when there is a session of this id."""
+        """Raise RequestError when a session with this id exists."""
         if session_id in self._by_id:
             raise RequestError(
-                f"there is a session {session_id!r} already; choose another session_id, or none",
+                f"session {session_id!r} exists already; choose another session_id, or leave it out",
                 status=409,
                 param="session_id",
                 code="session_exists",
@@ -60,23 +67,24 @@ class Sessions:
         del self._by_key_hash[session.record.key_hash]
 
     def with_key(self, key_hash: str) -> Session | None:
-        """A dictionary of hashes tells nothing by its timing: nobody can choose the hash of a key that he guesses."""
+        """Look up a key's hash. The timing reveals nothing: nobody can choose the hash of a key that he guesses."""
         return self._by_key_hash.get(key_hash)
 
     def with_id(self, session_id: str) -> Session | None:
         return self._by_id.get(session_id)
 
     def is_open(self, session_id: str) -> bool:
-        """Whether it is here and has not ended."""
+        """Return whether the session is here and has not ended."""
         session = self._by_id.get(session_id)
         return session is not None and session.state is not SessionState.ENDED
 
     def ended(self, session_id: str) -> Session:
-        """A session that has ended; raises RequestError when there is none, or when it goes on."""
+        """Return an ended session; raises RequestError when it does not exist or has not ended."""
         session = self._by_id.get(session_id)
         if session is None:
             raise RequestError(
-                f"no session {session_id!r} here; it never was, or ended so long ago that only the ledger has it",
+                f"there is no session {session_id!r}; it never existed, or ended so long ago that "
+                "only the ledger has it",
                 status=404,
                 param="session_id",
                 code="session_not_found",
@@ -91,22 +99,15 @@ class Sessions:
         return session
 
     def retire(self, session: Session) -> None:
-        """Note that a session has ended, and forget the one that ended longest ago."""
+        """Note that a session has ended. Forgets the one that ended longest ago once there are too many."""
         self._ended.append(session)
         if len(self._ended) > NUM_ENDED_KEPT:
             self.remove(self._ended.popleft())
 
 
-DRAINING_RETRY_S = 30
-"""When a client that a draining gateway sent away may ask again: another gateway may stand there by then."""
-
-CALLS_RETRY_S = 1
-SESSIONS_RETRY_S = 5
-
-
 @dataclass(kw_only=True, slots=True)
 class _Use:
-    """One open session: its calls in flight, and when the last of them ended."""
+    """An open session's number of calls in flight and the time since when it has had none."""
 
     num_calls: int = 0
     silent_since_s: float
@@ -136,13 +137,13 @@ class Traffic:
         self.is_draining = False
 
     def enter(self, session_id: str) -> None:
-        """A session opens; raises RequestError when there are too many, or when the gateway is closing."""
+        """Count a new session; raises RequestError when there are too many or the gateway is draining."""
         if self.is_draining:
             raise _draining()
         if len(self._open) >= self._limits.max_sessions:
             raise RequestError(
-                f"{len(self._open)} sessions are open, which is all that this gateway takes at once; end one, wait, or "
-                "start it with a higher --max-sessions",
+                f"{len(self._open)} sessions are open, the limit of this gateway; end one, wait, or start it with a "
+                "higher --max-sessions",
                 status=429,
                 code="too_many_sessions",
                 retry_after_s=SESSIONS_RETRY_S,
@@ -151,24 +152,23 @@ class Traffic:
         self._no_session.clear()
 
     def leave(self, session_id: str) -> None:
-        """A session has ended. Harmless when it has left already."""
+        """Note that a session has ended. Does nothing if it was noted before."""
         self._open.pop(session_id, None)
         if not self._open:
             self._no_session.set()
 
     @contextlib.contextmanager
     def call(self, session_id: str, *, is_turn: bool = False) -> Generator[None]:
-        """A call of a session, from its arrival to its answer; raises RequestError when it may not come in.
+        """Count a session's call until it is answered; raises RequestError when it is refused.
 
-        While the gateway is draining, no new turn begins; rewards and ends are still heard.
+        A draining gateway refuses new turns, but accepts rewards and ends.
         """
         if is_turn and self.is_draining:
             raise _draining()
-        use = self._open.get(session_id) or _Use(silent_since_s=0.0)  # of an ended session: refused further in
+        use = self._open.get(session_id) or _Use(silent_since_s=0.0)  # the session has ended: it is refused later
         if use.num_calls >= self._limits.max_calls_per_session:
             raise RequestError(
-                f"{use.num_calls} calls of this session are in flight, which is all that it may have at once; "
-                "wait for one of them",
+                f"{use.num_calls} calls of this session are in flight, the limit for a session; wait for one of them",
                 status=429,
                 code="too_many_calls",
                 retry_after_s=CALLS_RETRY_S,
@@ -183,7 +183,7 @@ class Traffic:
         return list(self._open)
 
     def silent_for(self, duration_s: float) -> list[str]:
-        """The open sessions that have had no call in flight for so long."""
+        """Return the open sessions that have had no call in flight for `duration_s`."""
         before_s = self._now_s() - duration_s
         return [name for name, use in self._open.items() if use.num_calls == 0 and use.silent_since_s <= before_s]
 
@@ -210,21 +210,15 @@ class Traffic:
 
 def _draining() -> RequestError:
     return RequestError(
-        "this gateway is closing: it starts nothing new; ask another one, or later",
+        "this gateway is closing and starts nothing new; use another one, or retry later",
         status=503,
         code="draining",
         retry_after_s=DRAINING_RETRY_S,
     )
 
 
-MAX_SWEEP_PERIOD_S = 30.0
-
-END_GRACE_S = 10.0
-"""How long a draining gateway waits for sessions that are ending by themselves."""
-
-
 class Closing:
-    """Ends sessions, by the accounts of `traffic`. `find` gives the session of an id."""
+    """Ends sessions that `traffic` reports as open or silent. `find` returns the session with an id."""
 
     def __init__(self, traffic: Traffic, find: Callable[[str], Session | None], counters: Counters) -> None:
         self._traffic = traffic
@@ -232,9 +226,9 @@ class Closing:
         self._counters = counters
 
     async def sweep(self, timeout_s: float) -> None:
-        """The loop that ends sessions without a call for `timeout_s`, up to a quarter of that later; until cancelled.
+        """Run the loop that ends sessions without a call for `timeout_s`, up to a quarter of that later.
 
-        It waits for the clock alone. It unblocks whoever waits for those sessions: their groups, and new sessions.
+        It waits only for the clock, and unblocks those that wait for the sessions' ends: groups and new sessions.
         """
         while True:
             await asyncio.sleep(min(timeout_s / 4, MAX_SWEEP_PERIOD_S))
@@ -242,13 +236,13 @@ class Closing:
             self._counters.ended_by_timeout += await self._end(self._traffic.silent_for(timeout_s), Status.TIMEOUT, why)
 
     async def drain(self, timeout_s: float) -> int:
-        """Start nothing new, give calls in flight so long to finish, then end what is open. How many it had to end."""
+        """Refuse new turns and sessions, give calls in flight `timeout_s`, then end and count open sessions."""
         self._traffic.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._traffic.wait_until_quiet()
         num_ended = await self._end(self._traffic.open_sessions(), Status.CANCELLED, "the gateway closed")
-        with contextlib.suppress(TimeoutError):  # what is ending by itself
+        with contextlib.suppress(TimeoutError):  # for sessions that are already ending
             async with asyncio.timeout(END_GRACE_S):
                 await self._traffic.wait_until_empty()
         return num_ended
@@ -263,9 +257,9 @@ class Closing:
             return False
         try:
             await session.end(EndRequest.read({"status": status, "error": why}))
-        except RequestError:  # its owner was faster
+        except RequestError:  # its owner ended it first
             return False
-        except Exception:  # the boundary: the other sessions are to end all the same
+        except Exception:  # boundary: the other sessions must end all the same
             logger.exception("session %s could not be ended", session_id)
             self._traffic.leave(session_id)
             return False

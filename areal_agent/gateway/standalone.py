@@ -1,13 +1,12 @@
-"""A gateway that stands alone: before an engine that runs elsewhere, over a ledger of its own, for a trainer elsewhere.
+"""A stand-alone gateway: it has a ledger of its own, and its engine and trainer run elsewhere.
 
 ::
 
     agents ── HTTP ──▶ gateway ── HTTP ──▶ engine
     trainer ── lease ──▶  └──▶ ledger
 
-It builds and closes the parts; it knows no command line and no signal.
-
-Where the admin key of a gateway that stands alone comes from. It never says a key, only where it is.
+`open_standalone` builds and closes the parts. `AdminKey` finds or makes the admin key; messages say where a key is,
+never the key itself.
 """
 
 import asyncio
@@ -30,21 +29,24 @@ from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 
+VARIABLE = "AREAL_AGENT_ADMIN_KEY"
+FILE_NAME = "admin_key"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the parts are, and how the gateway is to be."""
+    """The settings of a stand-alone gateway."""
 
     engine_url: str
     tokenizer: Path
     history_thinking: HistoryThinking
-    tool_format: ToolFormat | None  # None: as the chat template writes them
+    tool_format: ToolFormat | None  # None: as in the chat template
     reasoning_format: ReasoningFormat | None
     ledger: Path  # the file
     host: str
     port: int
     admin_key: str
-    model_name: str | None  # None: as the engine's model folder is called
+    model_name: str | None  # None: the name of the engine's model folder
     bound: Bound | None
     group_wait_s: float
     limits: Limits
@@ -53,11 +55,11 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standalone:
-    """A gateway that listens. `num_orphans` sessions were left open by the process before."""
+    """A gateway that listens. `num_orphans` sessions were left open by the process before it."""
 
     gateway: Gateway
     base_url: str
-    backend: Backend  # of the engine, as it says itself
+    backend: Backend  # of the engine, as the engine reports it
     model_name: str
     num_orphans: int
     num_waiting: int
@@ -65,7 +67,7 @@ class Standalone:
 
 @asynccontextmanager
 async def open_standalone(place: Place) -> AsyncGenerator[Standalone]:
-    """Connect, open the ledger, listen; closed on leaving. Raises ConfigError for whatever stands in the way."""
+    """Connect to the engine, open the ledger and listen; close all on exit. Raises ConfigError if any fails."""
     async with AsyncExitStack() as stack:
         renderer = await asyncio.to_thread(
             Renderer.load,
@@ -115,29 +117,25 @@ async def open_standalone(place: Place) -> AsyncGenerator[Standalone]:
         )
 
 
-VARIABLE = "AREAL_AGENT_ADMIN_KEY"
-FILE_NAME = "admin_key"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdminKey:
-    """A key, and where a person finds it."""
+    """An admin key and where to find it."""
 
     key: str = field(repr=False)
     source: str
-    file: Path | None = None  # that holds it
-    is_new: bool = False  # the file is yet to be written: `keep`
+    file: Path | None = None  # the file that holds it
+    is_new: bool = False  # `keep` has yet to write the file
 
     @classmethod
     def obtain(
         cls, *, given: str | None, file: Path | None, environment: Mapping[str, str], host: str, folder: Path
     ) -> Self:
-        """The key from the command line, a file or the environment; else its own, in `folder` or to be kept there.
+        """Take the key from the command line, a file, the environment or `folder`; else make one to keep there.
 
-        A gateway that is reached from other machines makes none: its key has to be chosen. Raises ConfigError.
+        A gateway that other machines can reach needs a key chosen by its owner. Raises ConfigError.
         """
         if given is not None and file is not None:
-            raise ConfigError("--admin-key and --admin-key-file both name a key; give one of them")
+            raise ConfigError("--admin-key and --admin-key-file both give a key; use one of them")
         if given is not None:
             return cls(key=_checked(given, "--admin-key"), source="as given on the command line")
         if file is not None:
@@ -146,7 +144,7 @@ class AdminKey:
             return cls(key=_checked(environment[VARIABLE], VARIABLE), source=f"in the environment, as {VARIABLE}")
         if host not in LOOPBACK_NAMES:
             raise ConfigError(
-                f"--host {host} lets other machines in, and there is no admin key: give --admin-key-file or set "
+                f"--host {host} lets other machines connect, and there is no admin key: give --admin-key-file or set "
                 f"{VARIABLE}, or listen on 127.0.0.1"
             )
         own, source = folder / FILE_NAME, f"in {folder / FILE_NAME} (mode 0600)"
@@ -155,7 +153,7 @@ class AdminKey:
         return cls(key=new_key(), source=source, file=own, is_new=True)
 
     def keep(self) -> None:
-        """Write a key that was made into its file, for its owner alone; once the gateway serves. Raises ConfigError."""
+        """Write a newly made key to its file with mode 0600. Call it once the gateway serves. Raises ConfigError."""
         if self.file is None or not self.is_new:
             return
         try:
@@ -165,18 +163,18 @@ class AdminKey:
 
 
 def find_admin_key(file: str | Path | None, environment: Mapping[str, str]) -> str:
-    """The key of a gateway elsewhere, for a trainer: from a file, else from the environment. Raises ConfigError."""
+    """Return the key of a gateway elsewhere, from a file or else the environment. Raises ConfigError."""
     if file is not None:
         if not Path(file).exists():
             raise ConfigError(
                 f"rollout.gateway_admin_key_file: there is no {file}; start the gateway first, from this folder, or "
-                "name the file that it named when it started"
+                "give the file that it printed when it started"
             )
         return _read(Path(file))
     if VARIABLE not in environment:
         raise ConfigError(
             f"the gateway's admin key is missing; set {VARIABLE}, or rollout.gateway_admin_key_file to the file that "
-            "the gateway named when it started"
+            "the gateway printed when it started"
         )
     return _checked(environment[VARIABLE], VARIABLE)
 
@@ -191,7 +189,7 @@ def _read(path: Path) -> str:
 
 
 def _checked(key: str, where: str) -> str:
-    """A key has to pass through an HTTP header."""
+    """Check that a key can be sent in an HTTP header."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{where} holds no usable key: a key is one word of printable ASCII characters")
     return key

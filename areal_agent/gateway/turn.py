@@ -1,22 +1,8 @@
-"""One turn in the making: its prompt is placed; it is sampled, read and recorded.
+"""One turn from its place in the session to its record: it is sampled, read, and appended to the journal.
 
-What an answer gains leaves through the outlet as it is sampled. Who asked may hang up meanwhile: then the engine stops,
-and what was sampled is recorded as aborted.
-
-A turn for which the context has no room, in a session that asked for a clean stop instead of an error.
-
-The agent gets an empty answer with finish reason `length`, as if the model had been cut off at once: a loop that stops
-at `length` stops here. Nothing was sampled, so no turn is recorded, and there is no completion to reward.
-
-One request of an agent from its place in the session to its answer: one turn, or one for each of its prompts.
-
-A recorded turn as an open session holds it: its numbers in arrays, an eighth of the memory. It loses nothing.
-
-What all sessions of a gateway share.
-
-The turns of one session: where a request belongs among them, and that each is durable before anyone hears of it.
-
-Placing and recording are serialised; what lies between, the sampling, is not.
+An `Exchange` is one request of an agent: one turn, or one for each of its prompts. A `TurnLog` holds the turns of a
+session; placing and recording take its lock, sampling does not. An answer streams through the outlet while it is
+sampled. When the agent hangs up, the engine stops and what was sampled is recorded as aborted.
 """
 
 import asyncio
@@ -40,37 +26,30 @@ from areal_agent.tokens.prompt import packed
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, SamplingParams, TokenChunk, Turn
 
+ABORT_GRACE_S = 5.0
+"""Seconds that an engine may take to answer an abort before its request is given up."""
 
-class TruncatedTurn:
-    """Answers at once."""
-
-    def __init__(self, *, prompt_ids: Sequence[int], completion_ids: tuple[str, ...], first_index: int) -> None:
-        self.prompt_ids = prompt_ids
-        self._completion_ids = completion_ids
-        self._first_index = first_index
-
-    async def run(self, outlet: Outlet | None) -> TurnAnswer:
-        choices = tuple(_empty_choice(self._first_index + i, name) for i, name in enumerate(self._completion_ids))
-        return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=0)
-
-    def hang_up(self) -> None:
-        """There is nothing to stop."""
+LONG_REQUEST_BYTES = 100_000
+"""A request of this size or more is placed in a thread, so that it does not block the event loop."""
 
 
-def _empty_choice(index: int, completion_id: str) -> Choice:
-    completion = Completion(
-        id=completion_id,
-        token_ids=(),
-        logprobs=(),
-        versions=(),
-        finish_reason=FinishReason.LENGTH,
-        distribution=Distribution.EXACT,
-    )
-    return Choice(index=index, completion=completion, text="", parsed=ParsedAnswer(content=""))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Services:
+    """The objects and limits that all sessions of a gateway share."""
+
+    sampler: Sampler
+    renderer: Renderer
+    journal: Journal
+    counters: Counters
+    max_context_tokens: int
+    vocab_size: int  # of the model; its tokenizer may know fewer ids
+    has_grammar: bool = False  # the engine can constrain answers to a JSON schema
+    abort_grace_s: float = ABORT_GRACE_S
+    numbers: Random = field(default_factory=Random)  # makes ids; not affected by `random.seed`
 
 
 class RunnableTurn(Protocol):
-    """A turn that has its place."""
+    """A turn that has been placed and can be run."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
@@ -81,7 +60,7 @@ class RunnableTurn(Protocol):
 
 
 class Exchange:
-    """A request whose turns have their place; nothing is sampled yet."""
+    """A request whose turns have been placed but not yet sampled."""
 
     def __init__(
         self, *, answer_id: str, model: str, created_s: float, order: Order, turns: Sequence[RunnableTurn]
@@ -102,13 +81,13 @@ class Exchange:
         return self._turns[0].prompt_ids
 
     async def run(self, outlet: Outlet | None = None) -> Answer:
-        """Sample all turns at once; when one fails the others are ended. What is gained leaves through the outlet."""
+        """Sample all turns concurrently and stream through `outlet`. When one fails, the others are ended."""
         if len(self._turns) == 1:
             return Answer(turns=(await self._turns[0].run(outlet),))
         tasks = [asyncio.create_task(turn.run(outlet)) for turn in self._turns]
         ended, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if running:
-            self.hang_up()  # not cancelled: what they have is recorded
+            self.hang_up()  # not cancelled, so that what they have is recorded
             await asyncio.wait(running)
         failures = [error for task in (*ended, *running) if (error := task.exception()) is not None]
         if failures:
@@ -116,14 +95,14 @@ class Exchange:
         return Answer(turns=[task.result() for task in tasks])
 
     def hang_up(self) -> None:
-        """Nobody waits for the answer any more: what is sampled until now is recorded as aborted."""
+        """Stop sampling, since nobody waits for the answer: what has been sampled is recorded as aborted."""
         for turn in self._turns:
             turn.hang_up()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Numbers:
-    """What one completion has for each token."""
+    """The per-token numbers of one completion."""
 
     token_ids: "array[int]"
     logprobs: "array[float]"
@@ -131,7 +110,9 @@ class _Numbers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedTurn:
-    """`turn` and its completions are without their numbers.
+    """A recorded turn with its numbers in arrays: an eighth of the memory, without loss.
+
+    `turn` and its completions are kept without their numbers.
 
     >>> PackedTurn.of(turn, new_prompt_ids, sampled).unpacked() == turn    # doctest: +SKIP
     True
@@ -139,11 +120,11 @@ class PackedTurn:
 
     turn: Turn
     new_prompt_ids: "array[int]"
-    numbers: tuple[_Numbers, ...]  # by completion
+    numbers: tuple[_Numbers, ...]  # one for each completion
 
     @classmethod
     def of(cls, turn: Turn, new_prompt_ids: "array[int]", sampled: Sequence["array[int]"]) -> Self:
-        """`new_prompt_ids` and `sampled`, a completion each, are the turn's, packed: they are shared, not copied."""
+        """Pack a turn. `new_prompt_ids` and `sampled` (one per completion) are its ids as arrays; they are shared."""
         bare = tuple(replace(one, token_ids=(), logprobs=()) for one in turn.completions)
         return cls(
             turn=replace(turn, new_prompt_ids=(), completions=bare),
@@ -162,31 +143,8 @@ class PackedTurn:
         return replace(self.turn, new_prompt_ids=tuple(self.new_prompt_ids), completions=completions)
 
 
-ABORT_GRACE_S = 5.0
-"""How long an engine may take to answer an abort before its request is given up."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Services:
-    """The parts around the sessions, and what the engine can do."""
-
-    sampler: Sampler
-    renderer: Renderer
-    journal: Journal
-    counters: Counters
-    max_context_tokens: int
-    vocab_size: int  # of the model: its tokenizer may know fewer ids
-    has_grammar: bool = False  # the engine can hold answers to a JSON schema
-    abort_grace_s: float = ABORT_GRACE_S
-    numbers: Random = field(default_factory=Random)  # for ids; whoever seeds Python's own does not repeat them
-
-
-LONG_REQUEST_BYTES = 100_000
-"""From here on, placing a request leaves the event loop for a thread."""
-
-
 class TurnLog:
-    """All turns of a session, on their way into the journal and in it."""
+    """The turns of one session."""
 
     def __init__(self, session_id: str, services: Services) -> None:
         self._turns: list[PackedTurn] = []
@@ -194,18 +152,18 @@ class TurnLog:
         self._session_id = session_id
         self._services = services
         self._forest = Forest(services.renderer)
-        self._lock = asyncio.Lock()  # of the forest
+        self._lock = asyncio.Lock()  # guards the forest
 
     @property
     def num_turns(self) -> int:
         return len(self._turns)
 
     def turns(self) -> tuple[Turn, ...]:
-        """All that are in the journal."""
+        """Return all turns that are in the journal."""
         return tuple(packed.unpacked() for packed in self._turns)
 
     async def place(self, question: Question, *, num_bytes: int) -> Prompt:
-        """Where it belongs. `num_bytes`: the size of the request, roughly."""
+        """Place a prompt among the turns. `num_bytes` is the rough size of the request."""
         async with self._lock:
             if num_bytes < LONG_REQUEST_BYTES:
                 return question.place(self._forest, self._services.renderer)
@@ -219,9 +177,9 @@ class TurnLog:
         choices: Sequence[Choice],
         started_s: float,
     ) -> None:
-        """Make a turn part of the session and of the journal; an aborted one has no choices to continue.
+        """Add a turn to the session's forest and to the journal. An aborted turn has no choices to continue.
 
-        Not to be cancelled: the turn would be in the one and not in the other.
+        Do not cancel this: the turn could then be in the forest but not in the journal.
         """
         sampled = [packed(completion.token_ids) for completion in completions]
         replies = [choice.reply(token_ids) for choice, token_ids in zip(choices, sampled, strict=False)]
@@ -245,7 +203,7 @@ class TurnLog:
         self.completion_ids.update(completion.id for completion in completions)
 
     async def close(self) -> None:
-        """Prove every conversation once more by rendering it whole, then forget them: nothing continues them."""
+        """Audit every conversation by rendering it whole once more, then forget them: nothing will continue them."""
         async with self._lock:
             self._services.counters.history_mismatches += await asyncio.to_thread(self._forest.audit)
             self._forest = Forest(self._services.renderer)
@@ -260,7 +218,7 @@ class TurnLog:
 
 
 def _turn_id(completion_id: str) -> str:
-    """A turn is known by its first completion: another random number would cost a system call.
+    """Derive a turn's id from its first completion's: another random number would cost a system call.
 
     >>> _turn_id("chatcmpl-7f"), _turn_id("chatcmpl-7f-2")
     ('turn-7f', 'turn-7f-2')
@@ -270,7 +228,7 @@ def _turn_id(completion_id: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnPlan:
-    """What is known of a turn before it is sampled."""
+    """A placed turn's prompt, and how to sample it and read its answers."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -278,11 +236,11 @@ class TurnPlan:
     reading: Reading
     is_single_call: bool
     completion_ids: tuple[str, ...]
-    first_index: int  # the place of its first answer among all of the request
+    first_index: int  # the index of its first answer among all answers of the request
 
 
 class PendingTurn:
-    """A turn between its plan and its record."""
+    """A turn that has been planned and not yet recorded."""
 
     def __init__(
         self, plan: TurnPlan, *, services: Services, log: TurnLog, calls: EngineCalls, deliveries: Deliveries
@@ -295,16 +253,16 @@ class PendingTurn:
         self._outlet: Outlet | None = None
         self._is_hung_up = False
         self._drafts: list[Draft] = []
-        self._streamed: dict[int, ParsedAnswer] = {}  # by choice: what a finished draft says
+        self._streamed: dict[int, ParsedAnswer] = {}  # by choice index: the parsed answer of a finished draft
         self.prompt_ids = plan.prompt.path()
         self._requests = requests_for(
             self.prompt_ids, plan.sampling, plan.completion_ids, plan.order.num_top_logprobs or 0
         )
 
     async def run(self, outlet: Outlet | None) -> TurnAnswer:
-        """Sample, read, record. When this returns, the journal has the turn.
+        """Sample, read and record the turn. When this returns, the journal has it.
 
-        Raises EngineError when the engine failed; when it was told to abort, what it had is recorded all the same.
+        Raises EngineError when the engine failed or was told to abort; partial answers are recorded even then.
         """
         started_s = time.time()
         results = [] if self._is_hung_up else await self._sample(outlet)
@@ -318,7 +276,7 @@ class PendingTurn:
         return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=results[0].cached_tokens)
 
     def hang_up(self) -> None:
-        """Nobody waits for the answers any more."""
+        """Stop sampling, since nobody waits for the answers."""
         self._is_hung_up = True
         for request in self._requests:
             self._calls.abort_soon(request.request_id)
@@ -340,7 +298,7 @@ class PendingTurn:
         return [draft.kept(result) for draft, result in zip(self._drafts, results, strict=True)]
 
     def _draft(self) -> Draft:
-        """An answer that is not streamed is read when it is whole, unless its first call ends it."""
+        """Make a draft. Unless the answer streams or ends with its first call, it is parsed only when it is whole."""
         plan = self._plan
         is_read = self._outlet is not None or plan.is_single_call
         return Draft(
@@ -412,7 +370,7 @@ class PendingTurn:
         )
 
     async def _record_aborted(self, results: Sequence[GenerateResult], started_s: float) -> None:
-        """The agent gets none of these answers, so none is to be trained or continued."""
+        """Record partial answers as aborted: the agent got none of them, so none may be trained on or continued."""
         aborted = [
             self._completion(index, replace(result, finish_reason=FinishReason.ABORT))
             for index, result in enumerate(results)
@@ -420,3 +378,35 @@ class PendingTurn:
         ]
         if aborted:
             await self._log.record(self._plan.prompt, self._plan.sampling, aborted, (), started_s)
+
+
+class TruncatedTurn:
+    """A turn whose prompt fills the context, in a session that wants a clean stop instead of an error.
+
+    The agent gets an empty answer with finish reason `length`, as if the model had been cut off at once, so its loop
+    stops. Nothing was sampled, so no turn is recorded and no completion can be rewarded.
+    """
+
+    def __init__(self, *, prompt_ids: Sequence[int], completion_ids: tuple[str, ...], first_index: int) -> None:
+        self.prompt_ids = prompt_ids
+        self._completion_ids = completion_ids
+        self._first_index = first_index
+
+    async def run(self, outlet: Outlet | None) -> TurnAnswer:
+        choices = tuple(_empty_choice(self._first_index + i, name) for i, name in enumerate(self._completion_ids))
+        return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=0)
+
+    def hang_up(self) -> None:
+        """Do nothing: nothing is running."""
+
+
+def _empty_choice(index: int, completion_id: str) -> Choice:
+    completion = Completion(
+        id=completion_id,
+        token_ids=(),
+        logprobs=(),
+        versions=(),
+        finish_reason=FinishReason.LENGTH,
+        distribution=Distribution.EXACT,
+    )
+    return Choice(index=index, completion=completion, text="", parsed=ParsedAnswer(content=""))

@@ -1,4 +1,4 @@
-"""A served gateway before a scripted engine and a journal in memory, and the clients that talk to it."""
+"""Fixtures: a served gateway with a scripted engine and an in-memory journal, and clients for it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

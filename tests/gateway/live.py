@@ -1,4 +1,4 @@
-"""A gateway on a thread of its own, for clients that are not asynchronous. Not a test."""
+"""A helper, not a test: a gateway on a thread of its own, for synchronous clients."""
 
 import asyncio
 import contextlib

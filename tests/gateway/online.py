@@ -1,4 +1,4 @@
-"""A gateway that stands alone over its real ledger, and what a trainer says to it; for the tests of this folder."""
+"""Helpers: a stand-alone gateway with its real ledger, and a trainer's calls to it."""
 
 from dataclasses import dataclass
 from pathlib import Path

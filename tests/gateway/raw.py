@@ -1,4 +1,4 @@
-"""Clients that speak to a socket, not HTTP; and what an answer on it says. Not a test."""
+"""Helpers, not tests: clients that write to a socket directly, and parsing of the answers."""
 
 import asyncio
 import contextlib

@@ -1,14 +1,14 @@
-"""What a request may ask of an answer that is not streamed:
+"""Answers that are not streamed:
 
 - every sampling parameter reaches the engine, and each but temperature makes the recorded probability `altered`
-- a stop text ends the answer: text, tokens, log-probabilities and spans are cut, whatever the engine sampled beyond
-- forced calls: the prompt begins the call, the answer ends it; text that ends none is text, and counted
-- without parallel calls an answer ends with its first whole one, as with a named tool, which alone may be called
+- a stop text cuts the text, tokens, log-probabilities and spans, whatever the engine sampled beyond it
+- a forced call begins in the prompt and ends the answer; if it is never completed, it is text and counted
+- without parallel calls an answer ends with its first complete call; so it does with a named tool, the only one allowed
 - `auto` without tools calls nothing
-- reasoning comes apart from the content, and is counted; ids and log-probabilities come on request, and are those of
-  the record; bytes are exact
-- JSON by a grammar where the engine has one, else a 400
-- a context without room is an empty answer where the session asks for that; an engine may say nothing at all
+- reasoning is separate from the content, and counted; ids and log-probabilities come on request and equal the
+  record's; bytes are exact
+- JSON by a grammar if the engine has one, else a 400
+- a full context gives an empty answer if the session asks for that; an engine may sample nothing at all
 """
 
 import asyncio
@@ -206,7 +206,7 @@ async def test_a_grammar_where_the_engine_has_one(open_world: OpenWorld) -> None
 
 async def test_without_a_grammar_json_is_refused(open_world: OpenWorld) -> None:
     world = await open_world()
-    with pytest.raises(openai.BadRequestError, match="has none") as caught:
+    with pytest.raises(openai.BadRequestError, match="constrain answers by a grammar") as caught:
         await (await world.start()).ask(response_format={"type": "json_object"})
     assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")
 

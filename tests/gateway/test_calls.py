@@ -1,8 +1,8 @@
-"""Requests that are ended while an engine hangs.
+"""Requests that are aborted while the engine hangs:
 
-- they give nothing, and the task that waits for them goes on, uncancelled: also when they are ended twice, when several
-  were made together, and when the engine answers its cancellation with a result or an error
-- a caller that is cancelled meanwhile is cancelled
+- they return nothing, and the waiting task goes on without being cancelled: also when they are aborted twice, when
+  several were made together, and when the engine answers its cancellation with a result or an error
+- a caller that is cancelled meanwhile stays cancelled
 """
 
 import asyncio

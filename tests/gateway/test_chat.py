@@ -2,14 +2,14 @@
 
 - an answer has its text, finish reason, usage and an id of its own
 - tool calls reach the agent, their result reaches the model, and the sampled tokens are reused verbatim
-- a call without arguments may come back with an empty text in their place
+- a call without arguments may come back with an empty text as its arguments
 - a malformed call is text and counted; with `tool_choice: none` a call is text
-- `n` answers are sampled with seeds of their own and rewarded by their own ids
+- `n` answers are sampled with different seeds and rewarded by their own ids
 - sampling parameters reach the engine: the request's, else the session's, else the defaults
-- max_tokens is cut to the room in the context; a context without room is OpenAI's error
-- text parts are joined, a developer is a system, both paths and the default model are served
-- without a seed the same place in a session of the same seed gets the same one, a repetition another
-- what the journal has: prompt, ids, log-probabilities, version spans, messages, distribution
+- max_tokens is reduced to the room in the context; a full context is OpenAI's error
+- text parts are joined, `developer` becomes `system`, both paths and the default model work
+- without a seed, the same place in a session with the same seed gets the same one; a repetition gets another
+- the journal has the prompt, ids, log-probabilities, version spans, messages and distribution
 - partial UTF-8 and special tokens in an answer are no error
 """
 

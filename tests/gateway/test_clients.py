@@ -1,11 +1,11 @@
-"""The official clients before the gateway, with the real ledger behind it and a scripted or the embedded engine:
+"""The official clients with a gateway, the real ledger, and a scripted or the embedded engine:
 
-- chats at once and streamed, several answers, tools, stop texts, raw responses and plain completions, by the
-  asynchronous and the synchronous client: each turn continues what it repeats, every exact token that was sampled is
-  trained once, and `ledger verify` finds nothing wrong
-- both engines: what is streamed is what is recorded
-- `parse`: a class as the form of an answer gives an object of it, which may be echoed as it is
-- prompt tokens that the embedded engine had in its cache are told, at once and streamed
+- chats whole and streamed, several answers, tools, stop texts, raw responses and plain completions, by the asynchronous
+  and the synchronous client: each turn continues what it repeats, every exact sampled token is trained once, and
+  `ledger verify` finds no error
+- both engines: the stream equals the record
+- `parse`: a class as the response format gives an object of it, which may be echoed unchanged
+- prompt tokens that the embedded engine had in its cache are reported, whole and streamed
 """
 
 import asyncio

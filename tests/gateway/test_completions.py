@@ -1,9 +1,9 @@
 """`/v1/completions`, by the official client:
 
 - a prompt as text or as ids is a turn; its answer is plain text, whatever it looks like
-- several prompts are turns of their own, their answers in the order of the prompts
-- a prompt that begins with a recorded one and its answer continues it, as text and as ids
-- stop texts, echo, log-probabilities, ids and streams; what is not supported is a 400 that names it
+- several prompts are several turns, answered in the order of the prompts
+- a prompt that begins with a recorded prompt and its answer continues it, as text and as ids
+- stop texts, echo, log-probabilities, ids and streams work; an unsupported parameter is a 400 that names it
 """
 
 import asyncio

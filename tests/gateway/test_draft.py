@@ -1,10 +1,10 @@
 """An answer while it is sampled:
 
-- a stop text cuts the tokens behind the one that completes it, and the text before its beginning
-- text of a token that may be the end waits for the next one; the end token itself says nothing
-- an answer of a single call ends with its first call
-- gains, put together, are the answer: its text, its ids, its rows, wherever chunks are cut (property)
-- what the engine has not streamed is taken from its result; a result that lost tokens stays an abort
+- a stop text removes the tokens after the one that completes it, and the text from its beginning
+- the text of a token that may be the end waits for the next token; the end token has no text
+- an answer with a single call ends with its first call
+- the gains add up to the answer's text, ids and rows, wherever chunks are cut (property)
+- what the engine did not stream is taken from its result; a result that lost tokens stays an abort
 """
 
 from itertools import pairwise

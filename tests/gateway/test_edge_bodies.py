@@ -1,13 +1,13 @@
-"""Keys and bodies that are not what they should be:
+"""Invalid keys and bodies:
 
-- a key may come as bearer, `api-key` or `x-api-key`
-- no answer and no log line has a key in it, wherever the caller wrote it
-- a body over the limit is refused without being read, whether its length was said or not
-- a compressed body is refused; what Content-Type says does not matter
-- a key that comes twice: refused where rollouts are controlled, the last one counts in an agent's call
-- what is nested too deeply for the journal is refused
-- a body that breaks off, and chunks that are none, are errors of the client
-- what has no path or method is an error object too, with `Allow` where a method would do
+- a key may be sent as bearer, `api-key` or `x-api-key`
+- no answer and no log line contains a key, wherever the caller wrote it
+- a body over the limit is refused unread, whether its length was announced or not
+- a compressed body is refused; the Content-Type does not matter
+- a repeated key is refused in control calls; in an agent's call the last one counts
+- a body nested too deeply for the journal is refused
+- an incomplete body and malformed chunks are the client's errors
+- an unknown path or method gets an error object, too, with `Allow` for a wrong method
 """
 
 import gzip

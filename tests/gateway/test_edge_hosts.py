@@ -1,7 +1,7 @@
-"""By which name a gateway may be called, and by whose web pages:
+"""The names by which a gateway may be called, and the web pages that may call it:
 
-- by the loopback names, by the address that it listens on, and by the names that it was given; by no other (403)
-- a request has one Host (400)
+- loopback names, the address it listens on and configured names are allowed; others get 403
+- a request has exactly one Host (400)
 - a page of another origin is refused, whatever its key (403); one of the gateway's own origin is not
 - no answer allows other origins to read it
 """

@@ -1,11 +1,11 @@
-"""How much at once, how long silent, and how a gateway closes:
+"""Limits on sessions and calls, timeouts, and draining:
 
-- one session too many is told to come again (429, Retry-After); when one ends, there is room
-- one call of a session too many is told the same, and other sessions are not touched by it
+- one session too many gets 429 with Retry-After; when one ends, there is room
+- one call too many of a session gets the same, and other sessions are not affected
 - a session without a call for the limit ends as `timeout`; one with a call in flight is not silent
-- a session that cannot be ended does not keep the others from their end
-- draining: nothing new begins (503, Retry-After), calls in flight are answered, rewards and ends are heard, and then
-  open sessions end as `cancelled`; calls that take too long are aborted; a broken journal does not hold it up
+- a session that cannot be ended does not keep the others from ending
+- draining: nothing new begins (503, Retry-After), calls in flight are answered, rewards and ends are accepted, then
+  open sessions end as `cancelled`; calls that take too long are aborted; a broken journal does not block it
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Many sessions at once: each with a call in flight at the same moment, and none of them fails.
+"""Many sessions at once, each with a call in flight at the same moment; none of them fails.
 
 500 in every run, 2,000 in the slow ones.
 """

@@ -1,10 +1,10 @@
 """`GET /metrics`:
 
-- it is Prometheus' text, and its counters are those of the gateway
-- turns are in the latency histogram, failed ones included
+- it is in Prometheus' text format, and its counters equal the gateway's
+- turns are in the latency histogram, including failed ones
 - bytes are counted in both directions
 - no label names a session
-- this machine needs no key, another one the admin's
+- this machine needs no key, another one needs the admin key
 """
 
 import socket

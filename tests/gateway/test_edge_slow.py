@@ -1,9 +1,9 @@
-"""Clients that are slow, or do not speak HTTP:
+"""Clients that are slow or do not speak HTTP:
 
 - half a head, and a connection without a request, are closed after the idle limit
 - half a body is answered with 408 after its limit, with a length and without
-- what is not HTTP gets 400 and an error object, and the log has nothing to say of it
-- a client that takes nothing of its answers is hung up on, and one that hangs up is no error for the log
+- input that is not HTTP gets 400 and an error object, and is not logged
+- a client that reads nothing of its answers is disconnected; one that hangs up is no error in the log
 """
 
 import asyncio

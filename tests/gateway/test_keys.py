@@ -1,8 +1,8 @@
-"""Who may do what:
+"""Which key may make which call:
 
-- no key, or a wrong one: 401; the key of a session where the admin's is asked, or the other way round: 403
-- what takes the admin key says so, and where that is
-- a session's key reaches its own session and nothing else
+- a missing or wrong key gets 401; a session's key in place of the admin key, or the reverse, gets 403
+- an error about the admin key says where that key is
+- a session's key gives access to its own session only
 - health needs no key
 """
 
@@ -26,7 +26,7 @@ async def test_without_a_valid_key(open_world: OpenWorld, path: str, key: str | 
 async def test_a_wrong_admin_key_is_told_where_the_right_one_is(open_world: OpenWorld, path: str) -> None:
     world = await open_world()
     message = (await world.call(path, {}, key="sk-wrong"))[1]["error"]["message"]
-    assert "takes the admin key of the gateway" in message and "in the file admin_key" in message
+    assert "needs the gateway's admin key" in message and "in the file admin_key" in message
 
 
 @pytest.mark.parametrize("path", SESSION_PATHS)

@@ -1,7 +1,7 @@
-"""A gateway process that is killed again and again under the load of agents at once, and restarted on its ledger.
+"""A gateway process that is killed again and again under load and restarted on its ledger.
 
-1. no answered turn is lost, whenever the kill falls: it is in the ledger with the tokens that its agent was told, an
-acknowledged end is an end, what was open ends as an orphan, and `verify` finds nothing wrong; 2. the same of a worker's
+1. No answered turn is lost, whenever the kill falls: it is in the ledger with the tokens that its agent got, an
+acknowledged end is an end, open sessions end as orphans, and `verify` finds no error. 2. The same holds for a worker's
 shard, whose coordinator lives on, reads meanwhile and ends its orphans. Ten kills of each kind by default; 200 in the
 slow suite.
 """

@@ -1,9 +1,9 @@
-"""Sets of tools are checked once.
+"""Sets of tools are checked once and cached:
 
-- the same JSON gives the same set, whoever sends it; JSON that differs in a byte gives one of its own
-- 1, 1.0 and true are told apart, as are the orders of keys
-- what is wrong is refused every time, however deep it is
-- a long set is not kept
+- the same JSON gives the same set, whoever sends it; JSON that differs in a byte gives another one
+- 1, 1.0 and true are different, as are different orders of keys
+- an invalid set is refused every time, however deep the error is
+- a long set is not cached
 """
 
 from typing import Any

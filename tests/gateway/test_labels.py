@@ -1,7 +1,7 @@
 """Which version labels are a trainer's own.
 
-1. a label of one of its incarnations counts by its step, also of one that a crash has undone; 2. any other is older
-than every bound; 3. where it names none, all are its own; 4. an incarnation is named once.
+1. A label of one of its incarnations counts by its step, even if a crash undid the step. 2. Any other is older than
+every bound. 3. If the trainer names no incarnation, all labels are its own. 4. An incarnation is stored once.
 """
 
 from areal_agent.gateway.online.groups import FOREIGN, Labels

@@ -1,11 +1,11 @@
-"""What happens when things go wrong, or end:
+"""Failures and ends:
 
-- a turn is in the journal before its answer leaves
-- an agent that hangs up ends its engine request, and what that gave is kept; a turn that is being written stays
+- a turn is in the journal before its answer is sent
+- an agent that hangs up ends its engine request, and its partial answer is kept; a turn that is being written stays
 - the end of a session aborts what is in flight and keeps its partial answer, masked from training
-- an engine that does not answer an abort does not hold up the end; an engine that aborts by itself is an engine error
-- a journal that fails to open a session leaves none behind
-- failures of engine, journal and route, and bodies that are no JSON object, nested or too large: error objects
+- an engine that does not answer an abort does not block the end; an engine that aborts by itself is an engine error
+- a session that the journal fails to open does not remain
+- failures of engine, journal and route, and bodies that are not JSON objects, nested or too large, are error objects
 - a port in use is named; closing twice is harmless; a tokenizer of another model is refused
 """
 
@@ -179,7 +179,7 @@ async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> Non
     trajectory = await session.end(EndRequest.read({"status": "timeout"}))
     assert trajectory.turns == ()
     assert ended == [session]
-    with pytest.raises(RequestError, match="takes no calls any more"):
+    with pytest.raises(RequestError, match="accepts no more calls"):
         await call
 
 
@@ -231,7 +231,7 @@ async def test_bodies_that_cannot_be_read(open_world: OpenWorld, body: bytes, st
 
 @pytest.mark.parametrize(
     ("path", "status", "remedy"),
-    [("/v1/responses", 404, "GET /openapi.json lists every path"), ("/v1/chat/completions", 405, "takes POST")],
+    [("/v1/responses", 404, "GET /openapi.json lists every path"), ("/v1/chat/completions", 405, "only accepts POST")],
 )
 async def test_unknown_routes_are_error_objects(open_world: OpenWorld, path: str, status: int, remedy: str) -> None:
     world = await open_world()
@@ -271,7 +271,7 @@ async def test_closing_twice_is_harmless(open_world: OpenWorld) -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused(renderer: Renderer) -> None:
-    with pytest.raises(ConfigError, match="they do not belong together"):
+    with pytest.raises(ConfigError, match="use the tokenizer of that model"):
         Gateway(
             sampler=DeafEngine(),
             renderer=renderer,

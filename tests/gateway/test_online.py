@@ -1,16 +1,16 @@
-"""A gateway that stands alone, its real ledger, and a trainer that leases from it by HTTP.
+"""A stand-alone gateway with its real ledger, and a trainer that leases from it by HTTP.
 
-1. a lease has whole groups, the oldest first, and reads back exactly; 2. asked for again it is the same, also by the
-next process; 3. acknowledged it is trained, and verified; 4. returned it waits again; 5. at the bound a start is 429,
-siblings come in, and a published version makes room; 6. what failed gives its room back; 7. what is too old is
-dropped, counted, and gives its room back; 8. a reward may come late, over a restart too, until the lease; 9. one that
-never comes is a missing reward; 10. a lease waits for enough, and for stragglers; 11. by trajectories it takes whole
-groups; 12. drops are idempotent and all or none; 13. evaluations are leased to nobody; 14. steps out of order and bad
-bodies are refused; 15. an end may be said again, an export comes from the ledger; 16. a trajectory without a trained
-token is no reason to lease less; 17. a group is as large as it was after a return and a restart, a sibling that was cut
-off may come again, and a leased group takes none; 18. a lease takes fewer groups when no further one would be let in;
-19. the status counts no group that was given up; 20. who goes on with a session of
-the process before hears that it is over.
+1. A lease has whole groups, the oldest first, and reads back exactly. 2. A repeated lease is the same, also from the
+next process. 3. After the acknowledgement it is trained, and verified. 4. After a return it waits again. 5. At the
+bound a start gets 429, siblings are admitted, and a published version makes room. 6. Failed sessions give their room
+back. 7. Stale ones are dropped, counted, and give their room back. 8. A late reward is accepted until the lease, also
+after a restart. 9. One that never comes is a missing reward. 10. A lease waits for enough groups and for stragglers.
+11. A lease by trajectories takes whole groups. 12. Drops are idempotent, all or none. 13. Evaluations are never
+leased. 14. Steps out of order and bad bodies are refused. 15. An end may be repeated; an export comes from the ledger.
+16. A trajectory without a trainable token does not make a lease smaller. 17. A group keeps its size over a return and
+a restart, a sibling that was cut off may come again, and a leased group accepts none. 18. A lease takes fewer groups
+when no further one would be admitted. 19. The status does not count groups that were given up. 20. An agent that
+continues a session of an earlier process is told that it has ended.
 """
 
 import asyncio

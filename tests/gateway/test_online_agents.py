@@ -1,9 +1,9 @@
-"""The agents of examples/online_rl before a real gateway, its ledger and a scripted engine:
+"""The agents of examples/online_rl with a real gateway, its ledger and a scripted engine:
 
-1. a call that fails ends its rollout as an error: its siblings make the group, and the next groups are played; 2. a
-rollout that fails before its first call leaves nothing open either; 3. a group that takes no more is passed over;
-4. interrupted, they end every session that is open; 5. a key that the gateway refuses ends them, with its message;
-6. each group is told, with what it earned.
+1. a call that fails ends its rollout as an error: its siblings make up the group, and the next groups are played; 2. a
+rollout that fails before its first call is ended, too; 3. a group that accepts no more sessions is skipped; 4. when
+interrupted, they end every open session; 5. a key that the gateway refuses ends them with its message; 6. each group is
+printed with its rewards.
 """
 
 import asyncio
@@ -125,4 +125,4 @@ async def test_a_key_that_is_refused_ends_them(open_place: Callable[..., Any]) -
     with pytest.raises(ExceptionGroup) as raised:
         await agents.play_forever(TASKS, range(2))
     await agents.aclose()
-    assert raised.group_contains(Refused, match="takes the admin key of the gateway")
+    assert raised.group_contains(Refused, match="needs the gateway's admin key")

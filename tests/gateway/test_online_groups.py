@@ -1,13 +1,13 @@
-"""The groups that a trainer will consume, and the bound at the door.
+"""The groups that a trainer will consume, and the staleness bound at admission.
 
-1. whatever happens, no more answers are under way than the bound admits; 2. without a bound everything is admitted;
-3. a sibling of an admitted group is let in at the bound; 4. a group that can never fit is refused for ever; 5. a full
-group takes no further sibling, and its size is said once; 6. a group is ready when all have ended with their rewards;
-7. what is missing is waited for so long, and no longer; 8. a group of which nothing can be trained gives its room
-back; 9. a session that could not be opened leaves nothing behind; 10. the oldest tokens come first; 11. what is too
-old is told, and so are running groups that will be; 12. a group read from the ledger goes on as large as it was, and
-is ready when it is complete; 13. a batch counts as B answers at least, and as more until its version serves; 14. a
-group that is leased takes no sibling; 15. whether only a lease can go on.
+1. Never more answers are under way than the bound admits. 2. Without a bound everything is admitted. 3. A sibling of
+an admitted group is admitted at the bound. 4. A group that can never fit is refused for good. 5. A full group accepts
+no more siblings, and its size cannot change. 6. A group is ready when all sessions have ended with their rewards. 7.
+It waits a limited time for what is missing. 8. A group with nothing to train gives its room back. 9. A session that
+could not be opened leaves nothing behind. 10. The oldest tokens come first. 11. Stale sessions are found, and so are
+running groups that will be stale. 12. A group read from the ledger keeps its size and is ready when it is complete.
+13. A batch counts as at least B answers, and as more until its version serves. 14. A leased group accepts no siblings.
+15. It is known when only a lease can change anything.
 """
 
 from dataclasses import asdict

@@ -1,11 +1,11 @@
-"""Who trains from a gateway, and what that may undo.
+"""Which trainer may train from a gateway, and what it may undo.
 
-1. a call of another trainer is refused, and the remedy is said; 2. nothing that a checkpoint has trained is undone
-unasked; 3. a trainer that takes over keeps what others trained, begins after it, and has what waits; 4. the one before
-is refused from then on, and may take over in its turn; 5. over a restart of the gateway; 6. a trainer that has lost
-its own checkpoint trains again what that held, and nothing of what others trained; 7. whatever trainers do, the ledger
-is proved; 8. what another trainer's weights sampled is stale, whatever its label; what a trainer's own earlier weights
-sampled counts by its step, over a restart of both.
+1. A call of another trainer is refused with the remedy. 2. Nothing that a checkpoint has trained is undone unasked. 3.
+A trainer that takes over keeps what others trained, begins after it, and gets what waits. 4. The one before is then
+refused, and may take over again. 5. All this survives a restart of the gateway. 6. A trainer that lost its own
+checkpoint trains its rollouts again, and nothing that others trained. 7. Whatever trainers do, the ledger verifies. 8.
+Rollouts of another trainer's weights are stale, whatever their label; those of a trainer's own earlier weights count
+by their step, also after a restart of both.
 """
 
 from collections.abc import AsyncIterator
@@ -58,7 +58,7 @@ async def test_a_call_of_another_trainer_is_refused(online: Online, stranger: st
     }.items():
         status, answer = await online.post(path, trainer=stranger, **body)
         assert (status, answer["error"]["code"]) == (409, "other_trainer"), path
-        assert "is trainer 'a''s" in answer["error"]["message"] and '"adopt": true' in answer["error"]["message"]
+        assert "belongs to trainer 'a'" in answer["error"]["message"] and '"adopt": true' in answer["error"]["message"]
     state = (await online.done("status"))["state"]
     assert (state["trainer"], state["published"], await fate(online, agent)) == ("a", 1, Fate(trained_step=1))
 

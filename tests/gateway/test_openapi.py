@@ -1,8 +1,8 @@
-"""The description of the gateway's HTTP agrees with the gateway:
+"""The OpenAPI description agrees with the gateway:
 
-- it names every route with its method, and no other; with a trainer's calls where the gateway has them
-- it is valid OpenAPI 3.1, and every reference in it leads somewhere
-- every parameter that it names is one that the gateway knows; of OpenAI's, the gateway knows no other
+- it names exactly the gateway's routes and methods, with a trainer's calls where the gateway has them
+- it is valid OpenAPI 3.1, and every reference in it resolves
+- the gateway knows every parameter that it names, and no other parameter of OpenAI's
 - it is what `/openapi.json` serves, without a key
 """
 

@@ -1,4 +1,4 @@
-"""A packed turn: unpacked it is the turn that it was, to the last bit of its log-probabilities."""
+"""An unpacked turn equals the original, to the last bit of its log-probabilities."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,10 +1,10 @@
-"""Every parameter is honoured or refused by name:
+"""Every parameter is honoured, or refused by name:
 
-- what is not supported is a 400 that names it, as is a value of the wrong kind and an unknown name
+- an unsupported parameter, a value of the wrong kind and an unknown name are each a 400 that names it
 - values that ask for nothing are accepted, null everywhere
-- faults inside parameters, messages and tools name their place; a refusal says what came, and the remedy
-- a bias is of a token that the model has
-- no JSON whatsoever is answered with anything but a checked request or an error that names what is wrong (property)
+- errors inside parameters, messages and tools name their place, the value and the remedy
+- a bias on a token that the model does not have is refused
+- any JSON gives a checked request or an error that names what is wrong (property)
 """
 
 from typing import Any

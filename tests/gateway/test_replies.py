@@ -1,4 +1,4 @@
-"""What becomes of an answer whose client hangs up while it leaves: no error, neither counted nor in the log."""
+"""A client that hangs up while its answer is sent causes no error, neither counted nor logged."""
 
 import logging
 

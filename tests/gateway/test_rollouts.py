@@ -1,13 +1,14 @@
 """Sessions and their rewards:
 
-- a started session is in the journal, with the hash of its key and what the body said or left out
+- a started session is in the journal, with the hash of its key and the body's values or their defaults
 - a session id is used once
-- rewards: final, by completion, named parts; numbers of every kind; said twice, the later counts
-- what is no number, or too large for 32 bits, a part of one completion, and a completion of another session: refused
-- the end journals the trajectory and answers with its figures; nothing is taken afterwards
+- rewards: final, by completion, named parts; numbers of every kind; a later one replaces an earlier one
+- refused: a reward that is not a number or too large for 32 bits, a part of one completion, another session's
+  completion
+- the end journals the trajectory and answers with its figures; nothing is accepted afterwards
 - completed without a reward is missing_reward, without a turn an error; other statuses stand
 - an ended session can be exported with its token records; an open, unknown or forgotten one cannot
-- `group_size` is for gateways that a trainer leases from
+- `group_size` is only for gateways that a trainer leases from
 """
 
 from hashlib import sha256

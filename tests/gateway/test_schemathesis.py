@@ -1,8 +1,9 @@
-"""Whatever a client sends, by the description of the HTTP and against it:
+"""Random requests, valid and invalid by the OpenAPI description:
 
-- no answer is a 5xx and none is missing; each is as the description says, and each failure is OpenAI's error object
-- no answer has anything of another session in it, nor any key
-- a body that is no JSON object, or any JSON at all, is answered too
+- every request is answered, never with a 5xx; each answer matches the description, each failure is OpenAI's error
+  object
+- no answer contains anything of another session, or any key
+- a body that is not a JSON object, or any JSON at all, is answered, too
 
 A few hundred requests in every run, more than a thousand in the slow ones.
 """

@@ -1,9 +1,9 @@
-"""`python -m areal_agent.gateway`, before a real engine.
+"""`python -m areal_agent.gateway` with a real engine.
 
-1. it says where it serves and where its key is, in a file for its owner alone; SIGTERM lets it end with grace; 2. what
-a killed one left open is an orphan for the next, which takes the same key; 3. another address needs a chosen key;
-4. keys come from one place, and are words; 5. whatever stands in the way is one line with the remedy, and
-leaves no key; 6. a trainer whose gateway has made no key yet is told to start that first.
+1. It prints where it serves and where its key is, in a file for its owner alone; SIGTERM drains it. 2. Sessions that a
+killed one left open are orphans for the next, which uses the same key. 3. Another address needs a chosen key. 4. A key
+comes from one place and is a single word. 5. Every start-up error is one line with the remedy, and leaves no key
+behind. 6. A trainer whose gateway has no key yet is told to start the gateway first.
 """
 
 import json
@@ -106,7 +106,7 @@ def key_of(tmp_path: Path, **values: Any) -> AdminKey:
 
 
 def test_another_address_needs_a_chosen_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 lets other machines in, and there is no admin key"):
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 lets other machines connect, and there is no admin key"):
         key_of(tmp_path, host="0.0.0.0")
     assert key_of(tmp_path, host="0.0.0.0", environment={VARIABLE: "chosen"}).key == "chosen"
 
@@ -122,7 +122,7 @@ def test_a_key_comes_from_one_place(tmp_path: Path) -> None:
     made.keep()
     assert key_of(tmp_path).key == made.key
     assert "from-file" not in repr(key_of(tmp_path, file=file))
-    with pytest.raises(ConfigError, match="both name a key"):
+    with pytest.raises(ConfigError, match="both give a key"):
         key_of(tmp_path, given="given", file=file)
 
 

@@ -1,8 +1,8 @@
 """Stop texts:
 
-- the first to be complete ends the text, of several that end together the longest
-- only what may be the beginning of a stop text is held back, and it comes out in the end
-- however a text is cut into pieces, what comes out is the same (property)
+- the first to be completed ends the text; of several completed together, the longest
+- only a possible beginning of a stop text is held back, and it is released at the end
+- the result is the same however the text is cut into pieces (property)
 """
 
 from hypothesis import given

@@ -1,13 +1,13 @@
 """Streamed chat completions, by the official client:
 
-- tokens leave as they are sampled: the role first, then content, the finish reason when the turn is in the journal
-- the usage chunk comes last, and only when asked for; answers of one request are told apart by their index
-- reasoning leaves in pieces, a tool call whole, a malformed one as text; a later request repeats what was streamed
+- tokens are sent as they are sampled: the role, then content, and the finish reason when the journal has the turn
+- the usage chunk comes last, and only when asked for; answers to one request are told apart by their index
+- reasoning is sent in pieces, a tool call whole, a malformed one as text; a later request repeats what was streamed
 - while a call is held back, comments keep the stream alive
-- text is held back where it may be a stop text or the beginning of a character, and only there
-- log-probabilities and token ids leave with their text; put together they are those of the record
-- who hangs up stops the engine: what was sampled is recorded, and masked
-- a failure in the middle is an event, and a session that ends is one; before the first token it is a status
+- text is held back only where it may be a stop text or the beginning of a character
+- log-probabilities and token ids are sent with their text and add up to those of the record
+- a client that hangs up stops the engine: what was sampled is recorded, and masked
+- a failure in the middle, or the end of the session, is an event; before the first token it is a status
 """
 
 import asyncio
@@ -295,7 +295,7 @@ async def test_the_end_of_the_session_is_an_event(open_world: OpenWorld) -> None
     stream = aiter(await asking)
     assert await next_content(stream) == "a"
     assert (await agent.end())[1]["num_sampled_tokens"] == 1
-    with pytest.raises(openai.APIError, match="takes no calls any more"):
+    with pytest.raises(openai.APIError, match="accepts no more calls"):
         await whole(stream)
 
 

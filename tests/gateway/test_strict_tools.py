@@ -1,9 +1,9 @@
 """Tools with `strict: true`, by the official client:
 
-- `parse` with a pydantic tool gets a call whose arguments are an object of that class; what it echoes is recognised
+- `parse` with a pydantic tool gets a call whose arguments are an object of that class; its echo is recognised
 - a call that does not match the schema is text and counted, whole and streamed
-- a call of a tool that is not strict is not judged
-- a schema that is none, that refers elsewhere, or that needs backtracking is a 400 that names its place
+- a call of a tool that is not strict is not checked
+- a schema that is invalid, refers elsewhere or needs backtracking is a 400 that names its place
 """
 
 from typing import Any, Literal

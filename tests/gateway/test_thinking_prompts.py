@@ -1,8 +1,8 @@
 """A chat template that begins every answer inside the reasoning:
 
-- what comes before the closing tag is reasoning, the rest content, at once and streamed alike
+- text before the closing tag is reasoning, the rest is content, whole and streamed alike
 - an answer that never closes it is all reasoning, and can be continued
-- a forced call ends the reasoning first, unless the template opens none in that place
+- a forced call ends the reasoning first, unless the template does not open it there
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """An answer that never reached its agent is an orphan:
 
-- an agent that hangs up while its turn is written: the completion is recorded, and named as undelivered
+- if an agent hangs up while its turn is written, the completion is recorded and marked as undelivered
 - so is that of a stream that broke off after its last token
-- what was delivered is not
+- a delivered completion is not
 """
 
 import asyncio

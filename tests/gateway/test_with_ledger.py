@@ -1,7 +1,7 @@
-"""The gateway before the real ledger: what agents did stands there, and `ledger verify` finds nothing wrong with it.
+"""The gateway with the real ledger: it has what the agents did, and `ledger verify` finds no error.
 
-- a session with tools, forks, several answers, an aborted answer and digits beyond 64 bits reads back as it was
-- sessions at once are all there
+- a session with tools, forks, several answers, an aborted answer and digits beyond 64 bits reads back unchanged
+- concurrent sessions are all there
 """
 
 import asyncio

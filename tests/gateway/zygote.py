@@ -1,8 +1,8 @@
-"""Gateways that are born at once and killed at will: a process that has imported everything, and forks one a command.
+"""A process that has imported everything and forks a gateway per command, so that gateways start quickly for killing.
 
-Reads lines: `live KIND PATH` forks a gateway that writes to the ledger, or to the shard of one, at PATH, and prints its
-address once it serves; `kill` sends it SIGKILL and prints `dead` once it is gone. Ends, with its child, at the end of
-its input. Started by test_kill_storm.py.
+It reads lines: `live KIND PATH` forks a gateway that writes to the ledger, or to the shard of one, at PATH, and prints
+its address once it serves; `kill` sends it SIGKILL and prints `dead` once it is gone. It ends, with its child, at the
+end of its input. Started by test_kill_storm.py.
 """
 
 import asyncio

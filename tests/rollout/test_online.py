@@ -105,7 +105,7 @@ async def test_another_trainer_is_refused_until_it_adopts(world: World) -> None:
     await world.client.acknowledge(1, "checkpoints/step_000001")
     other = OnlineGateway(world.served.base_url, KEY, trainer="run-b")
     with pytest.raises(
-        GatewayError, match="answered with 409: this gateway is a nameless trainer's, not trainer 'run-b"
+        GatewayError, match="answered with 409: this gateway belongs to a nameless trainer, not to trainer 'run-b"
     ):
         await other.publish(1)
     assert await other.give_back(0, adopt=True) == 0

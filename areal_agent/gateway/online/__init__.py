@@ -1,13 +1,11 @@
-"""The trainer's side of a gateway that stands alone: groups under the staleness bound, lease and acknowledgement.
+"""The trainer's side of a stand-alone gateway: groups under the staleness bound, leases and acknowledgements.
 
 ::
 
-    bodies.py   the bodies of /rl/publish, lease, acknowledge, return, drop      routes.py  those endpoints
-    bound.py    the staleness bound at the door                                   wire.py    batches as JSON, and back
-    lineage.py  whose steps they are              notes.py   what the ledger keeps of trainer and groups
-    group.py    the siblings of one task         groups.py  all that are neither leased nor given up
-    choice.py   which groups a batch takes
-    consumer.py what a trainer does with them: groups before the ledger
+    consumer.py  the gateway's journal and the handlers of /rl/publish, lease, acknowledge, return, drop and status
+    groups.py    groups of sibling sessions until they are leased or dropped; the staleness bound at admission
+    lineage.py   whose train steps count, and what the ledger notes of trainer and groups
+    wire.py      the bodies of those calls, and leased batches as JSON
 
-A lease lives in the ledger: it survives the death of either side, and is trained once in the lineage that lives.
+Leases are in the ledger, so they survive a crash of either side. Each is trained once in the surviving lineage.
 """

@@ -1,4 +1,4 @@
-"""What a trainer does with the rollouts of a gateway that stands alone: publish, lease, acknowledge, return, drop.
+"""What a trainer does with the rollouts of a stand-alone gateway: publish, lease, acknowledge, return, drop.
 
 ::
 
@@ -6,13 +6,10 @@
                   ▲                    └─▶ return: it resumed from an earlier checkpoint
                   └────────────────────────────┘
 
-It stands between gateway and ledger: it is the gateway's journal, so that no end of a session escapes it. What must
-outlive the process (leases, fates, rewards, how far the trainer is) is in the ledger; the groups are read from there
-at the start. It owns no task: whoever waits for a lease looks again after each change.
-
-Which groups a batch takes, and when that may have changed. It leases nothing and knows no ledger.
-
-The endpoints of a trainer: publish, lease, acknowledge, return, drop, status. All take the admin key.
+A `Consumer` is the gateway's journal, so it sees every session's end. What must outlive the process (leases, fates,
+rewards, the trainer's progress) is in the ledger, from which the groups are rebuilt at the start. It runs no tasks of
+its own: a waiting lease looks again after each change. `Choice` picks the groups of a batch; `TrainerCalls` are the
+HTTP handlers, which all need the admin key.
 """
 
 import asyncio
@@ -75,42 +72,44 @@ from areal_agent.process import uninterrupted
 from areal_agent.types import Drop, JsonObject, SessionRecord, Trajectory, TrajectoryGroup, Turn
 
 R = TypeVar("R", bound=TrainerRequest)
+DEFAULT_GROUP_WAIT_S = 60.0
+"""Seconds that a group waits for siblings that have not started and for rewards that have not come."""
 
 
 class Choice:
-    """The oldest ready groups; stragglers are waited for, once for each train step."""
+    """Picks the oldest ready groups for a batch. It waits for stragglers once per train step."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._stragglers_until_s: dict[int, float] = {}  # by train step
 
     def groups(self, request: LeaseRequest, now_s: float) -> tuple[Group, ...]:
-        """Those that the batch takes now; none when there are fewer than were asked for, or stragglers to wait for.
+        """Return the groups to lease now; none while there are too few or stragglers are awaited.
 
-        Fewer than were asked for are taken when waiting would bring no more.
+        Fewer groups than requested are taken when waiting could bring no more.
         """
         ready = self._groups.ready(now_s)
         taken = ready if self._groups.is_stuck(now_s) else _enough(ready, request)
         return () if taken and self._must_wait(request, now_s) else taken
 
     def next_look_s(self, step: int, now_s: float, deadline_s: float) -> float:
-        """When time alone may have changed what is taken."""
+        """Return the earliest time at which the choice may change without an event."""
         times = (self._groups.next_expiry_s(now_s), self._stragglers_until_s.get(step), deadline_s)
         return min((time_s for time_s in times if time_s is not None and time_s > now_s), default=deadline_s)
 
     def done(self) -> None:
-        """The batch is leased."""
+        """Note that the batch is leased."""
         self._stragglers_until_s.clear()
 
     def _must_wait(self, request: LeaseRequest, now_s: float) -> bool:
-        """Whether there are stragglers that may yet end before the batch has to go without them."""
+        """Return whether stragglers may still end before the batch must go without them."""
         if not self._groups.stragglers(request.step):
             return False
         return now_s < self._stragglers_until_s.setdefault(request.step, now_s + request.straggler_wait_s)
 
 
 def _enough(ready: tuple[Group, ...], request: LeaseRequest) -> tuple[Group, ...]:
-    """As many as were asked for, the first ones; none when there are fewer."""
+    """Return the first groups, as many as requested; none when there are fewer."""
     if request.num_groups is not None:
         return ready[: request.num_groups] if len(ready) >= request.num_groups else ()
     missing = request.num_trajectories or 0
@@ -121,20 +120,16 @@ def _enough(ready: tuple[Group, ...], request: LeaseRequest) -> tuple[Group, ...
     return ()
 
 
-DEFAULT_GROUP_WAIT_S = 60.0
-"""How long a group waits for siblings that do not start and for rewards that do not come."""
-
-
 class Consumer:
-    """`protocols.Journal` for the gateway, and the trainer's calls. Make it with `open`; use it from one event loop."""
+    """The gateway's `protocols.Journal` and the trainer's calls. Make it with `open`; use it from one event loop."""
 
     def __init__(self, ledger: Ledger, groups: Groups, lineage: Lineage | None, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._groups = groups
         self._choice = Choice(groups)
-        self._lineage = lineage  # None: no trainer has come yet
+        self._lineage = lineage  # None until a trainer calls
         self._clock = clock
-        self._writing = asyncio.Lock()  # a lease, a drop, a late reward: each reads, then writes
+        self._writing = asyncio.Lock()  # held by lease, drop and late reward, which read and then write
         self._changed = asyncio.Event()  # set and replaced at every change
         self._rolling = BusyClock()
         self._statuses: Counter[str] = Counter()
@@ -149,7 +144,7 @@ class Consumer:
         group_wait_s: float = DEFAULT_GROUP_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
-        """Take up what the ledger has waiting. `bound` replaces the one that a trainer named before, if any."""
+        """Restore the ledger's waiting sessions. `bound` replaces the one that a trainer named before, if any."""
         note = await read_trainer(ledger)
         groups = Groups(wait_s=group_wait_s, bound=bound or note.bound, progress=note.progress)
         if note.lineage is not None:
@@ -161,19 +156,19 @@ class Consumer:
     # -------------------------------------------------------------------------------- the gateway's side
 
     def admit(self, session_id: str, group_id: str, group_size: int | None) -> None:
-        """Let a session for training in, or raise RequestError: 429 at the staleness bound."""
+        """Admit a session for training, or raise RequestError: 429 at the staleness bound."""
         now_s = self._clock()
         self._groups.give_up_unstarted(now_s)
         try:
             self._groups.start(session_id, group_id, group_size, now_s)
         except RequestError:
-            if self._groups.is_stuck(now_s):  # a lease of what there is would make room
+            if self._groups.is_stuck(now_s):  # leasing what there is would make room
                 self._notify()
             raise
         self._rolling.begin()
 
     def withdraw(self, session_id: str) -> None:
-        """Undo `admit`: the session could not be opened."""
+        """Undo `admit` for a session that could not be opened."""
         self._groups.withdraw(session_id)
         self._rolling.end()
         self._notify()
@@ -188,10 +183,10 @@ class Consumer:
         await self._ledger.own.append_turn(session_id, turn)
 
     async def close_session(self, trajectory: Trajectory) -> None:
-        """Journal the end; what can never be trained has its fate when this returns."""
+        """Journal the end. When this returns, a trajectory that can never be trained has been dropped."""
         await self._ledger.own.close_session(trajectory)
         session_id = trajectory.session_id
-        if not self._groups.is_running(session_id):  # an evaluation: no trainer ever sees it
+        if not self._groups.is_running(session_id):  # an evaluation, which no trainer sees
             return
         self._rolling.end()
         self._statuses[trajectory.status.value] += 1
@@ -202,31 +197,31 @@ class Consumer:
         self._notify()
 
     async def reward_late(self, session_id: str, request: RewardRequest) -> None:
-        """A reward for a session that has ended; it is durable when this returns.
+        """Set a reward of an ended session; it is durable when this returns.
 
-        Raises RequestError (409) once the trajectory is leased or has its fate.
+        Raises RequestError (409) once the trajectory is leased, trained or dropped.
         """
         await uninterrupted(self._reward_late(session_id, request))
 
     # -------------------------------------------------------------------------------- the trainer's side
 
     async def publish(self, request: PublishRequest) -> None:
-        """Version `step` serves: the bound moves."""
+        """Note that version `step` serves; this moves the staleness bound."""
         lineage = lineage_for(request.trainer, self._lineage)
         progress = self._groups.progress
         if request.step < progress.published:
             raise conflict(
-                f"version {progress.published} is published already, {request.step} is older; a trainer that resumed "
-                "from a checkpoint says so by /rl/return"
+                f"version {progress.published} is published already and {request.step} is older; a trainer that "
+                "resumed from a checkpoint calls /rl/return first"
             )
         if request.batch_answers is not None and request.max_staleness is not None:
             self._groups.bound = Bound(batch_answers=request.batch_answers, max_staleness=request.max_staleness)
         await self._advance(progress.to_version(request.step), lineage.serving(request.incarnation))
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Whole groups for a train step, the oldest first, leased; none when there are not enough in time.
+        """Lease whole groups for a train step, the oldest first; none when there are not enough in time.
 
-        Asked for again (an answer was lost, or either side died), it is the same groups.
+        Repeating the call (after a lost answer or a crash of either side) returns the same groups.
         """
         deadline_s = self._clock() + request.wait_s
         while True:
@@ -238,15 +233,15 @@ class Consumer:
             await self._wait(changed, self._choice.next_look_s(request.step, now_s, deadline_s) - now_s)
 
     async def acknowledge(self, request: AcknowledgeRequest) -> None:
-        """A checkpoint is safe: what was leased up to its step is trained."""
+        """Note a published checkpoint: what was leased up to its step is trained."""
         await uninterrupted(self._acknowledge(request))
 
     async def give_back(self, request: ReturnRequest) -> int:
-        """The trainer goes on from the checkpoint of `after_step`: later leases wait again; how many trajectories."""
+        """Resume from the checkpoint of `after_step`: later leases wait again. Returns the number of trajectories."""
         return await uninterrupted(self._give_back(request))
 
     async def drop(self, request: DropRequest) -> None:
-        """Give waiting sessions their fate, all or none. Those that have this very fate already are no error."""
+        """Drop waiting sessions, all or none. Sessions already dropped for the same reason are no error."""
         await uninterrupted(self._drop_asked(request))
 
     def state(self) -> State:
@@ -280,18 +275,18 @@ class Consumer:
             return ()
 
     async def _leased_before(self, step: int, lineage: Lineage) -> tuple[TrajectoryGroup, ...]:
-        """The batch of this step when it was handed out before. Raises RequestError for a step that cannot be next."""
+        """Return this step's batch if it was leased before. Raises RequestError for a step that cannot be next."""
         leased = self._groups.progress.leased
         again = in_groups(await self._ledger.ask(questions.leased, lineage.ledger_step(step))) if step <= leased else ()
         if not again and step not in (leased, leased + 1):
             raise conflict(
-                f"step {step} cannot be leased for; the next is {leased + 1}. A trainer that starts from a checkpoint "
-                "says so by /rl/return"
+                f"step {step} cannot be leased for; the next is {leased + 1}. A trainer that resumes from a checkpoint "
+                "calls /rl/return first"
             )
         return again
 
     async def _lease(self, step: int, taken: Sequence[Group], lineage: Lineage) -> tuple[TrajectoryGroup, ...]:
-        """Lease these groups; none when a trajectory without a trained token had to be dropped first."""
+        """Lease these groups; none if a trajectory without a trainable token had to be dropped first."""
         trajectories = [await self._ledger.trajectory(session_id) for group in taken for session_id in group.waiting]
         leases = await asyncio.to_thread(leases_of, trajectories)
         useless = {one.session_id: Drop.FILTERED for one in leases if one.num_loss_tokens == 0}
@@ -300,7 +295,7 @@ class Consumer:
             return ()
         num_answers = sum(group.size for group in taken)
         progress = self._groups.progress.to_batch(step, num_answers, self._groups.bound)
-        await self._advance(progress, lineage)  # first: a crash between is no second batch
+        await self._advance(progress, lineage)  # before the lease, so that a crash in between makes no second batch
         with _refusals():
             await self._ledger.lease(lineage.ledger_step(step), leases)
         self._groups.lease([one.session_id for one in leases])
@@ -308,7 +303,7 @@ class Consumer:
         return in_groups(trajectories)
 
     async def _drop_hopeless(self, step: int) -> None:
-        """Drop what is beyond the bound, and what was not rewarded in time."""
+        """Drop what is beyond the staleness bound and what was not rewarded in time."""
         now_s = self._clock()
         self._groups.give_up_unstarted(now_s)
         drops = dict.fromkeys(self._groups.unrewarded(now_s), Drop.MISSING_REWARD)
@@ -322,7 +317,7 @@ class Consumer:
     # ------------------------------------------------------------------------------------------ internals
 
     async def _restore(self) -> None:
-        """Take up what the ledger has waiting and the groups have not."""
+        """Restore the ledger's waiting sessions that the groups lack."""
         drops: dict[str, Drop] = {}
         waiting: dict[str, list[Waiting]] = {}
         for trajectory in await self._ledger.ask(questions.waiting):
@@ -346,8 +341,8 @@ class Consumer:
             if not self._groups.is_waiting(session_id):
                 standing = trajectory.fate or "leased for a train step"
                 raise conflict(
-                    f"session {session_id!r} is {standing} already: a reward can be set until its rollout is leased or "
-                    "dropped; set it before /rl/end_session, or sooner after it",
+                    f"session {session_id!r} is {standing} already, so it accepts no more rewards; set the reward "
+                    "before /rl/end_session, or soon after it",
                     code="reward_too_late",
                 )
             rewards = with_reward(trajectory, request)
@@ -362,7 +357,7 @@ class Consumer:
             lineage = lineage_for(request.trainer, self._lineage)
             leased = self._groups.progress.leased
             if request.step > leased:
-                raise conflict(f"step {request.step} was never leased for; the last was {leased}")
+                raise conflict(f"no batch was ever leased for step {request.step}; the last was for step {leased}")
             with _refusals():
                 await self._ledger.commit_checkpoint(lineage.ledger_step(request.step), request.checkpoint)
 
@@ -371,7 +366,7 @@ class Consumer:
             last_checkpoint = await self._ledger.ask(questions.last_checkpoint)
             if request.adopts and is_other(request.trainer, self._lineage):
                 lineage = Lineage(trainer=request.trainer, base=last_checkpoint).after(request.after_step)
-                kept_step = last_checkpoint  # what the other one leased since was for checkpoints that nobody has
+                kept_step = last_checkpoint  # what the other one leased since has no checkpoint
             else:
                 lineage = lineage_for(request.trainer, self._lineage)
                 if not request.adopts:
@@ -411,7 +406,7 @@ class Consumer:
 
 @contextlib.contextmanager
 def _refusals() -> Generator[None]:
-    """What the ledger refuses is a conflict of the caller's with what is there."""
+    """Turn a LedgerError into a 409: the request conflicts with the ledger."""
     try:
         yield
     except LedgerError as error:
@@ -422,7 +417,7 @@ TrainerHandler = Callable[[JsonObject], Awaitable[web.Response]]
 
 
 class TrainerCalls:
-    """Handlers by path; each is given the body of a request that came with the admin key."""
+    """The handlers of a trainer's calls; each gets the body of a request that came with the admin key."""
 
     def __init__(self, consumer: Consumer, stats: Callable[[], GatewayStats]) -> None:
         self._consumer = consumer
@@ -439,7 +434,7 @@ class TrainerCalls:
         }
 
     def _then_state(self, kind: type[R], act: Callable[[R], Awaitable[None]]) -> TrainerHandler:
-        """The handler of a call that is answered with the state that it led to."""
+        """Make the handler of a call whose answer is the state after it."""
 
         async def handler(body: JsonObject) -> web.Response:
             await act(kind.read(body))

@@ -1,23 +1,15 @@
-"""The groups that a trainer will consume, from their first session until they are leased or given up.
+"""The groups that a trainer will consume, from their first session until they are leased or dropped.
 
 ::
 
     admit ─▶ (a session starts ─▶ ends)* ─▶ ready ─▶ leased, or given up: nothing of it can be trained
 
 A group is admitted as a whole: its first session reserves room for all siblings under the staleness bound. It is ready
-when all of them have ended with their rewards. What is missing (a sibling that never starts, a late reward) is waited
-for so long, counted from the last thing that happened to the group. Pure accounting: no clock, no ledger.
+when all of them have ended with their rewards. It waits a limited time for what is missing (a sibling that never
+starts, a late reward), counted from its last change.
 
-Which version labels are the trainer's own, and what step they stand for. Pure.
-
-A label `incarnation:step` names weights of one run. Its step can be compared with the trainer's only where the
-incarnation is one of the trainer's: of weights that it never had nobody can say how old they are to it.
-
-The sibling sessions of one task, as the trainer's side of a gateway sees them. Pure: no clock, no ledger.
-
-What a closed trajectory is to a trainer: whether it can be trained, how old it is, what a lease says of it. Pure.
-
-The staleness bound at the door of a gateway: whether so many answers more may be started. Pure.
+A version label `incarnation:step` names weights of one run. `Labels` knows which incarnations are the trainer's own:
+only their steps can be compared with its steps. Nothing here reads a clock; times are arguments.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,12 +25,15 @@ from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, JsonObject, Rewards, Status, Trajectory, TrajectoryGroup, WeightVersion
 
 FOREIGN = -(2**30)
-"""The step of another trainer's weights: beyond every staleness bound."""
+"""The step counted for another trainer's weights: beyond every staleness bound."""
+
+RETRY_AFTER_S = 1
+"""Seconds until a client that was refused at the staleness bound should ask again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labels:
-    """The incarnations of the trainer. Without any it has named none, and every label is taken for its own.
+    """The trainer's incarnations. If it has named none, all labels count as its own.
 
     >>> labels = Labels(incarnations=(0, 3))
     >>> [labels.step_of(WeightVersion.parse(text)) for text in ("0:7", "3:5")]
@@ -50,12 +45,12 @@ class Labels:
     incarnations: tuple[int, ...] = ()
 
     def step_of(self, version: WeightVersion) -> int:
-        """As staleness counts it. Tokens of the trainer's own weights that a crash has undone count by their step."""
+        """Return the step that counts for staleness; for the trainer's own weights also one that a crash undid."""
         is_own = not self.incarnations or version.incarnation in self.incarnations
         return version.step if is_own else FOREIGN
 
     def naming(self, incarnation: int) -> Self:
-        """With one incarnation more."""
+        """Return these labels with one more incarnation."""
         if incarnation in self.incarnations:
             return self
         return replace(self, incarnations=(*self.incarnations, incarnation))
@@ -63,14 +58,14 @@ class Labels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A session that has ended and could be trained: the weights that sampled it, and whether it was rewarded."""
+    """An ended session that could be trained: the weights that sampled it, and whether it has a reward."""
 
     session_id: str
     versions: frozenset[WeightVersion]
     has_reward: bool
 
     def oldest(self, labels: Labels) -> int:
-        """The step of its oldest token, as the trainer counts."""
+        """Return the step of its oldest token, as the trainer counts."""
         return min(map(labels.step_of, self.versions))
 
     def newest(self, labels: Labels) -> int:
@@ -79,13 +74,13 @@ class Waiting:
 
 @dataclass(kw_only=True, slots=True)
 class Group:
-    """The sibling sessions of one task. `size` answers are reserved for it, failed ones included."""
+    """The sibling sessions of one task. `size` answers are reserved for it, including failed ones."""
 
     id: str
     size: int
     started_step: int  # the version that served when it was admitted
-    changed_s: float  # when the last thing happened to it
-    sessions: list[str] = field(default_factory=list[str])  # that have started
+    changed_s: float  # the time of its last change
+    sessions: list[str] = field(default_factory=list[str])  # all that have started
     running: set[str] = field(default_factory=set[str])
     waiting: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
 
@@ -95,7 +90,7 @@ class Group:
 
     @property
     def is_over(self) -> bool:
-        """All siblings have started and ended."""
+        """True when all siblings have started and ended."""
         return not self.running and self.num_started == self.size
 
     def oldest(self, labels: Labels) -> int:
@@ -103,12 +98,12 @@ class Group:
 
     @property
     def lacks_nothing(self) -> bool:
-        """It is over, and those that can be trained have a reward."""
+        """True when it is over and every session that can be trained has a reward."""
         return self.is_over and all(one.has_reward for one in self.waiting.values())
 
 
 def why_untrainable(trajectory: Trajectory) -> Drop | None:
-    """The fate of a trajectory that nobody needs to wait for; None when it can be trained, once it has a reward."""
+    """Return why a trajectory can never be trained; None if it can once it has a reward."""
     if not trajectory.sampled_steps():
         return FATE_OF_STATUS.get(trajectory.status, Drop.FILTERED)
     if trajectory.status in (Status.COMPLETED, Status.MISSING_REWARD):
@@ -117,7 +112,7 @@ def why_untrainable(trajectory: Trajectory) -> Drop | None:
 
 
 def as_waiting(trajectory: Trajectory) -> Waiting:
-    """Raises ValueError when nothing was sampled in it."""
+    """Describe a session that waits to be trained. Raises ValueError when nothing was sampled in it."""
     return Waiting(
         session_id=trajectory.session_id,
         versions=trajectory.sampled_versions(),
@@ -126,12 +121,12 @@ def as_waiting(trajectory: Trajectory) -> Waiting:
 
 
 def leases_of(trajectories: Iterable[Trajectory]) -> list[Lease]:
-    """What to lease of them. Takes milliseconds a trajectory: call it in a thread."""
+    """Make the leases of trajectories. It takes milliseconds for each: call it in a thread."""
     return [Lease.of(one, sum(int(record.loss_mask.sum()) for record in token_records(one))) for one in trajectories]
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]:
-    """The same trajectories by group, the oldest tokens first; one order, however they come."""
+    """Group trajectories, the groups with the oldest tokens first; the order of the input does not matter."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in sorted(trajectories, key=lambda one: one.session_id):
         groups.setdefault(trajectory.group_id, []).append(trajectory)
@@ -142,19 +137,15 @@ def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]
 
 
 def with_reward(trajectory: Trajectory, request: RewardRequest) -> Rewards:
-    """What it has earned with a late reward. Raises RequestError for a completion that it has not."""
+    """Return the rewards with a late one added. Raises RequestError for a completion that it does not have."""
     book = RewardBook(trajectory.rewards)
     book.take(request, {one.id for turn in trajectory.turns for one in turn.completions})
     return book.rewards()
 
 
-RETRY_AFTER_S = 1
-"""When whoever was refused at the bound should ask again."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """The staleness bound: B answers (rollouts) a train step, eta versions."""
+    """The staleness bound: B answers (rollouts) per train step, eta versions."""
 
     batch_answers: int
     max_staleness: int
@@ -162,11 +153,11 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far the trainer is: version `published` serves, and batches up to `leased` have been handed out.
+    """The trainer's progress: version `published` serves, and batches up to `leased` have been leased.
 
-    A batch counts as B answers at least, so that a trainer that takes fewer does not widen the bound. What one had
-    beyond B counts until its step is published: until then it would let more in beside the version that serves. Counted
-    for ever it would use the bound up, and nothing would be let in any more.
+    A batch counts as at least B answers, so that a trainer that takes fewer does not widen the bound. Answers beyond B
+    count until the batch's step is published. Before that, ignoring them would admit more against the serving version;
+    counted for ever, they would use up the bound until nothing is admitted.
     """
 
     published: int = 0
@@ -175,28 +166,28 @@ class Progress:
 
     @classmethod
     def read(cls, fields: JsonObject) -> Self:
-        """The inverse of what JSON makes of it."""
+        """Read the progress from its JSON."""
         surplus = tuple((step, answers) for step, answers in fields.get("surplus", ()))
         return cls(published=fields["published"], leased=fields["leased"], surplus=surplus)
 
     def to_version(self, step: int) -> Self:
-        """Version `step` serves."""
+        """Return the progress when version `step` serves."""
         surplus = tuple(one for one in self.surplus if one[0] > step)
         return replace(self, published=step, leased=max(step, self.leased), surplus=surplus)
 
     def to_batch(self, step: int, num_answers: int, bound: Bound | None) -> Self:
-        """A batch of so many answers is handed out for `step`."""
+        """Return the progress when a batch of `num_answers` is leased for `step`."""
         beyond = 0 if bound is None else num_answers - bound.batch_answers
         surplus = (*self.surplus, (step, beyond)) if beyond > 0 else self.surplus
         return replace(self, leased=step, surplus=surplus)
 
     def consumed(self, bound: Bound) -> int:
-        """Answers that the trainer has had."""
+        """Return the number of answers that the trainer has consumed."""
         return max(self.leased, self.published) * bound.batch_answers + sum(answers for _, answers in self.surplus)
 
 
 def capacity(bound: Bound, progress: Progress, under_way: int) -> int:
-    """How many answers may be admitted beside those that run or wait to be leased."""
+    """Return how many more answers may be admitted beside those running or waiting."""
     return room(
         step=progress.published,
         max_staleness=bound.max_staleness,
@@ -207,7 +198,7 @@ def capacity(bound: Bound, progress: Progress, under_way: int) -> int:
 
 
 def require_possible(size: int, bound: Bound) -> None:
-    """Raises RequestError (400) for a group that never fits."""
+    """Raise RequestError (400) for a group that can never fit."""
     most = (bound.max_staleness + 1) * bound.batch_answers
     if size > most:
         raise RequestError(
@@ -219,7 +210,7 @@ def require_possible(size: int, bound: Bound) -> None:
 
 
 def require_room(size: int, bound: Bound, progress: Progress, *, num_running: int, num_finished: int) -> None:
-    """Raises RequestError (429) unless `size` answers more may be started now."""
+    """Raise RequestError (429) unless `size` more answers may be started now."""
     left = capacity(bound, progress, num_running + num_finished)
     if left < size:
         raise RequestError(
@@ -233,41 +224,41 @@ def require_room(size: int, bound: Bound, progress: Progress, *, num_running: in
 
 
 class Groups:
-    """All groups that are neither leased nor given up, and the bound on how many answers they may be."""
+    """All groups that are neither leased nor given up, and the bound on their number of answers."""
 
     def __init__(self, *, wait_s: float, bound: Bound | None = None, progress: Progress | None = None) -> None:
-        self.bound = bound  # None: no trainer has named one yet, and everything is admitted
+        self.bound = bound  # None until a trainer names one: everything is admitted
         self.progress = progress or Progress()
         self.labels = Labels()  # of the trainer's weights
         self._wait_s = wait_s
         self._groups: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}  # by session
-        self._leased: set[str] = set()  # groups of which something is leased or trained
-        self._refused_size: int | None = None  # of the group that was kept out at the bound, unless one came in since
+        self._leased: set[str] = set()  # groups with something leased or trained
+        self._refused_size: int | None = None  # of the last group refused at the bound; None once one is admitted
 
     # -------------------------------------------------------------------------------------- at the door
 
     @property
     def num_running(self) -> int:
-        """Answers of groups that have not all of their sessions behind them."""
+        """The number of answers of groups in which not all sessions have ended."""
         return self._num_answers(group for group in self._groups.values() if not group.is_over)
 
     @property
     def num_finished(self) -> int:
-        """Answers of groups that wait to be leased."""
+        """The number of answers of groups that wait to be leased."""
         return self._num_answers(self._groups.values()) - self.num_running
 
     @property
     def capacity(self) -> int | None:
-        """How many more answers may be admitted now; None without a bound."""
+        """The number of answers that may be admitted now; None without a bound."""
         if self.bound is None:
             return None
         return capacity(self.bound, self.progress, self.num_running + self.num_finished)
 
     def start(self, session_id: str, group_id: str, size: int | None, now_s: float) -> None:
-        """Admit a session: a sibling of an admitted group always, the first of a group when all of it fits.
+        """Admit a session: any sibling of an admitted group, or the first of a group that fits as a whole.
 
-        Raises RequestError: 429 at the bound, 409 when the group is full or leased, 400 for a size that cannot be.
+        Raises RequestError: 429 at the bound, 409 when the group is full or leased, 400 for an impossible size.
         """
         self._require_unleased(group_id)
         group = self._groups.get(group_id)
@@ -280,7 +271,7 @@ class Groups:
         self._group_of[session_id] = group_id
 
     def withdraw(self, session_id: str) -> None:
-        """Undo `start` of a session that could not be opened."""
+        """Undo `start` for a session that could not be opened."""
         group = self._groups[self._group_of.pop(session_id)]
         group.running.discard(session_id)
         group.sessions.remove(session_id)
@@ -290,7 +281,7 @@ class Groups:
     # ------------------------------------------------------------------------------------ after the end
 
     def end(self, session_id: str, waiting: Waiting | None, now_s: float) -> None:
-        """A session has ended; with nothing to train (None) its siblings go on without it."""
+        """Note that a session has ended. With nothing to train (`waiting` is None) its siblings go on without it."""
         group = self._group(session_id)
         if group is None:
             return
@@ -303,7 +294,7 @@ class Groups:
     def restore(
         self, group_id: str, *, size: int, ended: Iterable[str], waiting: Sequence[Waiting], now_s: float
     ) -> None:
-        """Take back what the ledger has of a group: the sessions that have ended, and those of them that wait."""
+        """Restore a group from the ledger: its ended sessions, and those among them that wait."""
         group = self._groups.get(group_id)
         if group is None:
             oldest = min(one.oldest(self.labels) for one in waiting)
@@ -316,26 +307,26 @@ class Groups:
         group.waiting.update((one.session_id, one) for one in waiting)
 
     def restore_leased(self, group_ids: Iterable[str]) -> None:
-        """Exactly these groups have something that is leased or trained."""
+        """Set the groups of which something is leased or trained."""
         self._leased = set(group_ids)
 
     def size_of_first(self, session_id: str) -> int | None:
-        """How many siblings the group is to have, if this session began it."""
+        """Return the size of the group that this session began; None if it did not begin one."""
         group = self._group(session_id)
         return group.size if group is not None and group.sessions[0] == session_id else None
 
     def is_running(self, session_id: str) -> bool:
-        """Whether it was admitted and has not ended."""
+        """Return whether the session was admitted and has not ended."""
         group = self._group(session_id)
         return group is not None and session_id in group.running
 
     def is_waiting(self, session_id: str) -> bool:
-        """Whether it has ended and may yet be leased: it may still be rewarded."""
+        """Return whether the session has ended and may still be leased and rewarded."""
         group = self._group(session_id)
         return group is not None and session_id in group.waiting
 
     def reward(self, session_id: str, now_s: float) -> None:
-        """A reward has come for a session that waits."""
+        """Note the reward of a waiting session."""
         group = self._group(session_id)
         if group is not None and session_id in group.waiting:
             one = group.waiting[session_id]
@@ -345,14 +336,14 @@ class Groups:
     # ----------------------------------------------------------------------------------- for the trainer
 
     def ready(self, now_s: float) -> tuple[Group, ...]:
-        """The groups that could be leased now, the oldest tokens first."""
+        """Return the groups that could be leased now, those with the oldest tokens first."""
         found = [group for group in self._groups.values() if self._is_ready(group, now_s)]
         return tuple(sorted(found, key=lambda group: (group.oldest(self.labels), group.id)))
 
     def is_stuck(self, now_s: float) -> bool:
-        """Whether only a lease can make anything happen: all groups are ready, and no further one is let in.
+        """Return whether only a lease can change anything: all groups are ready and no further one is admitted.
 
-        The next group is taken to be as large as the one that was refused last, or as the smallest that is here.
+        The next group is assumed to have the size of the last one refused, else of the smallest one here.
         """
         capacity = self.capacity
         if capacity is None or not self._groups:
@@ -361,7 +352,7 @@ class Groups:
         return capacity < next_size and all(self._is_ready(group, now_s) for group in self._groups.values())
 
     def unrewarded(self, now_s: float) -> tuple[str, ...]:
-        """Sessions whose reward has been waited for long enough."""
+        """Return the sessions whose reward has been awaited for long enough."""
         return tuple(
             one.session_id
             for group in self._groups.values()
@@ -371,10 +362,10 @@ class Groups:
         )
 
     def stale(self, step: int) -> tuple[str, ...]:
-        """Sessions that wait and are beyond the bound for train step `step`.
+        """Return the waiting sessions that are beyond the bound for train step `step`.
 
-        So is one that another trainer's weights have sampled. Where the trainer has named no incarnation, a token of a
-        later version than the step begins with shows them.
+        Sessions sampled by another trainer's weights are among them. If the trainer named no incarnation, those are
+        the sessions with a token of a later version than the step starts from.
         """
         return tuple(
             one.session_id
@@ -384,14 +375,14 @@ class Groups:
         )
 
     def stragglers(self, step: int) -> tuple[str, ...]:
-        """Groups with running sessions that would be too stale after train step `step`."""
+        """Return the groups with running sessions that would be too stale after train step `step`."""
         if self.bound is None:
             return ()
         limit = self.bound.max_staleness
         return tuple(one.id for one in self._groups.values() if one.running and step - one.started_step > limit)
 
     def next_expiry_s(self, now_s: float) -> float | None:
-        """When the waiting for something that is missing will next be over."""
+        """Return when the next wait for something missing is over; None if there is none."""
         times = [
             group.changed_s + self._wait_s
             for group in self._groups.values()
@@ -400,7 +391,7 @@ class Groups:
         return min(times, default=None)
 
     def give_up(self, session_ids: Iterable[str], now_s: float) -> None:
-        """Sessions that were dropped; a group of which nothing is left gives its room back."""
+        """Remove dropped sessions. A group with nothing left gives its room back."""
         for session_id in session_ids:
             group = self._group(session_id)
             if group is not None:
@@ -408,7 +399,7 @@ class Groups:
                 self._forget_if_empty(group, now_s)
 
     def lease(self, session_ids: Iterable[str]) -> None:
-        """Sessions that were leased. A group that has let another sibling in meanwhile goes on with that."""
+        """Remove leased sessions. A group that admitted another sibling meanwhile goes on with it."""
         for session_id in session_ids:
             group = self._group(session_id)
             if group is not None:
@@ -418,7 +409,7 @@ class Groups:
                     self._remove(group)
 
     def give_up_unstarted(self, now_s: float) -> None:
-        """Forget groups that have nothing to train and whose missing siblings have been waited for long enough."""
+        """Forget groups with nothing to train whose missing siblings have been awaited for long enough."""
         for group in tuple(self._groups.values()):
             self._forget_if_empty(group, now_s)
 
@@ -427,7 +418,7 @@ class Groups:
     def _admit(self, group_id: str, size: int, now_s: float) -> Group:
         if self.bound is not None:
             require_possible(size, self.bound)
-            self._refused_size = size  # unless there is room
+            self._refused_size = size  # reset below when there is room
             require_room(size, self.bound, self.progress, num_running=self.num_running, num_finished=self.num_finished)
         self._refused_size = None
         group = Group(id=group_id, size=size, started_step=self.progress.published, changed_s=now_s)
@@ -437,25 +428,26 @@ class Groups:
     def _require_unleased(self, group_id: str) -> None:
         if group_id in self._leased:
             raise RequestError(
-                f"group {group_id!r} is leased or trained already, and takes no further sibling; name another group_id",
+                f"group {group_id!r} is leased or trained already and accepts no more siblings; "
+                "choose another group_id",
                 status=409,
                 param="group_id",
                 code="group_leased",
             )
 
     def _join(self, group: Group, size: int | None) -> None:
-        """Check that the group has a place left for one more sibling."""
+        """Check that the group has a place for one more sibling."""
         if size is not None and size != group.size:
             raise RequestError(
-                f"group_size is {size}, but group {group.id!r} was started with {group.size}; say that, or nothing, or "
-                "choose another group_id",
+                f"group_size is {size}, but group {group.id!r} was started with {group.size}; give that, leave it out, "
+                "or choose another group_id",
                 param="group_size",
                 code="invalid_value",
             )
         if group.num_started >= group.size:
             raise RequestError(
-                f"group {group.id!r} has its {group.size} session(s) already; name its group_size with the first of "
-                "them, or another group_id",
+                f"group {group.id!r} has its {group.size} session(s) already; give group_size with the first of "
+                "them, or choose another group_id",
                 status=409,
                 param="group_id",
                 code="group_full",

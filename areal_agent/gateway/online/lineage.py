@@ -1,13 +1,11 @@
-"""Whose steps a gateway counts, and who may go on with them. It knows no ledger and no HTTP. Pure.
+"""Whose train steps a gateway counts, and the notes on trainer and groups in the ledger.
 
-The ledger numbers train steps once and for all: over all trainers they only go up. Every trainer counts its own from
-where its checkpoint is. `offset` lies between: the trainer's step s is the ledger's step `offset + s`. So a trainer
-that takes a gateway over begins after everything that was trained before, and undoes none of it. Of its weights a
-lineage knows the incarnations: tokens of any other are another trainer's.
+The ledger numbers train steps once for all trainers, always upwards. Each trainer counts from its own checkpoint; its
+step s is the ledger's step `offset + s`. So a trainer that takes a gateway over begins after everything that was
+trained before and undoes none of it. A lineage also holds the trainer's incarnations: tokens of any other are another
+trainer's.
 
-What the ledger keeps beside sessions and fates: who the trainer is and how far, and how large the groups are.
-
-A session says nothing of its siblings, so the size of a group is noted before its first session is.
+A session does not name its siblings, so the size of a group is noted before its first session.
 """
 
 import asyncio
@@ -21,38 +19,41 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import JsonObject
 
+TRAINER_NOTE = "online"
+GROUP_NOTE = "online/group/"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
     """The steps of one trainer, in the ledger's numbers."""
 
-    trainer: str | None = None  # None: one that does not say who it is
-    base: int = 0  # the ledger's last checkpoint when it came: what others trained is never undone
+    trainer: str | None = None  # None for a trainer without a name
+    base: int = 0  # the ledger's last checkpoint when the trainer came: what others trained is never undone
     offset: int = 0
     labels: Labels = field(default_factory=Labels)
 
     @classmethod
     def read(cls, fields: JsonObject) -> Self:
-        """The inverse of what JSON makes of it."""
+        """Read a lineage from its JSON."""
         labels = Labels(incarnations=tuple(fields.get("labels", {}).get("incarnations", ())))
         return cls(
             trainer=fields.get("trainer"), base=fields.get("base", 0), offset=fields.get("offset", 0), labels=labels
         )
 
     def serving(self, incarnation: int | None) -> Self:
-        """Weights of this incarnation serve; None: it does not say."""
+        """Return the lineage when weights of `incarnation` serve; None if the trainer does not say which."""
         return self if incarnation is None else replace(self, labels=self.labels.naming(incarnation))
 
     def ledger_step(self, step: int) -> int:
         return self.offset + step
 
     def after(self, step: int) -> Self:
-        """It goes on from its own checkpoint of `step`."""
+        """Return the lineage when the trainer resumes from its own checkpoint of `step`."""
         return replace(self, offset=max(self.offset, self.base - step))
 
 
 def lineage_for(trainer: str | None, held: Lineage | None) -> Lineage:
-    """The lineage that a call of this trainer is in. The first one takes a gateway that nobody has.
+    """Return the lineage of a trainer's call. The first trainer gets a gateway that nobody has.
 
     Raises RequestError (409) when another trainer has it.
     """
@@ -60,7 +61,7 @@ def lineage_for(trainer: str | None, held: Lineage | None) -> Lineage:
         return Lineage(trainer=trainer)
     if held.trainer != trainer:
         raise conflict(
-            f"this gateway is {_name(held.trainer)}'s, not {_name(trainer)}'s; to take it over, with what waits, call "
+            f"this gateway belongs to {_name(held.trainer)}, not to {_name(trainer)}; to take it over, call "
             '/rl/return {"trainer": ..., "after_step": ..., "adopt": true}: what was trained stays trained',
             code="other_trainer",
         )
@@ -72,7 +73,7 @@ def is_other(trainer: str | None, held: Lineage | None) -> bool:
 
 
 def require_nothing_undone(after_step: int, lineage: Lineage, last_checkpoint: int) -> None:
-    """Raises RequestError (409) when going on after `after_step` would undo what a checkpoint has trained."""
+    """Raise RequestError (409) if resuming after `after_step` would undo what a checkpoint has trained."""
     committed = last_checkpoint - lineage.offset
     if after_step < committed:
         raise conflict(
@@ -91,13 +92,9 @@ def _name(trainer: str | None) -> str:
     return "a nameless trainer" if trainer is None else f"trainer {trainer!r}"
 
 
-TRAINER_NOTE = "online"
-GROUP_NOTE = "online/group/"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerNote:
-    """Where the trainer is, the bound that it named, and who it is; None of each: not known yet."""
+    """The trainer's progress, bound and lineage; None for what is not known yet."""
 
     progress: Progress
     bound: Bound | None
@@ -121,13 +118,13 @@ async def write_trainer(ledger: Ledger, note: TrainerNote) -> None:
 
 
 async def write_group_size(ledger: Ledger, group_id: str, size: int) -> None:
-    """Of a session without siblings nothing needs to be kept."""
+    """Note a group's size. A session without siblings needs no note."""
     if size > 1:
         await ledger.set_note(GROUP_NOTE + group_id, size)
 
 
 async def read_group_sizes(ledger: Ledger, group_ids: Iterable[str]) -> Mapping[str, int]:
-    """By group; 1 where none was noted."""
+    """Return the size of each group; 1 where none was noted."""
     group_ids = tuple(group_ids)
     sizes = await asyncio.gather(*(ledger.ask(questions.note, GROUP_NOTE + group_id) for group_id in group_ids))
     return {group_id: size or 1 for group_id, size in zip(group_ids, sizes, strict=True)}

@@ -1,9 +1,8 @@
-"""A leased batch as JSON, and back: exact. The round trip keeps every token id, and every log-probability's bits.
+"""The bodies and answers of a trainer's calls, and a leased batch as JSON and back, without loss.
 
-Trajectories hold each token once, so they are what travels; `token_records` makes the same records of them on both
-sides. Whoever has no `token_records` can ask for the records as well.
-
-The bodies of `/rl/publish`, `/rl/lease`, `/rl/acknowledge`, `/rl/return` and `/rl/drop`: what a trainer asks for.
+The round trip keeps every token id and the bits of every log-probability. Batches travel as trajectories, which hold
+each token once; `token_records` derives the same records from them on both sides. A client without `token_records` can
+ask for the records, too.
 """
 
 import asyncio
@@ -38,18 +37,20 @@ from areal_agent.types import (
 
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError)
 
+Seconds = Annotated[float, Field(ge=0, le=3600)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """Where a gateway stands: whole answers, failed siblings included."""
+    """The state of a gateway. Its counts are of answers (rollouts), failed siblings included."""
 
-    trainer: str | None  # who has it; None: nobody yet, or one that does not say
+    trainer: str | None  # the name of its trainer; None: nobody yet, or a trainer without a name
     published: int  # the weight version that serves, as the trainer said
-    leased: int  # the last train step that a batch was handed out for
+    leased: int  # the last train step that a batch was leased for
     num_running: Number
     num_finished: Number
-    rolling_s: Annotated[float, Field(ge=0)]  # seconds with a session for training open, since the gateway started
-    capacity: Number | None  # how many more may start; None: no trainer has named a bound yet
+    rolling_s: Annotated[float, Field(ge=0)]  # seconds with a training session open since the gateway started
+    capacity: Number | None  # answers that may still be started; None: no trainer has named a bound yet
     statuses: Mapping[str, Number]  # of sessions that ended since the gateway started
     drops: Mapping[str, Number]  # of sessions dropped since the gateway started, by reason
 
@@ -71,7 +72,7 @@ class ReturnReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayStatus:
-    """The answer of `/rl/status`: where a gateway stands with its groups, and what it has counted since it started."""
+    """The answer of `/rl/status`: the gateway's state, and its counters since it started."""
 
     state: State
     stats: GatewayStats
@@ -79,7 +80,7 @@ class GatewayStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseReply:
-    """The answer of `/rl/lease`. No groups: there were not enough of them in time, and nothing is leased."""
+    """The answer of `/rl/lease`. It has no groups when there were not enough in time; then nothing is leased."""
 
     step: int
     groups: tuple[TrajectoryGroup, ...]
@@ -87,7 +88,7 @@ class LeaseReply:
 
 
 async def encode_lease(reply: LeaseReply, *, with_records: bool) -> bytes:
-    """In a thread: a batch may be large."""
+    """Encode a lease in a thread, because a batch may be large."""
     return await asyncio.to_thread(_encode_lease, reply, with_records)
 
 
@@ -101,7 +102,7 @@ def _encode_lease(reply: LeaseReply, with_records: bool) -> bytes:
 
 
 def decode_lease(body: JsonObject) -> LeaseReply:
-    """Raises GatewayError for what is no answer of `/rl/lease`."""
+    """Read an answer of `/rl/lease`. Raises GatewayError if it is invalid."""
     try:
         return LeaseReply(
             step=body["step"],
@@ -117,7 +118,7 @@ def encode_status(status: GatewayStatus) -> bytes:
 
 
 def decode_status(body: JsonObject) -> GatewayStatus:
-    """Raises GatewayError for what is no answer of `/rl/status`."""
+    """Read an answer of `/rl/status`. Raises GatewayError if it is invalid."""
     try:
         fields = dict(body["stats"])
         fields["forks"] = {ForkReason(reason): number for reason, number in fields["forks"].items()}
@@ -128,7 +129,7 @@ def decode_status(body: JsonObject) -> GatewayStatus:
 
 
 def decode_state(body: JsonObject) -> State:
-    """Raises GatewayError for what is no state."""
+    """Read a state. Raises GatewayError if it is invalid."""
     try:
         return State(**body)
     except DAMAGE as error:
@@ -136,7 +137,7 @@ def decode_state(body: JsonObject) -> State:
 
 
 def decode_trajectory(body: JsonObject) -> Trajectory:
-    """The inverse of what orjson writes of a trajectory."""
+    """Read a trajectory from orjson's encoding of it."""
     rewards, fate = body["rewards"], body["fate"]
     return Trajectory(
         session_id=body["session_id"],
@@ -206,19 +207,19 @@ def _sampling(body: JsonObject) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-Seconds = Annotated[float, Field(ge=0, le=3600)]
-
-
 class TrainerRequest(Body):
-    """What every call of a trainer may say."""
+    """Fields of every trainer's call."""
 
-    trainer: Name | None = Field(default=None, description="Who calls; a trainer that says nothing is one, too.")
+    trainer: Name | None = Field(
+        default=None, description="The name of the trainer. Calls without a name count as one trainer."
+    )
 
 
 class PublishRequest(TrainerRequest):
-    """Version `step` serves now. With the counts the trainer names its bound; both or neither.
+    """Announces that version `step` serves now.
 
-    `incarnation` is the other half of the labels that the engine gives to its tokens; left out, any is the trainer's.
+    `batch_answers` and `max_staleness` name the staleness bound; give both or none. `incarnation` is the first half of
+    the engine's version labels; without it, every label counts as the trainer's.
     """
 
     step: Count
@@ -237,37 +238,37 @@ class PublishRequest(TrainerRequest):
 
 
 class LeaseRequest(TrainerRequest):
-    """Whole groups for train step `step`: so many groups, or as many as hold so many trajectories."""
+    """Asks for whole groups for train step `step`: `num_groups`, or enough to hold `num_trajectories`."""
 
     step: PositiveCount
     num_groups: PositiveCount | None = None
     num_trajectories: PositiveCount | None = None
-    wait_s: Seconds = Field(default=0.0, description="How long to wait until there are enough.")
+    wait_s: Seconds = Field(default=0.0, description="Seconds to wait for enough groups.")
     straggler_wait_s: Seconds = Field(
         default=0.0,
-        description="How long a batch waits for running groups that would be too stale for the next one.",
+        description="Seconds to wait for running groups that would be too stale for the next batch.",
     )
     wants_records: bool = Field(default=True, alias="records")
 
     @model_validator(mode="after")
     def _asks_in_one_way(self) -> Self:
         if (self.num_groups is None) == (self.num_trajectories is None):
-            raise RequestError("give num_groups or num_trajectories, one of the two", param="num_groups")
+            raise RequestError("give either num_groups or num_trajectories", param="num_groups")
         return self
 
 
 class AcknowledgeRequest(TrainerRequest):
-    """A checkpoint that contains every step up to `step` is safe: what was leased for those is trained."""
+    """Reports a checkpoint that contains every step up to `step`: what was leased for those is trained."""
 
     step: PositiveCount
     checkpoint: str
 
 
 class ReturnRequest(TrainerRequest):
-    """The trainer goes on from the checkpoint of `after_step`: what was leased for later steps waits again.
+    """Resumes from the checkpoint of `after_step`: what was leased for later steps waits again.
 
-    With `adopt` it takes the gateway over from another trainer, whose fates stand; or, its own already, has lost the
-    later checkpoints: what those had trained waits again, too.
+    With `adopt` the caller takes the gateway over from another trainer, and what that one trained stays trained. If it
+    is the caller's already, `adopt` says that its later checkpoints are lost: what those had trained waits again.
     """
 
     after_step: Count
@@ -275,11 +276,11 @@ class ReturnRequest(TrainerRequest):
 
 
 class DropRequest(TrainerRequest):
-    """These sessions are not to be trained."""
+    """Drops sessions: they will not be trained."""
 
     session_ids: list[Name]
     reason: Annotated[Drop, Field(strict=False)]
 
 
 class StatusRequest(Body):
-    """Nothing can be asked of `/rl/status`."""
+    """The empty body of `/rl/status`."""
