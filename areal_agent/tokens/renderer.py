@@ -13,7 +13,7 @@ them a window of recent ids is decoded again.
 import codecs
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
 from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template
+from areal_agent.tokens.words import WordCache, any_of
 from areal_agent.types import JsonObject
 
 ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
@@ -75,6 +76,7 @@ class Renderer:
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # training scripts leave these in tokenizer.json; no prompt is cut here
         self._backend.no_padding()
+        self._words = WordCache.of(self._backend)
         self.detokenizer = Detokenizer(self._backend)
         self._secret = secrets.token_hex(16)  # no message can contain it
         texts = _control_texts(tokenizer, source) | (MARKERS if is_kept else frozenset())
@@ -86,7 +88,7 @@ class Renderer:
             self.answer_header = self._find_answer_header()
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
-        self._end_pattern = re.compile(_any_of(self.end_texts))
+        self._end_pattern = re.compile(any_of(self.end_texts))
         self.end_token_id = self._id_of(self.end_texts[0])
         self.thinking_end_id: int | None = self._backend.token_to_id("</think>")
         self.vocab_size = len(tokenizer)
@@ -190,8 +192,11 @@ class Renderer:
         return self.detokenizer.text_of(token_ids[:-1] if has_ended else token_ids)
 
     def _encode(self, text: str) -> list[int]:
-        # Without offsets, which cost time.
-        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        token_ids = self._words.ids_of(text) if self._words else None
+        if token_ids is None:
+            # Without offsets, which cost time.
+            token_ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return token_ids
 
     def _id_of(self, token: str) -> int:
         return cast("int", self._backend.token_to_id(token))
@@ -221,7 +226,7 @@ class Renderer:
     def _tokens_after(self, answer: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> list[str]:
         """Return the control tokens that follow `answer` in the text, in order."""
         text = self.template.render(messages, tools, add_generation_prompt=False)
-        return re.findall(_any_of(self._turn_texts), text.rpartition(answer)[2]) if answer in text else []
+        return re.findall(any_of(self._turn_texts), text.rpartition(answer)[2]) if answer in text else []
 
     def _find_answer_header(self) -> str:
         """Return what the template writes before every answer, without the thinking that it opens. It may be empty."""
@@ -259,12 +264,6 @@ def _control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozens
     )
 
 
-def _any_of(texts: Iterable[str]) -> str:
-    """Return a pattern that finds any of the texts, preferring the longest."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return "|".join(map(re.escape, longest_first)) or r"(?!)"
-
-
 class Breaker:
     """Breaks up control texts wherever they occur in JSON data.
 
@@ -273,7 +272,7 @@ class Breaker:
     """
 
     def __init__(self, texts: set[str] | frozenset[str], *, with_text: str) -> None:
-        self._pattern = re.compile(_any_of(texts))
+        self._pattern = re.compile(any_of(texts))
         self._first_characters = tuple({text[0] for text in texts})
         self._first_bytes = tuple(character.encode() for character in self._first_characters)
         self._is_seen_in_json = not any(character in '"\\' or character < " " for character in self._first_characters)
