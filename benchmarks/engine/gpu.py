@@ -203,7 +203,7 @@ def generate_rate(plan: Plan, batch: Batch) -> float:
 
 
 async def push_all(plan: Plan, server: Server) -> Costs:
-    """What pushes over shared memory cost."""
+    """Measure pushes over shared memory."""
     model: Any = AutoModelForCausalLM.from_pretrained(plan.folder, dtype=torch.float32)
     parameters: dict[str, Tensor] = dict(model.to(plan.device).named_parameters())
     with weights_folder(in_memory=True) as place:
