@@ -74,14 +74,14 @@ class EngineServers(Protocol):
 async def serve_engine_servers(servers: EngineServers, admin_key: str) -> ServedGateway:
     """Serve the calls about the servers on a free port of this machine, for callers with the key."""
     limits, counters = Limits(), Counters()
-    calls = EngineCalls(servers, Callers(admin_key, Sessions()), BodyReader(limits))
+    calls = EngineServerCalls(servers, Callers(admin_key, Sessions()), BodyReader(limits))
     app = web.Application(client_max_size=limits.max_body_bytes)
     app.router.add_get(PATH, calls.show)
     app.router.add_post(PATH, calls.change)
     return await serve_app(app, "127.0.0.1", 0, limits=limits, counters=counters)
 
 
-class EngineCalls:
+class EngineServerCalls:
     """The two handlers. Both answer with the current list of servers."""
 
     def __init__(self, servers: EngineServers, callers: Callers, bodies: BodyReader) -> None:
