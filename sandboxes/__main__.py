@@ -13,12 +13,13 @@ from dataclasses import asdict
 from typing import NoReturn, cast
 
 from areal_agent.errors import SandboxError
-from sandboxes.cgroups import reap
+from sandboxes.cgroups import reap_groups
 from sandboxes.conformance import ROWS, Verdict, check
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, make_default_image
 from sandboxes.doctor import examine, strongest_backend
-from sandboxes.pool import Backend, open_pool
+from sandboxes.pool import ISOLATION_OF, OLD_NAMES, Backend, open_pool
+from sandboxes.subprocess import reap_folders
 
 
 def main() -> int:
@@ -27,7 +28,7 @@ def main() -> int:
     examining = commands.add_parser("doctor", help="what works here, and why the rest does not")
     examining.add_argument("--json", action="store_true", help="for programs: subject, works, detail of each")
     checking = commands.add_parser("check", help="run the hostile suite; exit 1 when a row fails")
-    checking.add_argument("--backend", choices=("docker", "bubblewrap", "namespaces", "subprocess"), required=True)
+    checking.add_argument("--backend", choices=(*ISOLATION_OF, *OLD_NAMES), required=True)
     commands.add_parser("reap", help="remove what dead processes left")
     commands.add_parser("image", help="make the default image of containers, from this machine's package mirror")
     options = parser.read(sys.argv[1:])
@@ -52,8 +53,7 @@ async def print_json() -> int:
 
 
 async def print_reaped() -> int:
-    reaped = reap()
-    print(f"removed {reaped.num_groups} trees of control groups and {reaped.num_folders} folders of dead processes")
+    print(f"removed {reap_groups()} trees of control groups and {reap_folders()} folders of dead processes")
     try:
         async with open_pool(backend="docker") as pool:
             print(f"removed {await pool.reap()} containers of dead processes")

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from areal_agent.errors import SandboxError
-from sandboxes.bubblewrap import find_walls
 from sandboxes.cgroups import GroupTree
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE
-from sandboxes.inner.landlock import landlock_version
-from sandboxes.jail import Walls, denying_filter
+from sandboxes.inner.launcher import landlock_version
+from sandboxes.jail import try_jail
+from sandboxes.seccomp import denying_filter
 
-CONTAINERS = "containers"
+CONTAINERS, JAILS = "containers", "jails"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Finding:
 async def examine() -> list[Finding]:
     """Return all findings, in the order in which the backends need them."""
     findings = [await _attempt(CONTAINERS, _find_containers)]
-    findings += [await _attempt(f"walls by {walls.value}", _build(walls)) for walls in Walls]
+    findings.append(await _attempt(JAILS, _build_jail))
     findings.append(await _attempt("control groups", _make_groups))
     findings.append(await _attempt("system-call filter", _assemble_filter))
     version = landlock_version()
@@ -44,10 +44,8 @@ async def examine() -> list[Finding]:
 
 def strongest_backend(findings: list[Finding]) -> str:
     """Return the backend that `auto` would choose."""
-    if any(finding.works for finding in findings if finding.subject == CONTAINERS):
-        return "docker"
-    has_walls = any(finding.works for finding in findings if finding.subject.startswith("walls"))
-    return "bubblewrap" if has_walls else "subprocess"
+    works = {finding.subject for finding in findings if finding.works}
+    return "docker" if CONTAINERS in works else "jail" if JAILS in works else "subprocess"
 
 
 async def _attempt(subject: str, act: Callable[[], Awaitable[str]]) -> Finding:
@@ -57,12 +55,9 @@ async def _attempt(subject: str, act: Callable[[], Awaitable[str]]) -> Finding:
         return Finding(subject=subject, works=False, detail=str(error))
 
 
-def _build(walls: Walls) -> Callable[[], Awaitable[str]]:
-    async def build() -> str:
-        await find_walls([walls])
-        return "namespaces of processes, mounts, network, IPC and host name"
-
-    return build
+async def _build_jail() -> str:
+    await try_jail()
+    return "namespaces of processes, mounts, network, IPC and host name"
 
 
 async def _find_containers() -> str:

@@ -13,9 +13,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from contextlib import ExitStack
+from typing import Self
 
-from sandboxes.link import Ended, LauncherLink, Run, Turn
+from sandboxes.cgroups import ControlGroup
+from sandboxes.link import Ended, LauncherLink, Run
 from sandboxes.spec import ExecResult, Limits, Status
 
 GRACE_S = 5.0
@@ -27,29 +29,12 @@ CHUNK_BYTES = 65_536
 PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
-class Group(Protocol):
-    """A bound on all processes of one program together."""
-
-    @property
-    def descriptors(self) -> list[int]:
-        """Descriptors that a process writes to in order to join the group."""
-        ...
-
-    def close_descriptors(self) -> None: ...
-
-    def kill(self) -> None:
-        """Kill all members directly: a launcher competing with many busy programs may not get the CPU to do it."""
-        ...
-
-    def num_oom_kills(self) -> int: ...
-
-    def was_refused_processes(self) -> bool: ...
-
-
 class Execution:
     """One program: `start` it, `wait` for its end, ask for its `result`. `limits.wall_s` applies only if `is_timed`."""
 
-    def __init__(self, link: LauncherLink, limits: Limits, group: Group | None, *, is_timed: bool = True) -> None:
+    def __init__(
+        self, link: LauncherLink, limits: Limits, group: ControlGroup | None, *, is_timed: bool = True
+    ) -> None:
         self._link = link
         self._limits = limits
         self._group = group
@@ -64,7 +49,7 @@ class Execution:
     def is_running(self) -> bool:
         return self._run is not None and not self._run.ended.done()
 
-    def start(self, request: bytes, standard: Sequence[int], turn: Turn) -> None:
+    def start(self, request: bytes, standard: Sequence[int], turn: ExitStack) -> None:
         """Send the program to the launcher.
 
         `request` is what the launcher reads. `standard` are stdin, stdout and stderr, which the caller still owns.
@@ -76,7 +61,7 @@ class Execution:
         finally:
             os.close(descriptor)
             if self._group is not None:
-                self._group.close_descriptors()
+                self._group.close()
         self._sent_s = self._loop.time()
 
     async def wait(self) -> Ended:
@@ -144,7 +129,7 @@ class Execution:
     def _send_kill(self) -> None:
         if self._run is not None and self.is_running:
             if self._group is not None:
-                self._group.kill()
+                self._group.kill()  # directly: a launcher among many busy programs may not get the CPU to do it
             self._link.kill(self._run)
 
 

@@ -1,4 +1,4 @@
-"""The working directory of one sandbox, which the host makes, reads, writes and removes; and tars of its files.
+"""The working directory of one sandbox, which the host reads, writes and removes; and tars of its files.
 
 What a program leaves in the directory is not to be trusted: no symlink is followed, only regular files are read, and
 everything is removed however deep, locked or large it is. A file that is not as expected raises OSError, as opening a
@@ -7,10 +7,9 @@ file does: the program is at fault, not the sandbox.
 A tar from outside is hostile too: links, devices and paths that lead out are refused. A sandbox only gets a tar made
 anew from what was understood here, so that two readers cannot read it in two ways.
 
-All of it blocks: callers use a thread, except for `make` and `remove_if_empty`.
+All of it blocks: callers use a thread.
 """
 
-import contextlib
 import errno
 import io
 import os
@@ -35,38 +34,6 @@ class Entry:
     path: str
     data: bytes | None
     is_executable: bool = False
-
-
-class WorkingFolder:
-    """A private folder at `path`, which does not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._is_made = False
-
-    def make(self) -> None:
-        if not self._is_made:
-            self.path.mkdir(mode=0o700, exist_ok=True)  # two threads may race for it, and one makes it
-            self._is_made = True
-
-    @contextlib.contextmanager
-    def open(self) -> Generator["OpenFolder", None, None]:
-        self.make()
-        top = os.open(self.path, FOLDER_FLAGS)
-        try:
-            yield OpenFolder(top)
-        finally:
-            os.close(top)
-
-    def remove_if_empty(self) -> bool:
-        """Remove the folder if that takes no time; return whether it is gone."""
-        if not self._is_made:
-            return True
-        try:
-            self.path.rmdir()
-        except OSError:
-            return False
-        return True
 
 
 class OpenFolder:

@@ -14,9 +14,10 @@ from typing import Any, Protocol, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Process, Program
-from sandboxes.execution import BoundedOutput, Execution, Group, PipeReader, PipeWriter, base_environment, sealed_file
+from sandboxes.cgroups import ControlGroup
+from sandboxes.execution import BoundedOutput, Execution, PipeReader, PipeWriter, base_environment, sealed_file
 from sandboxes.folder import OpenFolder, entries_of, pack
-from sandboxes.link import LauncherLink, Turn
+from sandboxes.link import LauncherLink
 from sandboxes.spec import ExecResult, Limits, Status
 
 Answer = TypeVar("Answer")
@@ -42,12 +43,15 @@ class Ground(Protocol):
         """Return the launcher to use now; SandboxError when there is none any more."""
         ...
 
-    def group(self, limits: Limits) -> AbstractAsyncContextManager[Group | None]:
+    def group(self, limits: Limits) -> AbstractAsyncContextManager[ControlGroup | None]:
         """Return a bound on all processes of one program together, or None where there is none."""
         ...
 
     def limits_of_process(self, limits: Limits, *, has_group: bool) -> dict[str, int | None]:
-        """Return the kernel limits for each process; SandboxError or ValueError for one that cannot be enforced."""
+        """Return the limits of each process on memory ("address_space_bytes") and process count ("new_processes").
+
+        None leaves a resource unbounded. SandboxError or ValueError for a limit that cannot be enforced.
+        """
         ...
 
     async def with_folder(self, act: Callable[[OpenFolder], Answer]) -> Answer:
@@ -57,6 +61,37 @@ class Ground(Protocol):
     async def aclose(self) -> None:
         """Give the ground up with all that is in it; no program runs any more."""
         ...
+
+
+class Cells:
+    """The cells of one provider. `release` gives up what the provider holds, once all cells are closed."""
+
+    def __init__(self, release: Callable[[], Awaitable[None]]) -> None:
+        self._release = release
+        self._open: set[LaunchedCell] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    def check_open(self) -> None:
+        if self._closing is not None:
+            raise SandboxError("the sandbox pool is closed; open another")
+
+    async def add(self, ground: Ground, limits: Limits) -> "LaunchedCell":
+        if self._closing is not None:
+            await ground.aclose()
+            raise SandboxError("the sandbox pool was closed")
+        cell = LaunchedCell(ground, limits, self._open.discard)
+        self._open.add(cell)
+        return cell
+
+    async def close(self) -> None:
+        """Close every cell, then the provider. Harmless when both are closed already."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(cell.close() for cell in self._open))
+        await self._release()
 
 
 class LaunchedCell:
@@ -135,21 +170,21 @@ class LaunchedCell:
     def _request(self, program: Program, limits: Limits, *, has_group: bool, is_timed: bool = True) -> bytes:
         """Return the description of a program that the launcher reads."""
         self._check_open()
-        bounds = self._ground.limits_of_process(limits, has_group=has_group)
-        if not is_timed:
-            bounds["cpu_s"] = None
         request: dict[str, Any] = {
             "argv": program.argv or None,
             "source": program.source,
             "folder": self._ground.home,
             "cwd": program.cwd,
             "env": {**self._env, **program.env},
-            **bounds,
+            "cpu_s": limits.max_cpu_s if is_timed else None,
+            "file_bytes": limits.file_bytes,
+            "open_files": limits.open_files,
+            **self._ground.limits_of_process(limits, has_group=has_group),
         }
         return json.dumps(request).encode()
 
     async def _run(
-        self, execution: Execution, turn: Turn, request: bytes, stdin: bytes, output_bytes: int
+        self, execution: Execution, turn: ExitStack, request: bytes, stdin: bytes, output_bytes: int
     ) -> ExecResult:
         with BoundedOutput(output_bytes, lambda: execution.stop(Status.OUTPUT_LIMIT)) as output:
             stdin_file = sealed_file(stdin) if stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -192,7 +227,7 @@ class SpawnedProcess:
             ends.pop_all()
         self._end: asyncio.Task[ExecResult] | None = None
 
-    def start(self, request: bytes, turn: Turn, resources: AsyncExitStack) -> asyncio.Task[ExecResult]:
+    def start(self, request: bytes, turn: ExitStack, resources: AsyncExitStack) -> asyncio.Task[ExecResult]:
         """Start the program and return the task that ends with it and then releases `resources`, its control group."""
         try:
             streams = [self._stdin.read_end, self._stdout.write_end, self._stderr.write_end]

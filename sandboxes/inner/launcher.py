@@ -13,7 +13,7 @@ another; and a program that took over the launcher could forge no text, since co
 
 When the host ends, however it ends, the control socket closes: the launcher kills every program, removes ROOT and ends.
 
-In a jail (`inside.py`) the launcher is the first process, and walls stand around it. It then needs no Landlock, hands
+In a jail (`walls.py`) the launcher is the first process, and walls stand around it. It then needs no Landlock, hands
 its host descriptors of the working folder and of itself, and ends without sweeping, since everything ends with it.
 """
 
@@ -24,6 +24,7 @@ import resource
 import signal
 import socket
 import stat
+import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -36,8 +37,8 @@ from sandboxes.inner.kernel import (
     PR_SET_PDEATHSIG,
     drop_privileges,
     prctl,
+    syscall,
 )
-from sandboxes.inner.landlock import landlock_version, restrict_to_folder
 from sandboxes.inner.processes import (
     exited_children,
     forget_package,
@@ -54,6 +55,10 @@ REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
 PROCESS_COUNT_AGE_S = 10.0
 MAX_SWEEPS = 100
 """After this many rounds the launcher stops chasing a program that forks faster than it is killed (see README.md)."""
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # the same on every architecture
+LANDLOCK_WRITE_FILE, LANDLOCK_REMOVE_AND_MAKE, LANDLOCK_REFER, LANDLOCK_TRUNCATE = 1 << 1, 0x1FF << 4, 1 << 13, 1 << 14
+LANDLOCK_SCOPE_ABSTRACT_SOCKETS, LANDLOCK_SCOPE_SIGNALS = 1 << 0, 1 << 1
+LANDLOCK_RULE_PATH_BENEATH = 1
 
 
 class Launcher:
@@ -193,6 +198,34 @@ def enter(folder: str) -> None:
     if not os.stat(folder).st_mode & stat.S_IXUSR:
         os.chmod(folder, 0o700)
     os.chdir(folder)
+
+
+def landlock_version() -> int:
+    """Return the version of Landlock that this kernel has, 0 for none."""
+    if not IS_LINUX:
+        return 0
+    try:
+        return syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
+    except OSError:
+        return 0
+
+
+def restrict_to_folder(version: int) -> None:
+    """Allow changes only beneath the current folder, and no signalling or tracing of outside processes.
+
+    Signals need version 6 (Linux 6.12). Landlock always denies tracing, and with it reading the environment and memory
+    of other processes.
+    """
+    writes = LANDLOCK_WRITE_FILE | LANDLOCK_REMOVE_AND_MAKE
+    writes |= (LANDLOCK_REFER if version >= 2 else 0) | (LANDLOCK_TRUNCATE if version >= 3 else 0)
+    scopes = LANDLOCK_SCOPE_ABSTRACT_SOCKETS | LANDLOCK_SCOPE_SIGNALS if version >= 6 else 0
+    attributes = struct.pack("=QQQ", writes, 0, scopes)
+    size = 24 if version >= 6 else 8
+    ruleset = syscall(LANDLOCK_CREATE_RULESET, attributes, size, 0)
+    for path, allowed in ((".", writes), (os.devnull, writes & (LANDLOCK_WRITE_FILE | LANDLOCK_TRUNCATE))):
+        beneath = os.open(path, os.O_PATH)
+        syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, struct.pack("=Qi", allowed, beneath), 0)
+    syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0)
 
 
 def set_limits(request: dict[str, Any], num_processes: int) -> None:

@@ -47,10 +47,10 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 def test_doctor(said: Callable[..., str]) -> None:
     findings = [Finding(**one) for one in json.loads(said("doctor", "--json"))]
-    assert {"containers", "walls by bubblewrap", "walls by namespaces", "Bash"} <= {one.subject for one in findings}
+    assert {"containers", "jails", "Bash"} <= {one.subject for one in findings}
     assert all(isinstance(one.works, bool) and one.detail for one in findings)
     works = {one.subject.split()[0] for one in findings if one.works}
-    strongest = "docker" if "containers" in works else "bubblewrap" if "walls" in works else "subprocess"
+    strongest = "docker" if "containers" in works else "jail" if "jails" in works else "subprocess"
     assert said("doctor").splitlines()[-1].split()[-1] == strongest
 
 

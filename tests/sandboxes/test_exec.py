@@ -26,10 +26,10 @@ import pytest
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
 from sandboxes.conformance.row import processes_left
-from sandboxes.jail import interpreter
+from sandboxes.link import interpreter
 
 
-@pytest.fixture(params=["subprocess", "namespaces", "bubblewrap", pytest.param("docker", marks=pytest.mark.slow)])
+@pytest.fixture(params=["subprocess", "jail", pytest.param("docker", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
