@@ -23,7 +23,7 @@
     judge/          code rewards
     tools.py        tools for agents
     conformance/    the hostile suite that every backend passes
-    doctor.py       what works on this machine; __main__.py is the command line
+    __main__.py     the command line: what works on this machine, the hostile suite, tidying up
 
 The package is independent: all it imports of areal_agent is the error `SandboxError`. README.md and
 `Pool.capabilities()` say what each backend cannot stop.
