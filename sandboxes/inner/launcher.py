@@ -30,6 +30,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sandboxes.inner.files import REMOVE
 from sandboxes.inner.kernel import (
     IS_LINUX,
     PR_SET_CHILD_SUBREAPER,
@@ -50,8 +51,6 @@ from sandboxes.inner.processes import (
 from sandboxes.inner.program import Interpreter, run_program
 from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
 
-REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
-"""The launcher's last act, in shell: a program may have locked its folders."""
 PROCESS_COUNT_AGE_S = 10.0
 MAX_SWEEPS = 100
 """After this many rounds the launcher stops chasing a program that forks faster than it is killed (see README.md)."""
