@@ -5,7 +5,6 @@ group where the backend has one. `BoundedOutput` collects the output of a progra
 """
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import signal
@@ -41,7 +40,6 @@ class Execution:
         self._loop = asyncio.get_running_loop()
         self._run: Run | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._sent_s = 0.0
         self._verdict: Status | None = None  # set by the host when it has the program killed
 
     @property
@@ -61,7 +59,6 @@ class Execution:
             os.close(descriptor)
             if self._group is not None:
                 self._group.close()
-        self._sent_s = self._loop.time()
 
     async def wait(self) -> Ended:
         """Wait for the end, which comes by the deadline. Cancelling kills the program without waiting for its death."""
@@ -93,6 +90,7 @@ class Execution:
         self, ended: Ended, stdout: bytes = b"", stderr: bytes = b"", *, is_truncated: bool = False
     ) -> ExecResult:
         """Return the result with the output that was kept. Call this before the control group is gone."""
+        assert self._run is not None
         return result_of(
             ended,
             stdout,
@@ -100,26 +98,20 @@ class Execution:
             self._limits,
             verdict=self._verdict,
             is_truncated=is_truncated,
-            wall_s=self._loop.time() - self._begun_s,
+            wall_s=self._loop.time() - self._run.started_s,
             oom_kills=0 if self._group is None else self._group.num_oom_kills(),
             was_refused_processes=self._group is not None and self._group.was_refused_processes(),
             has_group=self._group is not None,
         )
 
-    @property
-    def _is_started(self) -> bool:
-        return self._run is not None and self._run.pid is not None
-
-    @property
-    def _begun_s(self) -> float:
-        return self._run.started_s if self._run is not None and self._is_started else self._sent_s
-
     def _on_time(self) -> None:
         """Enforce the deadline, which counts from the program's start, however late that was; see `GRACE_S`."""
-        left_s = self._begun_s + self._limits.wall_s + GRACE_S * (not self._is_started) - self._loop.time()
+        assert self._run is not None
+        is_started = self._run.pid is not None
+        left_s = self._run.started_s + self._limits.wall_s + GRACE_S * (not is_started) - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._on_time)
-        elif self._is_started:
+        elif is_started:
             self.stop(Status.TIMEOUT)
             self._timer = self._loop.call_later(GRACE_S, self._link.abandon)
         else:
@@ -226,17 +218,20 @@ class BoundedOutput:
 
     def __init__(self, max_bytes: int, on_overflow: Callable[[], None]) -> None:
         self.is_truncated = False
+        self.write_ends: list[int] = []  # they become the program's stdout and stderr
         self._loop = asyncio.get_running_loop()
         self._room = max_bytes
         self._on_overflow = on_overflow
         self._chunks: dict[int, list[bytes]] = {}  # by read end
-        self._open: set[int] = set()  # read ends that may deliver more
-        self._write_ends: list[int] = []
 
     def __enter__(self) -> Self:
         try:
             for _ in ("stdout", "stderr"):
-                self._open_pipe()
+                read_end, write_end = os.pipe()
+                self.write_ends.append(write_end)
+                self._chunks[read_end] = []
+                os.set_blocking(read_end, False)
+                self._loop.add_reader(read_end, self._read, read_end)
         except OSError:  # out of descriptors: the first pipe must not leak
             self.__exit__()
             raise
@@ -244,61 +239,40 @@ class BoundedOutput:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close_write_ends()
-        for read_end in tuple(self._open):
-            self._leave(read_end)
         for read_end in self._chunks:
+            self._loop.remove_reader(read_end)
             os.close(read_end)
-
-    @property
-    def write_ends(self) -> tuple[int, ...]:
-        """The descriptors that become the program's stdout and stderr."""
-        return tuple(self._write_ends)
 
     def close_write_ends(self) -> None:
         """Close the host's copies of the write ends, once the program has them."""
-        while self._write_ends:
-            os.close(self._write_ends.pop())
+        while self.write_ends:
+            os.close(self.write_ends.pop())
 
     def collect(self) -> tuple[bytes, bytes]:
         """Return all that was printed; call this when the program has ended.
 
         The pipes are read without waiting, so a process that outlived its program and keeps one open delays nobody.
         """
-        for read_end in tuple(self._open):
-            while self._read(read_end):
+        for read_end in self._chunks:
+            while not self.is_truncated and self._read(read_end):
                 pass
         stdout, stderr = (b"".join(chunks) for chunks in self._chunks.values())
         return stdout, stderr
 
-    def _open_pipe(self) -> None:
-        read_end, write_end = os.pipe()
-        self._write_ends.append(write_end)
-        self._chunks[read_end] = []
-        os.set_blocking(read_end, False)
-        self._open.add(read_end)
-        self._loop.add_reader(read_end, self._read, read_end)
-
     def _read(self, read_end: int) -> bool:
         """Read once, and return whether there may be more."""
-        data = b""
-        with contextlib.suppress(BlockingIOError):
+        try:
             data = os.read(read_end, CHUNK_BYTES)
-            if not data:
-                self._leave(read_end)
-        if len(data) > self._room:
-            self._overflow()
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(read_end)
         kept = data[: self._room]
         self._room -= len(kept)
         self._chunks[read_end].append(kept)
-        return bool(data) and not self.is_truncated
-
-    def _overflow(self) -> None:
-        if not self.is_truncated:
+        if len(kept) < len(data):
             self.is_truncated = True
-            for read_end in tuple(self._open):
-                self._leave(read_end)
+            for end in self._chunks:
+                self._loop.remove_reader(end)
             self._on_overflow()
-
-    def _leave(self, read_end: int) -> None:
-        self._open.discard(read_end)
-        self._loop.remove_reader(read_end)
+        return bool(data)

@@ -113,15 +113,15 @@ def interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Run:
     """One program in the launcher. `ended` raises SandboxError when the launcher could not run it to its end."""
 
-    def __init__(self, run_id: int, ended: asyncio.Future[Ended], turn: ExitStack) -> None:
-        self.id = run_id
-        self.ended = ended
-        self.turn = turn  # is closed when the program has started
-        self.pid: int | None = None  # until it has started
-        self.started_s = 0.0  # by the loop's clock
+    id: int
+    ended: asyncio.Future[Ended]
+    turn: ExitStack  # is closed when the program has started
+    started_s: float  # by the loop's clock; until it has started, when it was sent
+    pid: int | None = None  # None until it has started
 
 
 class LauncherTimeoutError(SandboxError):
@@ -195,7 +195,7 @@ class LauncherLink:
 
     def run(self, descriptors: Sequence[int], turn: ExitStack) -> Run:
         """Start a program, given its descriptors (request, stdin, stdout, stderr), which the caller still owns."""
-        run = Run(self._next_id, self._loop.create_future(), turn)
+        run = Run(id=self._next_id, ended=self._loop.create_future(), turn=turn, started_s=self._loop.time())
         self._next_id += 1
         self._write_kills()  # requests are taken in order: what was killed before is dead before this starts
         if not self._is_alive:

@@ -103,7 +103,7 @@ class Relay:
         for descriptor in (wake_read, wake_write, self.done, *self.kinds):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # the pipe is written only for signals that have a handler
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # the pipe is written only for handled signals
         watched = [0, self.done, wake_read, *self.kinds]
         while True:
             for descriptor in select.select(watched, [], [])[0]:
