@@ -135,6 +135,7 @@ class LauncherLink:
     """
 
     def __init__(self, control: socket.socket, process: asyncio.subprocess.Process | None) -> None:
+        self.is_alive = True
         self.landlock_version = 0
         self.folder: int | None = None  # the working folder of a jail, open until `aclose`
         self._listener: socket.socket | None = None  # of a jail: its programs' way to the network, if they have one
@@ -148,7 +149,6 @@ class LauncherLink:
         self._unwritten = bytearray()
         self._next_id = 1
         self._received = b""
-        self._is_alive = True
         self._loop.add_reader(control, self._on_readable)
         self._watch = None if process is None else self._loop.create_task(self._watch_process(process))
 
@@ -173,10 +173,6 @@ class LauncherLink:
             raise
         return self
 
-    @property
-    def is_alive(self) -> bool:
-        return self._is_alive
-
     def take_listener(self) -> socket.socket | None:
         """Return the socket on which a jail's programs ask for the network; the caller owns it from now on."""
         listener, self._listener = self._listener, None
@@ -198,7 +194,7 @@ class LauncherLink:
         run = Run(id=self._next_id, ended=self._loop.create_future(), turn=turn, started_s=self._loop.time())
         self._next_id += 1
         self._write_kills()  # requests are taken in order: what was killed before is dead before this starts
-        if not self._is_alive:
+        if not self.is_alive:
             raise SandboxError("the sandbox launcher is not running")
         try:
             socket.send_fds(self._control, [REQUEST.pack(RequestKind.START, run.id)], descriptors)
@@ -246,7 +242,7 @@ class LauncherLink:
                 self._process.kill()
 
     def _write_kills(self) -> None:
-        if not self._is_alive or not self._unwritten:
+        if not self.is_alive or not self._unwritten:
             return
         self._loop.remove_writer(self._control)
         try:
@@ -314,9 +310,9 @@ class LauncherLink:
 
     def _fail(self, reason: str) -> None:
         """Give the launcher up: fail everything that waits for it and release it."""
-        if not self._is_alive:
+        if not self.is_alive:
             return
-        self._is_alive = False
+        self.is_alive = False
         self._loop.remove_reader(self._control)
         self._loop.remove_writer(self._control)
         self._control.close()

@@ -188,24 +188,20 @@ class Stock:
 
     async def warm(self, spec: CellSpec, num_cells: int) -> None:
         """Keep `num_cells` ready from now on, and wait until they are; a failure to start one is raised."""
-        others = await self._start_missing(spec, num_cells)
-        if others:
+        for _ in range(2):  # the second time replaces cells that others began, and that failed or were handed out
+            self.check_open()
+            shelf = self.shelves.setdefault(spec, Shelf(spec))
+            shelf.target = max(shelf.target, min(num_cells, self._max_idle))
+            others = shelf.starts.copy()
+            starts = [self._begin(shelf, self._start(shelf)) for _ in range(shelf.target - shelf.num_spare)]
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
+            self.check_open()  # closing cancels what was being started
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
+            if not others:
+                return
             await asyncio.wait(others)
-            await self._start_missing(spec, num_cells)  # replaces those that failed or were handed out
-
-    async def _start_missing(self, spec: CellSpec, num_cells: int) -> set[asyncio.Task[None]]:
-        """Start the cells that are missing, and return the starts that were under way before."""
-        self.check_open()
-        shelf = self.shelves.setdefault(spec, Shelf(spec))
-        shelf.target = max(shelf.target, min(num_cells, self._max_idle))
-        others = shelf.starts.copy()
-        starts = [self._begin(shelf, self._start(shelf)) for _ in range(shelf.target - shelf.num_spare)]
-        outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        self.check_open()  # closing cancels what was being started
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
-        return others
 
     def check_open(self) -> None:
         if self._is_closed:

@@ -32,6 +32,13 @@ logger = logging.getLogger(__name__)
 PROCESS_HEADROOM = 1024
 """Processes that all programs together may add to those of the user."""
 
+ENFORCED = ("wall-clock time", "CPU time, address space, file length and open files of each process", "output")
+STOPPED_BY_LANDLOCK = {
+    "changing files outside the working directory": 1,
+    "reading the memory and environment of your other processes": 1,
+    "sending signals to your other processes": 6,
+}
+"""The version of Landlock that each needs."""
 Answer = TypeVar("Answer")
 
 
@@ -64,7 +71,20 @@ class SubprocessProvider:
         return provider
 
     def capabilities(self) -> Capabilities:
-        return capabilities_of(self._link.landlock_version)
+        version = self._link.landlock_version
+        is_linux = sys.platform == "linux"
+        stopped = tuple(f"no {act}" for act, needed in STOPPED_BY_LANDLOCK.items() if version >= needed)
+        return Capabilities(
+            backend="subprocess",
+            isolation=Isolation.PROCESS,
+            enforces=(*ENFORCED, *stopped, *(("daemons die with their program",) if is_linux else ())),
+            cannot_stop=(
+                *("reading your files", "using the network"),
+                "spreading memory, disk and processes over many small parts",
+                *(act for act, needed in STOPPED_BY_LANDLOCK.items() if version < needed),
+                *(() if is_linux else ("leaving daemons behind",)),
+            ),
+        )
 
     def check(self, spec: CellSpec) -> None:
         spec.refuse("subprocess", "image", "user", "workdir", "runtime")
@@ -153,33 +173,6 @@ def refuse_what_is_not_enforced(limits: Limits) -> None:
             raise SandboxError(
                 f"Limits.{name} is {value!r}, and the subprocess backend cannot enforce it; leave it out"
             )
-
-
-def capabilities_of(landlock_version: int) -> Capabilities:
-    """Return what this backend enforces with the version of Landlock that the launcher found (0: none)."""
-    enforced = ["wall-clock time", "CPU time, address space, file length and open files of each process", "output"]
-    not_stopped = [
-        "reading your files",
-        "using the network",
-        "spreading memory, disk and processes over many small parts",
-    ]
-    by_landlock = {
-        "changing files outside the working directory": 1,
-        "reading the memory and environment of your other processes": 1,
-        "sending signals to your other processes": 6,
-    }
-    for act, version in by_landlock.items():
-        if landlock_version >= version:
-            enforced.append(f"no {act}")
-        else:
-            not_stopped.append(act)
-    if sys.platform == "linux":
-        enforced.append("daemons die with their program")
-    else:
-        not_stopped.append("leaving daemons behind")
-    return Capabilities(
-        backend="subprocess", isolation=Isolation.PROCESS, enforces=tuple(enforced), cannot_stop=tuple(not_stopped)
-    )
 
 
 def reap_folders() -> int:

@@ -67,11 +67,9 @@ class Launcher:
         """`handed` are the descriptors that a jail's launcher gives to the host."""
         self._control = control
         self._interpreter = interpreter
-        self._decoder = json.JSONDecoder()
         self._handed = handed
         self._is_jailed = bool(handed)
         self._pid = os.getpid()
-        self._pids: dict[int, int] = {}  # by run id
         self._runs: dict[int, int] = {}  # run id by pid
         self._landlock = 0 if self._is_jailed else landlock_version()
         self._num_processes = 0  # of this user; 0: not known
@@ -107,8 +105,9 @@ class Launcher:
         kind, run_id = REQUEST.unpack(frame)
         if kind == RequestKind.START:
             self._start(run_id, descriptors)
-        elif (pid := self._pids.get(run_id)) is not None:
-            kill_group(pid)
+        else:
+            for pid in [pid for pid, running in self._runs.items() if running == run_id]:
+                kill_group(pid)
         return True
 
     def _start(self, run_id: int, descriptors: list[int]) -> None:
@@ -120,7 +119,6 @@ class Launcher:
         else:
             if pid == 0:
                 run_program(self._interpreter, self._set_up(run_id, descriptors))
-            self._pids[run_id] = pid
             self._runs[pid] = run_id
             self._report(ReportKind.STARTED, run_id, pid)
         for descriptor in descriptors:
@@ -134,8 +132,7 @@ class Launcher:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             request_fd, *standard = descriptors[:4]
-            text = os.pread(request_fd, os.fstat(request_fd).st_size, 0).decode()
-            request, _ = self._decoder.raw_decode(text)
+            request = json.loads(os.pread(request_fd, os.fstat(request_fd).st_size, 0))
             for group in descriptors[4:]:
                 os.write(group, b"0")  # this process, and all its descendants with it
             for target, descriptor in enumerate(standard):
@@ -174,7 +171,6 @@ class Launcher:
         for pid, *outcome in exited_children():
             run_id = self._runs.pop(pid, None)
             if run_id is not None:
-                del self._pids[run_id]
                 kill_rest_of_group(pid)
                 ended.append((run_id, *outcome))
         kill_strays(self._runs, MAX_SWEEPS)
