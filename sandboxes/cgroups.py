@@ -117,7 +117,7 @@ class ControlGroup:
         """Open what the next program needs to join."""
         self._counts.clear()
         for folder in self._folders:
-            self.descriptors.append(os.open(folder.path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+            self.descriptors.append(os.open(f"{folder.path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
 
     def close(self) -> None:
         """Close the descriptors for joining, once the program has them."""
@@ -185,7 +185,7 @@ class ControlGroup:
         """Write a controller's file, given its name and value in version 1 and, if they differ there, in version 2."""
         folder = self._by_controller[controller]
         name, value = first if folder.version == 1 else second or first
-        descriptor = os.open(folder.path / name, os.O_WRONLY | os.O_CLOEXEC)  # one write, and never a new file
+        descriptor = os.open(f"{folder.path}/{name}", os.O_WRONLY | os.O_CLOEXEC)  # one write, and never a new file
         try:
             os.write(descriptor, str(value).encode())
         finally:
