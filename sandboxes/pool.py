@@ -137,7 +137,7 @@ class Shelf:
         self.target = 0  # number of cells to keep ready
         self.is_asked_again = False
         self.starts: set[asyncio.Task[None]] = set()
-        self.ready: deque[Cell] = deque()
+        self.ready: dict[Cell, asyncio.TimerHandle] = {}  # with the timer that closes it; the oldest first
         self.waiters: deque[asyncio.Future[Cell]] = deque()
 
     @property
@@ -170,7 +170,6 @@ class Stock:
         self._loop = asyncio.get_running_loop()
         self._starts = asyncio.Semaphore(MAX_STARTING)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timers: dict[Cell, asyncio.TimerHandle] = {}
         self._is_closed = False
 
     async def take(self, spec: CellSpec) -> Cell:
@@ -213,9 +212,9 @@ class Stock:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for timer in self._timers.values():
-            timer.cancel()
         for shelf in self.shelves.values():
+            for timer in shelf.ready.values():
+                timer.cancel()
             while (waiter := shelf.next_waiter()) is not None:
                 waiter.set_exception(SandboxError("the sandbox pool was closed"))
             await asyncio.gather(*(cell.close() for cell in shelf.ready))
@@ -223,8 +222,8 @@ class Stock:
 
     def _pop_living(self, shelf: Shelf) -> Cell | None:
         while shelf.ready:
-            cell = shelf.ready.popleft()
-            self._timers.pop(cell).cancel()
+            cell = next(iter(shelf.ready))
+            shelf.ready.pop(cell).cancel()
             if cell.is_alive:
                 return cell
             self._own(cell.close())
@@ -278,13 +277,11 @@ class Stock:
         elif self._is_closed:
             self._own(cell.close())
         else:
-            shelf.ready.append(cell)
-            self._timers[cell] = self._loop.call_later(self._idle_s, self._expire, shelf, cell)
+            shelf.ready[cell] = self._loop.call_later(self._idle_s, self._expire, shelf, cell)
 
     def _expire(self, shelf: Shelf, cell: Cell) -> None:
         """Close a cell that nobody asked for."""
-        del self._timers[cell]
-        shelf.ready.remove(cell)
+        del shelf.ready[cell]
         self._own(cell.close())
         self._keep_one_fewer(shelf)
 

@@ -325,12 +325,9 @@ async def test_more_isolation_than_there_is_is_refused(backend: str, pool: Pool)
             pass
 
 
-async def test_auto_takes_a_jail_or_better_where_there_is_one(backend: str) -> None:
+async def test_auto_takes_a_jail_or_better_and_embedded_a_jail(backend: str) -> None:
     async with open_pool(backend="auto", min_isolation=Isolation.NAMESPACES) as pool:
         assert pool.capabilities().isolation.covers(Isolation.NAMESPACES)
-
-
-async def test_embedded_takes_a_jail_where_there_is_one_and_no_container(backend: str) -> None:
     async with open_pool(backend="embedded") as pool:
         assert pool.capabilities().isolation is Isolation.NAMESPACES
     with pytest.raises(SandboxError, match="min_isolation is 'container', but the strongest backend gives only"):

@@ -109,7 +109,7 @@ async def test_unused_cell_is_closed() -> None:
     provider = StubProvider()
     provider.is_open = True
     stock = Stock(provider, max_idle=2, idle_s=0.0, refill_pause_s=0.0)
-    await stock.warm(ONE, 2)
+    await stock.warm(ONE, 5)
     await turns()
     assert stock.shelves == {}
     await stock.aclose()
@@ -117,6 +117,8 @@ async def test_unused_cell_is_closed() -> None:
 
 async def test_bound_holds_over_all_kinds(stock: Stock, provider: StubProvider) -> None:
     provider.is_open = True
+    await stock.warm(ONE, 5)
+    assert num_ready(stock) == 2
     for _ in range(4):
         await asyncio.gather(*(stock.take(spec) for spec in (ONE, ONE, ONE, OTHER, OTHER)))
         await turns()
@@ -159,12 +161,6 @@ async def test_closing(provider: StubProvider) -> None:
         await waiting
     with pytest.raises(SandboxError, match="the sandbox pool is closed; open another"):
         await stock.take(ONE)
-
-
-async def test_warm(stock: Stock, provider: StubProvider) -> None:
-    provider.is_open = True
-    await stock.warm(ONE, 5)
-    assert num_ready(stock) == 2  # the bound
 
 
 async def test_a_cell_for_a_closed_sandbox_is_closed() -> None:
