@@ -10,8 +10,8 @@
     sync.py         the same interface without asyncio
     proxy.py        a sandbox's way to the network
     containers/     the docker backend: every sandbox is a container
-    bubblewrap.py   the bubblewrap backend: every sandbox is a jail
-    jail.py         what a jail shows of the host, its system-call filter, and the commands that build it
+    jail.py         the jail backend: every sandbox is a jail of namespaces
+    seccomp.py      the system-call filter of jails and containers
     cgroups.py      control groups: making, counting, keeping, and reaping those of dead processes
     subprocess.py   the subprocess backend: processes of the host's user under kernel limits
     launched.py     a cell of either of these two, whose programs a launcher runs
@@ -23,7 +23,7 @@
     judge/          code rewards
     tools.py        tools for agents
     conformance/    the hostile suite that every backend passes
-    doctor.py       what works on this machine; __main__.py is the command line
+    __main__.py     the command line: what works on this machine, the hostile suite, tidying up
 
 The package is independent: all it imports of areal_agent is the error `SandboxError`. README.md and
 `Pool.capabilities()` say what each backend cannot stop.

@@ -1,59 +1,120 @@
-"""The command line `python -m sandboxes`: `doctor`, `check`, `reap` and `image`.
-
-An unknown word is answered with the nearest valid one.
-"""
+"""The command line `python -m sandboxes`: `doctor`, `check`, `reap` and `image`."""
 
 import argparse
 import asyncio
-import difflib
 import json
+import platform
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import NoReturn, cast
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 from areal_agent.errors import SandboxError
-from sandboxes.cgroups import reap
+from sandboxes.cgroups import GroupTree, reap_groups
 from sandboxes.conformance import ROWS, Verdict, check
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, make_default_image
-from sandboxes.doctor import examine, strongest_backend
-from sandboxes.pool import Backend, open_pool
+from sandboxes.inner.launcher import landlock_version
+from sandboxes.jail import try_jail
+from sandboxes.pool import ISOLATION_OF, OLD_NAMES, Backend, open_pool
+from sandboxes.seccomp import denying_filter
+from sandboxes.subprocess import reap_folders
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line and a hint."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}\ntry: {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
 
 
 def main() -> int:
-    parser = Parser(prog="python -m sandboxes", description="Sandboxes on this machine.")
+    parser = Parser(prog="python -m sandboxes", description="Sandboxes on this machine.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     examining = commands.add_parser("doctor", help="what works here, and why the rest does not")
     examining.add_argument("--json", action="store_true", help="for programs: subject, works, detail of each")
     checking = commands.add_parser("check", help="run the hostile suite; exit 1 when a row fails")
-    checking.add_argument("--backend", choices=("docker", "bubblewrap", "namespaces", "subprocess"), required=True)
+    checking.add_argument("--backend", choices=(*ISOLATION_OF, *OLD_NAMES), required=True)
     commands.add_parser("reap", help="remove what dead processes left")
     commands.add_parser("image", help="make the default image of containers, from this machine's package mirror")
-    options = parser.read(sys.argv[1:])
+    options = parser.parse_args()
     if options.command == "doctor":
-        return asyncio.run(print_json() if options.json else print_findings())
+        return asyncio.run(print_findings(as_json=options.json))
     if options.command == "check":
         return asyncio.run(print_table(options.backend))
     return asyncio.run(print_image() if options.command == "image" else print_reaped())
 
 
-async def print_findings() -> int:
-    findings = await examine()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that works, or the reason why not."""
+
+    subject: str
+    works: bool
+    detail: str
+
+
+async def print_findings(*, as_json: bool) -> int:
+    """Print what works on this machine. It is tried, and nothing is changed."""
+    findings = [
+        await _attempt("containers", _find_containers),
+        await _attempt("jails", _build_jail),
+        await _attempt("control groups", _make_groups),
+        await _attempt("system-call filter", _assemble_filter),
+    ]
+    version = landlock_version()
+    said = f"version {version}" if version else "not in this kernel"
+    findings.append(Finding(subject="Landlock", works=version > 0, detail=said))
+    for language, program in {"C": "gcc", "C++": "g++", "JavaScript": "node", "Bash": "bash"}.items():
+        path = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin")
+        findings.append(Finding(subject=language, works=path is not None, detail=path or f"{program} is not installed"))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+        return 0
     for finding in findings:
         print(f"{'yes' if finding.works else 'no':4}{finding.subject:24}{finding.detail}")
-    print(f"backend auto takes: {strongest_backend(findings)}")
+    strongest = "docker" if findings[0].works else "jail" if findings[1].works else "subprocess"
+    print(f"backend auto takes: {strongest}")
     return 0
 
 
-async def print_json() -> int:
-    print(json.dumps([asdict(finding) for finding in await examine()]))
-    return 0
+async def _attempt(subject: str, act: Callable[[], Awaitable[str]]) -> Finding:
+    try:
+        return Finding(subject=subject, works=True, detail=await act())
+    except SandboxError as error:
+        return Finding(subject=subject, works=False, detail=str(error))
+
+
+async def _find_containers() -> str:
+    engine = await Engine.connect()
+    try:
+        await engine.image(DEFAULT_IMAGE)
+        return f"Docker {engine.version}, runtimes {', '.join(sorted(engine.runtimes))}"
+    finally:
+        await engine.aclose()
+
+
+async def _build_jail() -> str:
+    await try_jail()
+    return "namespaces of processes, mounts, network, IPC and host name"
+
+
+async def _make_groups() -> str:
+    if sys.platform != "linux":
+        raise SandboxError(f"{sys.platform} has no control groups")
+    groups = await GroupTree.open()
+    await groups.aclose()
+    return f"version {groups.versions}, for memory, processes and CPU"
+
+
+async def _assemble_filter() -> str:
+    return f"{len(denying_filter(platform.machine())) // 8} instructions for {platform.machine()}"
 
 
 async def print_reaped() -> int:
-    reaped = reap()
-    print(f"removed {reaped.num_groups} trees of control groups and {reaped.num_folders} folders of dead processes")
+    print(f"removed {reap_groups()} trees of control groups and {reap_folders()} folders of dead processes")
     try:
         async with open_pool(backend="docker") as pool:
             print(f"removed {await pool.reap()} containers of dead processes")
@@ -93,50 +154,6 @@ async def print_table(backend: Backend) -> int:
         print(f"the {backend} backend does not work here: {error}", file=sys.stderr)
         return 2
     return 1 if num_failed else 0
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations, whose errors are one line and a hint. Subcommands go to `command`."""
-
-    def __init__(self, *, prog: str, description: str | None = None) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse a command line; a wrong one ends the process with exit code 2."""
-        self._refuse_unknown(words)  # before argparse complains about something missing
-        return self.parse_args(words)
-
-    def _refuse_unknown(self, words: Sequence[str]) -> None:
-        commands = self._commands()
-        for index, word in enumerate(words):
-            if word.startswith("-"):
-                option = word.partition("=")[0]
-                if option not in self._option_string_actions:
-                    self.error(f"unknown option {option!r}; {nearest(option, self._option_string_actions)}")
-            elif commands:
-                if word not in commands:
-                    self.error(f"unknown command {word!r}; {nearest(word, commands)}")
-                commands[word]._refuse_unknown(words[index + 1 :])
-                return
-
-    def _commands(self) -> Mapping[str, "Parser"]:
-        """Return the subcommands by name; empty for a parser that is itself a subcommand."""
-        choices = next((action.choices for action in self._actions if action.dest == "command"), None)
-        return cast("Mapping[str, Parser]", choices or {})
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}\ntry: {self.prog} --help", file=sys.stderr)
-        sys.exit(2)
-
-
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """
-    >>> nearest("docter", ["doctor", "reap"]), nearest("x", ["b", "a"])
-    ("did you mean 'doctor'?", 'valid: a, b')
-    """
-    names = sorted(valid)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
 
 
 if __name__ == "__main__":

@@ -4,31 +4,28 @@ A `GroupTree` is one provider's folder in each hierarchy, named by its owner, wi
 program. Making and removing a group takes the kernel milliseconds, so a thread does both, and a group whose program
 left no trace is used again. A keeper process waits for the end of the host and then removes the whole tree.
 
-`reap` removes what dead processes left, for the case that their keeper or launcher was killed too: control groups with
-their processes, and working folders.
+`reap_groups` removes what dead processes left, for the case that their keeper was killed too.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
-import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.folder import remove_tree
-from sandboxes.owner import FOLDER_PREFIX, GROUP_PREFIX, is_abandoned, own_tag
+from sandboxes.owner import PREFIX, is_abandoned, own_tag
 from sandboxes.spec import Limits
 
 DEFAULT_PIDS = 64
 CPU_PERIOD_US = 100_000
 CHUNK_BYTES = 65_536
-PAGE_BYTES = 4096
 MAX_LEFT_BYTES = 1 << 20
 """Memory, cached files included, that a group's last program may leave in use for the next."""
 
@@ -94,19 +91,11 @@ class ControlGroup:
 
     def __init__(self, folders: Sequence[Hierarchy], bounds: Bounds) -> None:
         self.bounds = bounds
+        self.descriptors: list[int] = []  # what a process writes to in order to join, once `open` was called
         self._folders = folders
         self._by_controller = {name: folder for folder in folders for name in folder.controllers}
-        self._is_first = self._by_controller["memory"].version == 1
-        self._usage = self._file("memory", "memory.usage_in_bytes" if self._is_first else "memory.current")
-        self._oom_kills = self._file("memory", "memory.oom_control" if self._is_first else "memory.events")
-        self._refusals = self._file("pids", "pids.events")
-        self._members_file = self._file("pids", "cgroup.procs")
-        self._entrances = [f"{folder.path}/cgroup.procs" for folder in folders]
-        self._counts: dict[str, int] = {}  # counters of the current program, by file, as far as they were read
+        self._counts: dict[str, int] = {}  # counters of the current program, as far as they were read
         self._is_killed = False
-        self._watched: dict[str, int] = {}  # descriptors of the files that are read after every program
-        self.descriptors: list[int] = []
-        self.stays_open = False  # whether descriptors are kept open from one program to the next
 
     def make(self) -> None:
         for folder in self._folders:
@@ -115,58 +104,59 @@ class ControlGroup:
 
     def limit(self) -> None:
         """Set the kernel's bounds in folders that exist."""
-        for folder in self._folders:
-            self._limit_in(folder)
+        bounds = self.bounds
+        self._write("memory", ("memory.limit_in_bytes", bounds.memory_bytes), ("memory.max", bounds.memory_bytes))
+        with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
+            self._write("memory", ("memory.memsw.limit_in_bytes", bounds.memory_bytes), ("memory.swap.max", 0))
+        self._write("pids", ("pids.max", bounds.pids))
+        if "cpu" in self._by_controller and bounds.cpus is not None:
+            quota_us = max(1000, round(bounds.cpus * CPU_PERIOD_US))
+            self._write("cpu", ("cpu.cfs_quota_us", quota_us), ("cpu.max", f"{quota_us} {CPU_PERIOD_US}"))
 
     def open(self) -> None:
         """Open what the next program needs to join."""
         self._counts.clear()
-        for entrance in self._entrances[len(self.descriptors) :]:
-            self.descriptors.append(os.open(entrance, os.O_WRONLY | os.O_CLOEXEC))
-
-    def close_descriptors(self) -> None:
-        """Close the descriptors for joining, once the program has them."""
-        if not self.stays_open:
-            self._close_entrances()
+        for folder in self._folders:
+            self.descriptors.append(os.open(f"{folder.path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
 
     def close(self) -> None:
-        """Close all descriptors."""
-        self._close_entrances()
-        while self._watched:
-            os.close(self._watched.popitem()[1])
+        """Close the descriptors for joining, once the program has them."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
     def kill(self) -> None:
         """Kill all processes in the group; from now on nothing in it can fork."""
         self._is_killed = True
         with contextlib.suppress(FileNotFoundError):  # the group is gone, and its processes with it
-            self._write("pids", "pids.max", "0")
-        for pid in self._members():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self._write("pids", ("pids.max", 0))
+            for pid in self._members():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def num_oom_kills(self) -> int:
-        return self._count(self._oom_kills, b"oom_kill")
+        return self._count("memory", "memory.oom_control", "memory.events", b"oom_kill")
 
     def was_refused_processes(self) -> bool:
-        return self._count(self._refusals, b"max") > 0
+        return self._count("pids", "pids.events", "pids.events", b"max") > 0
 
     def is_as_new(self) -> bool:
         """Return whether the next program would find no trace of earlier ones, except a little of their memory."""
-        if self._is_killed or self._counts != {self._oom_kills: 0, self._refusals: 0}:
+        if self._is_killed or list(self._counts.values()) != [0, 0]:
             return False
         if self.bounds.cpus is not None:  # it may owe CPU time
             return False
         try:
-            return not self._watch(self._members_file) and int(self._watch(self._usage)) <= MAX_LEFT_BYTES
+            memory_bytes = int(self._read("memory", "memory.usage_in_bytes", "memory.current"))
+            return memory_bytes <= MAX_LEFT_BYTES and not self._members()
         except OSError:  # somebody else removed it
             return False
 
     def end(self) -> bool:
         """Kill what is left in the group and remove it. False while something is still dying."""
-        self.close()
         try:
-            if self._members():
-                self.kill()
+            with contextlib.suppress(FileNotFoundError):  # somebody else removed it
+                if self._members():
+                    self.kill()
             for folder in self._folders:
                 with contextlib.suppress(FileNotFoundError):
                     folder.path.rmdir()
@@ -174,62 +164,32 @@ class ControlGroup:
             return False
         return True
 
-    def _close_entrances(self) -> None:
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-
     def _members(self) -> list[int]:
+        return [int(pid) for pid in self._read("pids", "cgroup.procs", "cgroup.procs").split()]
+
+    def _count(self, controller: str, first: str, second: str, name: bytes) -> int:
+        words = self._read(controller, first, second).split()
+        self._counts[controller] = int(words[words.index(name) + 1]) if name in words else 0
+        return self._counts[controller]
+
+    def _read(self, controller: str, first: str, second: str) -> bytes:
+        """Read a controller's file, which has the name `first` in version 1 and `second` in version 2."""
+        folder = self._by_controller[controller]
+        descriptor = os.open(f"{folder.path}/{first if folder.version == 1 else second}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return [int(pid) for pid in _read(self._members_file).split()]
-        except FileNotFoundError:  # removed already
-            return []
-
-    def _limit_in(self, folder: Hierarchy) -> None:
-        is_first, bounds = folder.version == 1, self.bounds
-        if "memory" in folder.controllers:
-            self._write("memory", "memory.limit_in_bytes" if is_first else "memory.max", str(bounds.memory_bytes))
-            with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
-                if is_first:
-                    self._write("memory", "memory.memsw.limit_in_bytes", str(bounds.memory_bytes))
-                else:
-                    self._write("memory", "memory.swap.max", "0")
-        if "pids" in folder.controllers:
-            self._write("pids", "pids.max", str(bounds.pids))
-        if "cpu" in folder.controllers and bounds.cpus is not None:
-            quota_us = max(1000, round(bounds.cpus * CPU_PERIOD_US))
-            if is_first:
-                self._write("cpu", "cpu.cfs_quota_us", str(quota_us))
-            else:
-                self._write("cpu", "cpu.max", f"{quota_us} {CPU_PERIOD_US}")
-
-    def _count(self, path: str, name: bytes) -> int:
-        words = self._watch(path).split()
-        self._counts[path] = int(words[words.index(name) + 1]) if name in words else 0
-        return self._counts[path]
-
-    def _watch(self, path: str) -> bytes:
-        """Return the first page of a file that is kept open: opening costs the kernel more than reading."""
-        if path not in self._watched:
-            self._watched[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(self._watched[path], PAGE_BYTES, 0)
-
-    def _file(self, controller: str, name: str) -> str:
-        return f"{self._by_controller[controller].path}/{name}"
-
-    def _write(self, controller: str, file: str, text: str) -> None:
-        descriptor = os.open(self._file(controller, file), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(descriptor, text.encode())
+            return b"".join(iter(lambda: os.read(descriptor, CHUNK_BYTES), b""))
         finally:
             os.close(descriptor)
 
-
-def _read(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return b"".join(iter(lambda: os.read(descriptor, CHUNK_BYTES), b""))
-    finally:
-        os.close(descriptor)
+    def _write(self, controller: str, first: tuple[str, object], second: tuple[str, object] | None = None) -> None:
+        """Write a controller's file, given its name and value in version 1 and, if they differ there, in version 2."""
+        folder = self._by_controller[controller]
+        name, value = first if folder.version == 1 else second or first
+        descriptor = os.open(f"{folder.path}/{name}", os.O_WRONLY | os.O_CLOEXEC)  # one write, and never a new file
+        try:
+            os.write(descriptor, str(value).encode())
+        finally:
+            os.close(descriptor)
 
 
 NEEDED = ("memory", "pids")
@@ -237,8 +197,6 @@ RETRIES_A_GROUP = 3
 """The number of dying groups that are tried again at each removal; trying all would delay the next one."""
 MAX_IDLE = 32
 """The most groups that wait for a program."""
-MAX_OPEN = 8
-"""The most groups that stay open from one program to the next: each has some seven descriptors."""
 KEEPER = """
 read -r _
 for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
@@ -266,7 +224,6 @@ class GroupTree:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="control-groups")
         self._num_made = 0
         self._is_closed = False
-        self._open: set[ControlGroup] = set()  # groups that stay open
         self._idle: deque[ControlGroup] = deque()
         self._dying: deque[ControlGroup] = deque()  # used by the thread only
 
@@ -274,7 +231,7 @@ class GroupTree:
     async def open(cls) -> Self:
         """Make the folders; SandboxError where this process may not bound memory and processes by groups."""
         hierarchies = hierarchies_here()
-        name = f"{GROUP_PREFIX}{own_tag()}.{os.urandom(4).hex()}"
+        name = f"{PREFIX}{own_tag()}.{os.urandom(4).hex()}"
         folders: list[Hierarchy] = []
         try:
             for controllers in _needed_controllers(hierarchies):
@@ -310,38 +267,39 @@ class GroupTree:
         except OSError as error:
             self._drop(group)
             raise SandboxError(f"a control group could not be opened: {error}") from error
-        if len(self._open) < MAX_OPEN:
-            self._open.add(group)
-        group.stays_open = group in self._open
         return group
 
     def give_back(self, group: ControlGroup) -> None:
         """Keep a group for the next program, or remove it when its last process is gone."""
+        group.close()
         if group.is_as_new():
-            if not group.stays_open:
-                group.close()
             self._idle.append(group)
             if len(self._idle) <= MAX_IDLE:
                 return
             group = self._idle.popleft()
         self._drop(group)
 
+    @asynccontextmanager
+    async def one(self, limits: Limits) -> AsyncGenerator[ControlGroup, None]:
+        """Yield a group for one program."""
+        group = await self.take(limits)
+        try:
+            yield group
+        finally:
+            self.give_back(group)
+
     async def aclose(self) -> None:
         assert self._keeper.stdin is not None
         self._is_closed = True
-        for group in self._idle:
-            group.close()
         await asyncio.to_thread(self._thread.shutdown)
         self._keeper.stdin.close()
         await self._keeper.wait()
 
     def _pop_idle(self, bounds: Bounds) -> ControlGroup | None:
-        """Return the last used group with these bounds, one that is open if possible."""
-        fitting = [group for group in reversed(self._idle) if group.bounds == bounds]
-        if not fitting:
-            return None
-        group = next((one for one in fitting if one.stays_open), fitting[0])
-        self._idle.remove(group)
+        """Return the last used group with these bounds."""
+        group = next((group for group in reversed(self._idle) if group.bounds == bounds), None)
+        if group is not None:
+            self._idle.remove(group)
         return group
 
     async def _made(self, bounds: Bounds) -> ControlGroup:
@@ -358,7 +316,6 @@ class GroupTree:
             self._drop(making.result())
 
     def _drop(self, group: ControlGroup) -> None:
-        self._open.discard(group)
         group.close()
         if not self._is_closed:  # after that the keeper removes all
             self._thread.submit(self._remove, group)
@@ -386,16 +343,17 @@ class GroupTree:
 
 def _needed_controllers(hierarchies: Sequence[Hierarchy]) -> list[Hierarchy]:
     """Return the hierarchies and controllers to use; FileNotFoundError if a needed controller is missing."""
-    chosen: dict[Path, Hierarchy] = {}
+    homes: dict[str, Hierarchy] = {}
     for name in (*NEEDED, "cpu"):
         home = next((hierarchy for hierarchy in hierarchies if name in hierarchy.controllers), None)
-        if home is None:
-            if name in NEEDED:
-                raise FileNotFoundError(f"the controller {name!r} is not mounted")
-            continue
-        before = chosen[home.path].controllers if home.path in chosen else ()
-        chosen[home.path] = Hierarchy(version=home.version, controllers=(*before, name), path=home.path)
-    return list(chosen.values())
+        if home is not None:
+            homes[name] = home
+        elif name in NEEDED:
+            raise FileNotFoundError(f"the controller {name!r} is not mounted")
+    return [
+        replace(home, controllers=tuple(name for name, other in homes.items() if other == home))
+        for home in dict.fromkeys(homes.values())
+    ]
 
 
 def _make_folder(home: Hierarchy, name: str) -> Hierarchy:
@@ -403,27 +361,30 @@ def _make_folder(home: Hierarchy, name: str) -> Hierarchy:
 
     In version 2 a group that has processes cannot give controllers to its children; the folder then goes beside it.
     """
-    places = (home.path,) if home.version == 1 else _with_parent(home)
-    refusal: OSError | None = None
-    for place in places:
-        folder = place / name
-        try:
-            if home.version == 2:
-                _enable(place, home.controllers)
-            folder.mkdir()
-            if home.version == 2:
-                _enable(folder, home.controllers)
-        except OSError as error:
-            refusal = error
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            continue
-        return Hierarchy(version=home.version, controllers=home.controllers, path=folder)
-    assert refusal is not None
-    raise refusal
+    *others, last = _places(home)
+    for place in others:
+        with contextlib.suppress(OSError):
+            return _make_folder_in(place, home, name)
+    return _make_folder_in(last, home, name)
 
 
-def _with_parent(hierarchy: Hierarchy) -> tuple[Path, ...]:
+def _make_folder_in(place: Path, home: Hierarchy, name: str) -> Hierarchy:
+    folder = place / name
+    try:
+        if home.version == 2:
+            _enable(place, home.controllers)
+        folder.mkdir()
+        if home.version == 2:
+            _enable(folder, home.controllers)
+    except OSError:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        raise
+    return replace(home, path=folder)
+
+
+def _places(hierarchy: Hierarchy) -> tuple[Path, ...]:
+    """Return the groups in which our folders may lie."""
     return (hierarchy.path, hierarchy.path.parent) if hierarchy.version == 2 else (hierarchy.path,)
 
 
@@ -435,19 +396,6 @@ def _enable(folder: Path, controllers: Sequence[str]) -> None:
         file.write_text(" ".join(f"+{name}" for name in sorted(missing)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reaped:
-    """The number of things that `reap` removed."""
-
-    num_groups: int
-    num_folders: int
-
-
-def reap() -> Reaped:
-    """Remove all groups and folders of dead processes. What a living process owns is left alone."""
-    return Reaped(num_groups=reap_groups(), num_folders=reap_folders())
-
-
 def reap_groups() -> int:
     """Kill and remove the groups of owners that are dead; return the number of trees."""
     try:
@@ -456,9 +404,9 @@ def reap_groups() -> int:
         return 0  # no control groups on this system
     trees = [
         tree
-        for path in {ancestor for hierarchy in hierarchies for ancestor in _with_parent(hierarchy)}
-        for tree in path.glob(f"{GROUP_PREFIX}*")
-        if is_abandoned(tree.name.removeprefix(GROUP_PREFIX).rpartition(".")[0])
+        for path in {ancestor for hierarchy in hierarchies for ancestor in _places(hierarchy)}
+        for tree in path.glob(f"{PREFIX}*")
+        if is_abandoned(tree.name.removeprefix(PREFIX).rpartition(".")[0])
     ]
     for tree in trees:
         for members in tree.glob("*/cgroup.procs"):
@@ -470,16 +418,3 @@ def reap_groups() -> int:
             with contextlib.suppress(OSError):  # what is still dying goes at the next call
                 folder.rmdir()
     return len(trees)
-
-
-def reap_folders() -> int:
-    """Remove the working folders of dead processes."""
-    abandoned = [
-        folder
-        for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")
-        if is_abandoned(folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0])
-    ]
-    for folder in abandoned:
-        with contextlib.suppress(PermissionError):  # it belongs to another user
-            remove_tree(folder)
-    return sum(not folder.exists() for folder in abandoned)

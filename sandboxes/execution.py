@@ -1,21 +1,21 @@
 """One program that a launcher runs, from its start to its end: the deadline, the kill, the streams and the verdict.
 
 `Execution` starts a program through its launcher (`link.py`) and decides how it ended, with the counters of its control
-group where the backend has one. `BoundedOutput` collects the output of a program that runs to its end, up to a bound;
-`PipeReader` and `PipeWriter` are the streams of a program that the host talks with.
+group where the backend has one. `BoundedOutput` collects the output of a program that runs to its end, up to a bound.
 """
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from contextlib import ExitStack
+from typing import Self
 
-from sandboxes.link import Ended, LauncherLink, Run, Turn
+from sandboxes.cgroups import ControlGroup
+from sandboxes.link import Ended, LauncherLink, Run
 from sandboxes.spec import ExecResult, Limits, Status
 
 GRACE_S = 5.0
@@ -27,29 +27,12 @@ CHUNK_BYTES = 65_536
 PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
-class Group(Protocol):
-    """A bound on all processes of one program together."""
-
-    @property
-    def descriptors(self) -> list[int]:
-        """Descriptors that a process writes to in order to join the group."""
-        ...
-
-    def close_descriptors(self) -> None: ...
-
-    def kill(self) -> None:
-        """Kill all members directly: a launcher competing with many busy programs may not get the CPU to do it."""
-        ...
-
-    def num_oom_kills(self) -> int: ...
-
-    def was_refused_processes(self) -> bool: ...
-
-
 class Execution:
     """One program: `start` it, `wait` for its end, ask for its `result`. `limits.wall_s` applies only if `is_timed`."""
 
-    def __init__(self, link: LauncherLink, limits: Limits, group: Group | None, *, is_timed: bool = True) -> None:
+    def __init__(
+        self, link: LauncherLink, limits: Limits, group: ControlGroup | None, *, is_timed: bool = True
+    ) -> None:
         self._link = link
         self._limits = limits
         self._group = group
@@ -57,14 +40,13 @@ class Execution:
         self._loop = asyncio.get_running_loop()
         self._run: Run | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._sent_s = 0.0
         self._verdict: Status | None = None  # set by the host when it has the program killed
 
     @property
     def is_running(self) -> bool:
         return self._run is not None and not self._run.ended.done()
 
-    def start(self, request: bytes, standard: Sequence[int], turn: Turn) -> None:
+    def start(self, request: bytes, standard: Sequence[int], turn: ExitStack) -> None:
         """Send the program to the launcher.
 
         `request` is what the launcher reads. `standard` are stdin, stdout and stderr, which the caller still owns.
@@ -76,8 +58,7 @@ class Execution:
         finally:
             os.close(descriptor)
             if self._group is not None:
-                self._group.close_descriptors()
-        self._sent_s = self._loop.time()
+                self._group.close()
 
     async def wait(self) -> Ended:
         """Wait for the end, which comes by the deadline. Cancelling kills the program without waiting for its death."""
@@ -109,6 +90,7 @@ class Execution:
         self, ended: Ended, stdout: bytes = b"", stderr: bytes = b"", *, is_truncated: bool = False
     ) -> ExecResult:
         """Return the result with the output that was kept. Call this before the control group is gone."""
+        assert self._run is not None
         return result_of(
             ended,
             stdout,
@@ -116,26 +98,20 @@ class Execution:
             self._limits,
             verdict=self._verdict,
             is_truncated=is_truncated,
-            wall_s=self._loop.time() - self._begun_s,
+            wall_s=self._loop.time() - self._run.started_s,
             oom_kills=0 if self._group is None else self._group.num_oom_kills(),
             was_refused_processes=self._group is not None and self._group.was_refused_processes(),
             has_group=self._group is not None,
         )
 
-    @property
-    def _is_started(self) -> bool:
-        return self._run is not None and self._run.pid is not None
-
-    @property
-    def _begun_s(self) -> float:
-        return self._run.started_s if self._run is not None and self._is_started else self._sent_s
-
     def _on_time(self) -> None:
         """Enforce the deadline, which counts from the program's start, however late that was; see `GRACE_S`."""
-        left_s = self._begun_s + self._limits.wall_s + GRACE_S * (not self._is_started) - self._loop.time()
+        assert self._run is not None
+        is_started = self._run.pid is not None
+        left_s = self._run.started_s + self._limits.wall_s + GRACE_S * (not is_started) - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._on_time)
-        elif self._is_started:
+        elif is_started:
             self.stop(Status.TIMEOUT)
             self._timer = self._loop.call_later(GRACE_S, self._link.abandon)
         else:
@@ -144,7 +120,7 @@ class Execution:
     def _send_kill(self) -> None:
         if self._run is not None and self.is_running:
             if self._group is not None:
-                self._group.kill()
+                self._group.kill()  # directly: a launcher among many busy programs may not get the CPU to do it
             self._link.kill(self._run)
 
 
@@ -242,17 +218,20 @@ class BoundedOutput:
 
     def __init__(self, max_bytes: int, on_overflow: Callable[[], None]) -> None:
         self.is_truncated = False
+        self.write_ends: list[int] = []  # they become the program's stdout and stderr
         self._loop = asyncio.get_running_loop()
         self._room = max_bytes
         self._on_overflow = on_overflow
         self._chunks: dict[int, list[bytes]] = {}  # by read end
-        self._open: set[int] = set()  # read ends that may deliver more
-        self._write_ends: list[int] = []
 
     def __enter__(self) -> Self:
         try:
             for _ in ("stdout", "stderr"):
-                self._open_pipe()
+                read_end, write_end = os.pipe()
+                self.write_ends.append(write_end)
+                self._chunks[read_end] = []
+                os.set_blocking(read_end, False)
+                self._loop.add_reader(read_end, self._read, read_end)
         except OSError:  # out of descriptors: the first pipe must not leak
             self.__exit__()
             raise
@@ -260,164 +239,40 @@ class BoundedOutput:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close_write_ends()
-        for read_end in tuple(self._open):
-            self._leave(read_end)
         for read_end in self._chunks:
+            self._loop.remove_reader(read_end)
             os.close(read_end)
-
-    @property
-    def write_ends(self) -> tuple[int, ...]:
-        """The descriptors that become the program's stdout and stderr."""
-        return tuple(self._write_ends)
 
     def close_write_ends(self) -> None:
         """Close the host's copies of the write ends, once the program has them."""
-        while self._write_ends:
-            os.close(self._write_ends.pop())
+        while self.write_ends:
+            os.close(self.write_ends.pop())
 
     def collect(self) -> tuple[bytes, bytes]:
         """Return all that was printed; call this when the program has ended.
 
         The pipes are read without waiting, so a process that outlived its program and keeps one open delays nobody.
         """
-        for read_end in tuple(self._open):
-            while self._read(read_end):
+        for read_end in self._chunks:
+            while not self.is_truncated and self._read(read_end):
                 pass
         stdout, stderr = (b"".join(chunks) for chunks in self._chunks.values())
         return stdout, stderr
 
-    def _open_pipe(self) -> None:
-        read_end, write_end = os.pipe()
-        self._write_ends.append(write_end)
-        self._chunks[read_end] = []
-        os.set_blocking(read_end, False)
-        self._open.add(read_end)
-        self._loop.add_reader(read_end, self._read, read_end)
-
     def _read(self, read_end: int) -> bool:
         """Read once, and return whether there may be more."""
-        data = b""
-        with contextlib.suppress(BlockingIOError):
+        try:
             data = os.read(read_end, CHUNK_BYTES)
-            if not data:
-                self._leave(read_end)
-        if len(data) > self._room:
-            self._overflow()
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(read_end)
         kept = data[: self._room]
         self._room -= len(kept)
         self._chunks[read_end].append(kept)
-        return bool(data) and not self.is_truncated
-
-    def _overflow(self) -> None:
-        if not self.is_truncated:
+        if len(kept) < len(data):
             self.is_truncated = True
-            for read_end in tuple(self._open):
-                self._leave(read_end)
+            for end in self._chunks:
+                self._loop.remove_reader(end)
             self._on_overflow()
-
-    def _leave(self, read_end: int) -> None:
-        self._open.discard(read_end)
-        self._loop.remove_reader(read_end)
-
-
-class _HostEnd:
-    """The host's end of a pipe, with one reader or writer that waits until the pipe is ready."""
-
-    _is_closed = True  # until there is a pipe
-
-    def __init__(self, end: int, *, is_read: bool) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._end = end
-        self._watch, self._unwatch = (
-            (self._loop.add_reader, self._loop.remove_reader)
-            if is_read
-            else (self._loop.add_writer, self._loop.remove_writer)
-        )
-        self._is_closed = False
-        self._waiting: asyncio.Future[None] | None = None
-        os.set_blocking(end, False)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the pipe's end. Harmless when it is closed already."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._wake()
-            os.close(self._end)
-
-    async def _wait(self) -> None:
-        self._waiting = self._loop.create_future()
-        self._watch(self._end, self._wake)
-        try:
-            await self._waiting
-        finally:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiting is not None:
-            self._unwatch(self._end)
-            if not self._waiting.done():
-                self._waiting.set_result(None)
-            self._waiting = None
-
-
-class PipeReader(_HostEnd):
-    """The chunks that come out of a pipe, for one reader; the program gets the write end."""
-
-    def __init__(self) -> None:
-        read_end, self.write_end = os.pipe()
-        super().__init__(read_end, is_read=True)
-        self._is_over = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> bytes:
-        await asyncio.sleep(0)  # let others run while a program prints without end
-        while not self._is_closed:
-            try:
-                data = os.read(self._end, CHUNK_BYTES)
-            except BlockingIOError:
-                if self._is_over:
-                    break
-                await self._wait()
-                continue
-            if not data:
-                break
-            return data
-        self.close()
-        raise StopAsyncIteration
-
-    def close_write_end(self) -> None:
-        """Close the host's copy of the write end, once the program has it."""
-        os.close(self.write_end)
-
-    def finish(self) -> None:
-        """The program is dead: read what is there and wait for no more, whoever still holds the pipe open."""
-        self._is_over = True
-        self._wake()
-
-
-class PipeWriter(_HostEnd):
-    """The host's way to write into a pipe, for one writer; the program gets the read end."""
-
-    def __init__(self) -> None:
-        self.read_end, write_end = os.pipe()
-        super().__init__(write_end, is_read=False)
-
-    async def write(self, data: bytes) -> None:
-        """Write all of it, as the program takes it. BrokenPipeError when nobody will read it."""
-        view = memoryview(data)
-        while view:
-            if self._is_closed:
-                raise BrokenPipeError("the program's stdin is closed")
-            try:
-                view = view[os.write(self._end, view) :]
-            except BlockingIOError:
-                await self._wait()
-
-    def close_read_end(self) -> None:
-        """Close the host's copy of the read end, once the program has it."""
-        os.close(self.read_end)
+        return bool(data)

@@ -1,4 +1,4 @@
-"""The working directory of one sandbox, which the host makes, reads, writes and removes; and tars of its files.
+"""The working directory of one sandbox, which the host reads, writes and removes; and tars of its files.
 
 What a program leaves in the directory is not to be trusted: no symlink is followed, only regular files are read, and
 everything is removed however deep, locked or large it is. A file that is not as expected raises OSError, as opening a
@@ -7,21 +7,20 @@ file does: the program is at fault, not the sandbox.
 A tar from outside is hostile too: links, devices and paths that lead out are refused. A sandbox only gets a tar made
 anew from what was understood here, so that two readers cannot read it in two ways.
 
-All of it blocks: callers use a thread, except for `make` and `remove_if_empty`.
+All of it blocks: callers use a thread.
 """
 
-import contextlib
 import errno
 import io
 import os
-import secrets
-import stat
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.inner.files import FOLDER_FLAGS, entries_below, open_folder, read_file, write_file
+from sandboxes.inner.files import REMOVE, entries_below, open_folder, read_file, write_file
 from sandboxes.spec import folder_parts, relative_parts
 
 TAR_BLOCK_BYTES = 512  # the least that an entry takes
@@ -35,38 +34,6 @@ class Entry:
     path: str
     data: bytes | None
     is_executable: bool = False
-
-
-class WorkingFolder:
-    """A private folder at `path`, which does not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._is_made = False
-
-    def make(self) -> None:
-        if not self._is_made:
-            self.path.mkdir(mode=0o700, exist_ok=True)  # two threads may race for it, and one makes it
-            self._is_made = True
-
-    @contextlib.contextmanager
-    def open(self) -> Generator["OpenFolder", None, None]:
-        self.make()
-        top = os.open(self.path, FOLDER_FLAGS)
-        try:
-            yield OpenFolder(top)
-        finally:
-            os.close(top)
-
-    def remove_if_empty(self) -> bool:
-        """Remove the folder if that takes no time; return whether it is gone."""
-        if not self._is_made:
-            return True
-        try:
-            self.path.rmdir()
-        except OSError:
-            return False
-        return True
 
 
 class OpenFolder:
@@ -108,50 +75,15 @@ class OpenFolder:
 
 
 def remove_tree(root: Path) -> None:
-    """Remove a folder that hostile programs have filled.
-
-    The children of each folder in it are moved up into `root` before the folder goes, so that paths stay short and
-    nothing recurses however deep it was. Folders are opened without following links, so nothing outside is touched.
-    """
+    """Remove a folder that hostile programs have filled; OSError if some of it stays."""
     try:
-        top = os.open(root, FOLDER_FLAGS)
+        shutil.rmtree(root)
     except FileNotFoundError:
         return
-    try:
-        os.fchmod(top, 0o700)
-        lifted_prefix = f".{secrets.token_hex(8)}-"  # a name that no program has taken
-        num_lifted = 0
-        while names := os.listdir(top):
-            for name in names:
-                if _is_folder(name, top):
-                    num_lifted = _lift_children(top, name, lifted_prefix, num_lifted)
-                    os.rmdir(name, dir_fd=top)
-                else:
-                    os.unlink(name, dir_fd=top)
-    finally:
-        os.close(top)
-    root.rmdir()
-
-
-def _lift_children(top: int, name: str, prefix: str, num_lifted: int) -> int:
-    """Unlink the files of a folder and move its folders beside it, under numbered names."""
-    os.chmod(name, 0o700, dir_fd=top)
-    folder = os.open(name, FOLDER_FLAGS, dir_fd=top)
-    try:
-        for child in os.listdir(folder):
-            if not _is_folder(child, folder):
-                os.unlink(child, dir_fd=folder)
-                continue
-            os.chmod(child, 0o700, dir_fd=folder)  # moving a folder rewrites its '..'
-            num_lifted += 1
-            os.rename(child, f"{prefix}{num_lifted}", src_dir_fd=folder, dst_dir_fd=top)
-    finally:
-        os.close(folder)
-    return num_lifted
-
-
-def _is_folder(name: str, parent: int) -> bool:
-    return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+    except (OSError, RecursionError):  # locked or too deep for Python: a shell removes any tree
+        subprocess.run(["/bin/sh", "-c", REMOVE, "sh", str(root)], stderr=subprocess.DEVNULL, check=False)
+        if root.exists():
+            raise OSError(errno.ENOTEMPTY, "some of it could not be removed", str(root)) from None
 
 
 def pack(entries: Iterable[Entry]) -> bytes:

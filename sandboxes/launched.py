@@ -7,19 +7,23 @@ host talks with while it runs.
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from functools import partial
+from io import FileIO
 from pathlib import PurePosixPath
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Process, Program
-from sandboxes.execution import BoundedOutput, Execution, Group, PipeReader, PipeWriter, base_environment, sealed_file
+from sandboxes.cgroups import ControlGroup
+from sandboxes.execution import CHUNK_BYTES, BoundedOutput, Execution, base_environment, sealed_file
 from sandboxes.folder import OpenFolder, entries_of, pack
-from sandboxes.link import LauncherLink, Turn
+from sandboxes.link import LauncherLink
 from sandboxes.spec import ExecResult, Limits, Status
 
 Answer = TypeVar("Answer")
+MAX_PIPE_BYTES = 1 << 20
 
 
 class Ground(Protocol):
@@ -42,12 +46,15 @@ class Ground(Protocol):
         """Return the launcher to use now; SandboxError when there is none any more."""
         ...
 
-    def group(self, limits: Limits) -> AbstractAsyncContextManager[Group | None]:
+    def group(self, limits: Limits) -> AbstractAsyncContextManager[ControlGroup | None]:
         """Return a bound on all processes of one program together, or None where there is none."""
         ...
 
     def limits_of_process(self, limits: Limits, *, has_group: bool) -> dict[str, int | None]:
-        """Return the kernel limits for each process; SandboxError or ValueError for one that cannot be enforced."""
+        """Return the limits of each process on memory ("address_space_bytes") and process count ("new_processes").
+
+        None leaves a resource unbounded. SandboxError or ValueError for a limit that cannot be enforced.
+        """
         ...
 
     async def with_folder(self, act: Callable[[OpenFolder], Answer]) -> Answer:
@@ -57,6 +64,37 @@ class Ground(Protocol):
     async def aclose(self) -> None:
         """Give the ground up with all that is in it; no program runs any more."""
         ...
+
+
+class Cells:
+    """The cells of one provider. `release` gives up what the provider holds, once all cells are closed."""
+
+    def __init__(self, release: Callable[[], Awaitable[None]]) -> None:
+        self._release = release
+        self._open: set[LaunchedCell] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    def check_open(self) -> None:
+        if self._closing is not None:
+            raise SandboxError("the sandbox pool is closed; open another")
+
+    async def add(self, ground: Ground, limits: Limits) -> "LaunchedCell":
+        if self._closing is not None:
+            await ground.aclose()
+            raise SandboxError("the sandbox pool was closed")
+        cell = LaunchedCell(ground, limits, self._open.discard)
+        self._open.add(cell)
+        return cell
+
+    async def close(self) -> None:
+        """Close every cell, then the provider. Harmless when both are closed already."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(cell.close() for cell in self._open))
+        await self._release()
 
 
 class LaunchedCell:
@@ -98,12 +136,12 @@ class LaunchedCell:
             group = await stack.enter_async_context(self._ground.group(limits))
             request = self._request(program, limits, has_group=group is not None, is_timed=is_timed)
             try:
-                process = SpawnedProcess(Execution(link, limits, group, is_timed=is_timed))
-                end = process.start(request, turn, stack)
+                execution = Execution(link, limits, group, is_timed=is_timed)
+                process = await SpawnedProcess.start(execution, request, turn, stack)
             except OSError as error:
                 raise SandboxError(f"a program could not be run: {error}") from error
             self._spawned.add(process)
-            end.add_done_callback(lambda _: self._spawned.discard(process))
+            process.end.add_done_callback(lambda _: self._spawned.discard(process))
             return process
 
     async def read(self, path: str) -> bytes:
@@ -135,21 +173,21 @@ class LaunchedCell:
     def _request(self, program: Program, limits: Limits, *, has_group: bool, is_timed: bool = True) -> bytes:
         """Return the description of a program that the launcher reads."""
         self._check_open()
-        bounds = self._ground.limits_of_process(limits, has_group=has_group)
-        if not is_timed:
-            bounds["cpu_s"] = None
         request: dict[str, Any] = {
             "argv": program.argv or None,
             "source": program.source,
             "folder": self._ground.home,
             "cwd": program.cwd,
             "env": {**self._env, **program.env},
-            **bounds,
+            "cpu_s": limits.max_cpu_s if is_timed else None,
+            "file_bytes": limits.file_bytes,
+            "open_files": limits.open_files,
+            **self._ground.limits_of_process(limits, has_group=has_group),
         }
         return json.dumps(request).encode()
 
     async def _run(
-        self, execution: Execution, turn: Turn, request: bytes, stdin: bytes, output_bytes: int
+        self, execution: Execution, turn: ExitStack, request: bytes, stdin: bytes, output_bytes: int
     ) -> ExecResult:
         with BoundedOutput(output_bytes, lambda: execution.stop(Status.OUTPUT_LIMIT)) as output:
             stdin_file = sealed_file(stdin) if stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -181,58 +219,104 @@ class LaunchedCell:
 class SpawnedProcess:
     """A program that the host talks with. Make it with `start`; it ends by itself, by `kill`, or with its cell."""
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: Execution, stdin: asyncio.StreamWriter, stdout: "Chunks", stderr: "Chunks") -> None:
+        self.stdout = stdout
+        self.stderr = stderr
+        self.end: asyncio.Task[ExecResult]
         self._execution = execution
-        with ExitStack() as ends:  # if descriptors run out, the pipes opened before must not leak
-            self._stdin = PipeWriter()
-            ends.callback(self._stdin.close_read_end)
-            self._stdout = PipeReader()
-            ends.callback(self._stdout.close_write_end)
-            self._stderr = PipeReader()
-            ends.pop_all()
-        self._end: asyncio.Task[ExecResult] | None = None
+        self._stdin = stdin
 
-    def start(self, request: bytes, turn: Turn, resources: AsyncExitStack) -> asyncio.Task[ExecResult]:
-        """Start the program and return the task that ends with it and then releases `resources`, its control group."""
-        try:
-            streams = [self._stdin.read_end, self._stdout.write_end, self._stderr.write_end]
-            self._execution.start(request, streams, turn)
-        finally:
-            self._stdin.close_read_end()
-            self._stdout.close_write_end()
-            self._stderr.close_write_end()
-        self._end = asyncio.create_task(self._follow(resources.pop_all()))
-        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # its result need not be asked for
-        return self._end
-
-    @property
-    def stdout(self) -> AsyncIterator[bytes]:
-        return self._stdout
-
-    @property
-    def stderr(self) -> AsyncIterator[bytes]:
-        return self._stderr
+    @classmethod
+    async def start(cls, execution: Execution, request: bytes, turn: ExitStack, resources: AsyncExitStack) -> Self:
+        """Start the program; `resources`, its control group, are released when it has ended."""
+        loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as ours:  # closed if anything fails
+            with ExitStack() as theirs:
+                stdin_end, write_end = _pipe(theirs, is_read=True)
+                stdin, protocol = await loop.connect_write_pipe(_protocol, write_end)
+                ours.callback(stdin.abort)
+                stdin.set_write_buffer_limits(0)  # a write waits until the program can read all of it
+                outputs: list[Chunks] = []
+                ends: list[int] = []
+                for _ in ("stdout", "stderr"):
+                    end, read_end = _pipe(theirs, is_read=False)
+                    reader = asyncio.StreamReader(limit=CHUNK_BYTES)
+                    transport, _ = await loop.connect_read_pipe(partial(_protocol, reader), read_end)
+                    ours.callback(transport.close)
+                    ends.append(end)
+                    outputs.append(Chunks(reader, transport))
+                execution.start(request, [stdin_end, *ends], turn)
+            process = cls(execution, asyncio.StreamWriter(stdin, protocol, None, loop), *outputs)
+            process.end = asyncio.create_task(process._follow(resources.pop_all()))
+            process.end.add_done_callback(lambda end: end.cancelled() or end.exception())  # nobody need ask for it
+            ours.pop_all()
+            return process
 
     async def write(self, data: bytes) -> None:
-        await self._stdin.write(data)
+        try:
+            if self._stdin.is_closing():
+                raise BrokenPipeError
+            self._stdin.write(data)
+            await self._stdin.drain()
+        except ConnectionError:
+            raise BrokenPipeError("the program's stdin is closed") from None
 
     async def close_stdin(self) -> None:
         self._stdin.close()
 
     async def wait(self) -> ExecResult:
-        assert self._end is not None
-        return await asyncio.shield(self._end)
+        return await asyncio.shield(self.end)
 
     async def kill(self) -> None:
-        assert self._end is not None
         await self._execution.kill()
-        await asyncio.wait([self._end])
+        await asyncio.wait([self.end])
 
     async def _follow(self, resources: AsyncExitStack) -> ExecResult:
         try:
             async with resources:
                 return self._execution.result(await self._execution.wait())
         finally:
-            self._stdin.close()
-            self._stdout.finish()
-            self._stderr.finish()
+            if not self._stdin.is_closing():
+                self._stdin.transport.abort()
+            self.stdout.finish()
+            self.stderr.finish()
+
+
+class Chunks:
+    """What a program prints into a pipe, for one reader. A little is read ahead; the rest stays in the pipe."""
+
+    def __init__(self, reader: asyncio.StreamReader, transport: asyncio.ReadTransport) -> None:
+        self._reader = reader
+        self._transport = transport
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if chunk := await self._reader.read(CHUNK_BYTES):
+            return chunk
+        raise StopAsyncIteration
+
+    def finish(self) -> None:
+        """The program is dead: read what is there and wait for no more, whoever still holds the pipe open."""
+        if self._transport.is_closing():
+            return
+        pipe = self._transport.get_extra_info("pipe")
+        for _ in range(MAX_PIPE_BYTES // CHUNK_BYTES):
+            if not (data := pipe.read(CHUNK_BYTES)):  # None if there is nothing now, b"" at the end
+                break
+            self._reader.feed_data(data)
+        self._reader.feed_eof()
+        self._transport.close()
+
+
+def _pipe(theirs: ExitStack, *, is_read: bool) -> tuple[int, FileIO]:
+    """Return the program's end of a new pipe, which `theirs` closes, and the host's."""
+    read_end, write_end = os.pipe()
+    end, host_end = (read_end, write_end) if is_read else (write_end, read_end)
+    theirs.callback(os.close, end)
+    return end, FileIO(host_end, "w" if is_read else "r")
+
+
+def _protocol(reader: asyncio.StreamReader | None = None) -> asyncio.StreamReaderProtocol:
+    return asyncio.StreamReaderProtocol(reader or asyncio.StreamReader())

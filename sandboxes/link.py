@@ -1,7 +1,7 @@
 """The host's end of one launcher process: it sends requests and hands out the reports that come back.
 
-All of it runs on the event loop; no thread waits for a program. `ChildProcess` and `ForkedProcess` are the launcher's
-process as the host watches and kills it: started by the host, or forked by a zygote.
+All of it runs on the event loop; no thread waits for a program. The launcher is a child of this process, or the
+`ForkedProcess` of a zygote.
 """
 
 import asyncio
@@ -9,10 +9,12 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from pathlib import Path
+from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
@@ -22,6 +24,13 @@ MAX_ON_THE_WAY = 32
 """Programs that are sent but not started: as many as fit the socket and the kernel's bound on descriptors in flight."""
 STOP_TIMEOUT_S = 10.0
 RECEIVE_BYTES = 65_536
+INNER = Path(__file__).with_name("inner")
+BOOT = (
+    "import sys, types; package = sys.modules['sandboxes'] = types.ModuleType('sandboxes'); "
+    "package.__path__ = []; inner = sys.modules['sandboxes.inner'] = types.ModuleType('sandboxes.inner'); "
+    "inner.__path__ = [sys.argv.pop(1)]; from sandboxes.inner.{module} import main; main()"
+)
+"""Runs one module of `inner/` without the package's `__init__`, whose imports are useless there."""
 NO_ROOM = "the jail was given up because this process has too many open files; raise the limit (ulimit -n)"
 Outcome = TypeVar("Outcome")
 
@@ -35,46 +44,8 @@ class Ended:
     peak_memory_bytes: int
 
 
-class LauncherProcess(Protocol):
-    """The launcher's process, as a link watches and kills it."""
-
-    shares_pids: bool
-    """Whether a process has the same id for the launcher as for the host."""
-
-    async def wait(self) -> None:
-        """Wait until the process has ended."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the process. Harmless when it has ended."""
-        ...
-
-
-class ChildProcess:
-    """A child of this process."""
-
-    shares_pids = True
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.pid = process.pid
-        self._process = process
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.returncode is not None
-
-    async def wait(self) -> None:
-        await self._process.wait()
-
-    def kill(self) -> None:
-        if not self.has_ended:
-            self._process.kill()
-
-
 class ForkedProcess:
     """A process that a zygote forked, known by the pidfd that it sends when it is ready (pidfd_open(2), Linux 5.3)."""
-
-    shares_pids = False
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
@@ -85,9 +56,10 @@ class ForkedProcess:
         await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        if self._descriptor is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        """Kill the process; ProcessLookupError when it has ended, as for a child."""
+        if self._descriptor is None:
+            raise ProcessLookupError
+        signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def _on_end(self) -> None:
         assert self._descriptor is not None
@@ -107,22 +79,25 @@ def control_sockets(kind: int) -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-async def start_process(command: Callable[[int], Sequence[str]], kind: int) -> tuple[ChildProcess, socket.socket]:
-    """Start a process of `inner/`, and return it with the host's end of its control socket.
+async def start_process(module: str, kind: int, setting: str) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """Start a module of `inner/` with its setting; return it and the host's end of its control socket.
 
-    `command` makes the command line from the descriptor of the other end. Raises SandboxError.
+    The Python that it starts sees nothing of this package but `inner/`. Raises SandboxError.
     """
     ours, theirs = control_sockets(kind)
+    python = (interpreter(), "-I", "-S", "-X", "utf8", "-c", BOOT.format(module=module), str(INNER))
     try:
         process = await asyncio.create_subprocess_exec(
-            *command(theirs.fileno()),
+            *python,
+            str(theirs.fileno()),
+            setting,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,  # stderr stays ours: a traceback of the launcher is a bug, to be seen
             env={},
             cwd="/",
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
-        )  # fmt: skip
+        )
     except BaseException as error:
         ours.close()
         if isinstance(error, OSError):
@@ -130,31 +105,23 @@ async def start_process(command: Callable[[int], Sequence[str]], kind: int) -> t
         raise
     finally:
         theirs.close()
-    return ChildProcess(process), ours
+    return process, ours
 
 
-class Turn:
-    """The right to have one program in flight to the launcher."""
-
-    def __init__(self, room: asyncio.Semaphore) -> None:
-        self._room: asyncio.Semaphore | None = room
-
-    def end(self) -> None:
-        """Give the turn back. Harmless when it has ended."""
-        if self._room is not None:
-            self._room.release()
-            self._room = None
+def interpreter() -> str:
+    """Return the real interpreter behind any virtual environment, which a jail does not show."""
+    return os.path.realpath(sys.executable)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Run:
     """One program in the launcher. `ended` raises SandboxError when the launcher could not run it to its end."""
 
-    def __init__(self, run_id: int, ended: asyncio.Future[Ended], turn: Turn) -> None:
-        self.id = run_id
-        self.ended = ended
-        self.turn = turn
-        self.pid: int | None = None  # until it has started
-        self.started_s = 0.0  # by the loop's clock
+    id: int
+    ended: asyncio.Future[Ended]
+    turn: ExitStack  # is closed when the program has started
+    started_s: float  # by the loop's clock; until it has started, when it was sent
+    pid: int | None = None  # None until it has started
 
 
 class LauncherTimeoutError(SandboxError):
@@ -167,12 +134,14 @@ class LauncherLink:
     A launcher that has died stays dead: make another link.
     """
 
-    def __init__(self, control: socket.socket, process: LauncherProcess | None) -> None:
+    def __init__(self, control: socket.socket, process: asyncio.subprocess.Process | None) -> None:
+        self.is_alive = True
         self.landlock_version = 0
         self.folder: int | None = None  # the working folder of a jail, open until `aclose`
         self._listener: socket.socket | None = None  # of a jail: its programs' way to the network, if they have one
         self._loop = asyncio.get_running_loop()
-        self._process = process  # of a jail: None until its first report
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = process  # of a jail: None until it reports
+        self._shares_pids = process is not None  # whether a program has the same id for the launcher as for the host
         self._control = control
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._runs: dict[int, Run] = {}
@@ -180,14 +149,13 @@ class LauncherLink:
         self._unwritten = bytearray()
         self._next_id = 1
         self._received = b""
-        self._is_alive = True
         self._loop.add_reader(control, self._on_readable)
         self._watch = None if process is None else self._loop.create_task(self._watch_process(process))
 
     @classmethod
-    async def start(cls, command: Callable[[int], Sequence[str]]) -> Self:
-        """Start a launcher with the command for its control descriptor; SandboxError when it cannot be started."""
-        process, control = await start_process(command, socket.SOCK_STREAM)
+    async def start(cls, root: Path) -> Self:
+        """Start a launcher that removes the folder `root` at its end; SandboxError when it cannot be started."""
+        process, control = await start_process("launcher", socket.SOCK_STREAM, str(root))
         return await cls(control, process)._ready()
 
     @classmethod
@@ -205,31 +173,28 @@ class LauncherLink:
             raise
         return self
 
-    @property
-    def is_alive(self) -> bool:
-        return self._is_alive
-
     def take_listener(self) -> socket.socket | None:
         """Return the socket on which a jail's programs ask for the network; the caller owns it from now on."""
         listener, self._listener = self._listener, None
         return listener
 
     @asynccontextmanager
-    async def turn(self) -> AsyncGenerator[Turn, None]:
-        """Wait for a turn. Take it before opening a program's descriptors, so that any number of programs may wait."""
-        await self._room.acquire()
-        turn = Turn(self._room)
-        try:
-            yield turn
-        finally:
-            turn.end()
+    async def turn(self) -> AsyncGenerator[ExitStack, None]:
+        """Wait for a turn to have one program in flight to the launcher; closing the stack ends the turn.
 
-    def run(self, descriptors: Sequence[int], turn: Turn) -> Run:
+        Take it before opening a program's descriptors, so that any number of programs may wait.
+        """
+        await self._room.acquire()
+        with ExitStack() as turn:
+            turn.callback(self._room.release)
+            yield turn
+
+    def run(self, descriptors: Sequence[int], turn: ExitStack) -> Run:
         """Start a program, given its descriptors (request, stdin, stdout, stderr), which the caller still owns."""
-        run = Run(self._next_id, self._loop.create_future(), turn)
+        run = Run(id=self._next_id, ended=self._loop.create_future(), turn=turn, started_s=self._loop.time())
         self._next_id += 1
         self._write_kills()  # requests are taken in order: what was killed before is dead before this starts
-        if not self._is_alive:
+        if not self.is_alive:
             raise SandboxError("the sandbox launcher is not running")
         try:
             socket.send_fds(self._control, [REQUEST.pack(RequestKind.START, run.id)], descriptors)
@@ -250,17 +215,16 @@ class LauncherLink:
 
     def abandon(self) -> None:
         """Kill a launcher that no longer answers; all its runs fail."""
-        if self._process is not None:
-            self._process.kill()
+        self._kill_process()
         self._fail("the sandbox launcher did not answer and was killed")
 
     async def aclose(self) -> None:
         """End the launcher and all of its programs."""
         self._fail("the sandbox launcher was closed")
-        if self._process is not None and self._watch is not None:
+        if self._watch is not None:
             done, _ = await asyncio.wait([self._watch], timeout=STOP_TIMEOUT_S)
             if not done:
-                self._process.kill()
+                self._kill_process()
                 await self._watch
         if (listener := self.take_listener()) is not None:
             listener.close()
@@ -268,12 +232,17 @@ class LauncherLink:
             folder, self.folder = self.folder, None
             os.close(folder)
 
-    async def _watch_process(self, process: LauncherProcess) -> None:
+    async def _watch_process(self, process: asyncio.subprocess.Process | ForkedProcess) -> None:
         await process.wait()
         self._fail("the sandbox launcher died")
 
+    def _kill_process(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                self._process.kill()
+
     def _write_kills(self) -> None:
-        if not self._is_alive or not self._unwritten:
+        if not self.is_alive or not self._unwritten:
             return
         self._loop.remove_writer(self._control)
         try:
@@ -328,9 +297,9 @@ class LauncherLink:
         elif kind == ReportKind.STARTED:
             run.pid = value
             run.started_s = self._loop.time()
-            run.turn.end()
+            run.turn.close()
         else:
-            run.turn.end()
+            run.turn.close()
             del self._runs[run_id]
             if kind == ReportKind.ENDED:
                 ended = Ended(wait_status=value, cpu_s=cpu_us / 1e6, peak_memory_bytes=peak_bytes)
@@ -341,17 +310,19 @@ class LauncherLink:
 
     def _fail(self, reason: str) -> None:
         """Give the launcher up: fail everything that waits for it and release it."""
-        if not self._is_alive:
+        if not self.is_alive:
             return
-        self._is_alive = False
+        self.is_alive = False
         self._loop.remove_reader(self._control)
         self._loop.remove_writer(self._control)
         self._control.close()
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
-            run.turn.end()
-            if self._process is not None and self._process.shares_pids:
-                _kill_orphans(run)
+            run.turn.close()
+            if self._shares_pids and run.pid is not None:
+                # The group of a program whose launcher died: the kernel killed only its leader (PR_SET_PDEATHSIG).
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(run.pid, signal.SIGKILL)
             settle(run.ended, SandboxError(f"{reason} while a program ran"))
         settle(self._hello, SandboxError(f"{reason} before it was ready"))
 
@@ -365,10 +336,3 @@ def settle(future: asyncio.Future[Outcome], outcome: Outcome | SandboxError) -> 
         future.exception()  # mark it as retrieved: a cancelled waiter does not ask for it
     else:
         future.set_result(outcome)
-
-
-def _kill_orphans(run: Run) -> None:
-    """Kill the group of a program whose launcher died; the kernel killed only its leader (PR_SET_PDEATHSIG)."""
-    if run.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(run.pid, signal.SIGKILL)

@@ -6,8 +6,7 @@ A tag holds the owner's process id, start time and PID namespace, so a reused pr
 import os
 from pathlib import Path
 
-FOLDER_PREFIX = "areal-agent-sandboxes-"
-GROUP_PREFIX = "areal-agent-sandboxes-"
+PREFIX = "areal-agent-sandboxes-"
 
 
 def own_tag() -> str:

@@ -11,6 +11,7 @@ second), and a cell that nobody asks for within `idle_s` lowers it.
 import asyncio
 import logging
 import resource
+import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -18,25 +19,20 @@ from typing import Any, Literal
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities, Cell, Provider
-from sandboxes.bubblewrap import BubblewrapProvider
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.jail import Walls
+from sandboxes.jail import JailProvider
 from sandboxes.sandbox import Sandbox
 from sandboxes.spec import CellSpec, Isolation, Limits, SandboxSpec
 from sandboxes.subprocess import SubprocessProvider
 
 logger = logging.getLogger(__name__)
-Backend = Literal["auto", "embedded", "docker", "bubblewrap", "namespaces", "subprocess"]
-"""`auto` is the strongest backend that works, `embedded` the strongest that needs no separate engine. `bubblewrap` uses
-system calls where bubblewrap is missing; `namespaces` always does.
+Backend = Literal["auto", "embedded", "docker", "jail", "subprocess", "bubblewrap", "namespaces"]
+"""`auto` is the strongest backend that works, `embedded` the strongest that needs no separate engine. `bubblewrap` and
+`namespaces` are old names of `jail`.
 """
-ISOLATION_OF: dict[str, Isolation] = {
-    "docker": Isolation.CONTAINER,
-    "bubblewrap": Isolation.NAMESPACES,
-    "namespaces": Isolation.NAMESPACES,
-    "subprocess": Isolation.PROCESS,
-}
+ISOLATION_OF = {"docker": Isolation.CONTAINER, "jail": Isolation.NAMESPACES, "subprocess": Isolation.PROCESS}
 BACKENDS = ("auto", "embedded", *ISOLATION_OF)
+OLD_NAMES = {"bubblewrap": "jail", "namespaces": "jail"}
 DEFAULTS = Limits()
 DESCRIPTORS_A_PROGRAM = 4
 DESCRIPTORS_OF_HOST = 128
@@ -140,10 +136,8 @@ class Shelf:
         self.spec = spec
         self.target = 0  # number of cells to keep ready
         self.is_asked_again = False
-        self.num_starting = 0
-        self.starts: set[asyncio.Task[None]] = set()  # the starting cells that no call of `warm` awaits
-        self.refill: asyncio.TimerHandle | None = None
-        self.ready: deque[Cell] = deque()
+        self.starts: set[asyncio.Task[None]] = set()
+        self.ready: dict[Cell, asyncio.TimerHandle] = {}  # with the timer that closes it; the oldest first
         self.waiters: deque[asyncio.Future[Cell]] = deque()
 
     @property
@@ -153,11 +147,13 @@ class Shelf:
     @property
     def num_spare(self) -> int:
         """The number of cells that are ready, or are starting with nobody waiting for them."""
-        return len(self.ready) + max(0, self.num_starting - self.num_waiting)
+        return len(self.ready) + max(0, len(self.starts) - self.num_waiting)
 
-    @property
-    def is_unused(self) -> bool:
-        return not (self.target or self.num_starting or self.ready or self.num_waiting)
+    def next_waiter(self) -> asyncio.Future[Cell] | None:
+        while self.waiters:
+            if not (waiter := self.waiters.popleft()).done():
+                return waiter
+        return None
 
 
 class Stock:
@@ -166,58 +162,45 @@ class Stock:
     def __init__(
         self, provider: Provider, *, max_idle: int, idle_s: float = 60.0, refill_pause_s: float = REFILL_PAUSE_S
     ) -> None:
+        self.shelves: dict[CellSpec, Shelf] = {}
         self._provider = provider
         self._max_idle = max_idle
         self._idle_s = idle_s
         self._refill_pause_s = refill_pause_s
         self._loop = asyncio.get_running_loop()
-        self._shelves: dict[CellSpec, Shelf] = {}
         self._starts = asyncio.Semaphore(MAX_STARTING)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timers: dict[Cell, asyncio.TimerHandle] = {}
         self._is_closed = False
-
-    @property
-    def shelves(self) -> list[Shelf]:
-        return list(self._shelves.values())
-
-    @property
-    def num_ready(self) -> int:
-        return sum(len(shelf.ready) for shelf in self._shelves.values())
 
     async def take(self, spec: CellSpec) -> Cell:
         """Return a cell that nobody has had before."""
         self.check_open()
-        shelf = self._shelves.setdefault(spec, Shelf(spec))
+        shelf = self.shelves.setdefault(spec, Shelf(spec))
         cell = self._pop_living(shelf)
         if cell is None:
             if shelf.is_asked_again:
                 shelf.target = min(shelf.target + 1, self._max_idle)
             shelf.is_asked_again = True
             cell = await self._wait(shelf)
-        self._refill_soon(shelf)
+        self._loop.call_later(self._refill_pause_s, self._refill, shelf)
         return cell
 
     async def warm(self, spec: CellSpec, num_cells: int) -> None:
         """Keep `num_cells` ready from now on, and wait until they are; a failure to start one is raised."""
-        others = await self._start_missing(spec, num_cells)
-        if others:
+        for _ in range(2):  # the second time replaces cells that others began, and that failed or were handed out
+            self.check_open()
+            shelf = self.shelves.setdefault(spec, Shelf(spec))
+            shelf.target = max(shelf.target, min(num_cells, self._max_idle))
+            others = shelf.starts.copy()
+            starts = [self._begin(shelf, self._start(shelf)) for _ in range(shelf.target - shelf.num_spare)]
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
+            self.check_open()  # closing cancels what was being started
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
+            if not others:
+                return
             await asyncio.wait(others)
-            await self._start_missing(spec, num_cells)  # replaces those that failed or were handed out
-
-    async def _start_missing(self, spec: CellSpec, num_cells: int) -> set[asyncio.Task[None]]:
-        """Start the cells that are missing, and return the starts that were under way before."""
-        self.check_open()
-        shelf = self._shelves.setdefault(spec, Shelf(spec))
-        shelf.target = max(shelf.target, min(num_cells, self._max_idle))
-        num_missing = max(0, shelf.target - shelf.num_spare)
-        shelf.num_starting += num_missing
-        others = set(shelf.starts)
-        starts = [self._start_one(shelf) for _ in range(num_missing)]
-        for outcome in await asyncio.gather(*starts, return_exceptions=True):
-            if outcome is not None:
-                raise outcome
-        return others
 
     def check_open(self) -> None:
         if self._is_closed:
@@ -229,21 +212,18 @@ class Stock:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for timer in self._timers.values():
-            timer.cancel()
-        for shelf in self._shelves.values():
-            if shelf.refill is not None:
-                shelf.refill.cancel()
-            for waiter in shelf.waiters:
-                if not waiter.done():
-                    waiter.set_exception(SandboxError("the sandbox pool was closed"))
+        for shelf in self.shelves.values():
+            for timer in shelf.ready.values():
+                timer.cancel()
+            while (waiter := shelf.next_waiter()) is not None:
+                waiter.set_exception(SandboxError("the sandbox pool was closed"))
             await asyncio.gather(*(cell.close() for cell in shelf.ready))
-        self._shelves.clear()
+        self.shelves.clear()
 
     def _pop_living(self, shelf: Shelf) -> Cell | None:
         while shelf.ready:
-            cell = shelf.ready.popleft()
-            self._timers.pop(cell).cancel()
+            cell = next(iter(shelf.ready))
+            shelf.ready.pop(cell).cancel()
             if cell.is_alive:
                 return cell
             self._own(cell.close())
@@ -260,76 +240,61 @@ class Stock:
                 self._shelve(shelf, waiter.result())  # the cell came just as the caller was cancelled
             raise
 
-    def _refill_soon(self, shelf: Shelf) -> None:
-        if shelf.refill is None:
-            shelf.refill = self._loop.call_later(self._refill_pause_s, self._refill, shelf)
-
     def _refill(self, shelf: Shelf) -> None:
         """Start what is missing: a cell for each waiter, and those to keep ready as far as there is room."""
-        if shelf.refill is not None:
-            shelf.refill.cancel()
-            shelf.refill = None
         if self._is_closed:
             return
-        num_spare_elsewhere = sum(other.num_spare for other in self._shelves.values() if other is not shelf)
+        num_spare_elsewhere = sum(other.num_spare for other in self.shelves.values() if other is not shelf)
         num_spare = min(shelf.target, self._max_idle - num_spare_elsewhere) - len(shelf.ready)
-        for _ in range(shelf.num_waiting + max(0, num_spare) - shelf.num_starting):
-            shelf.num_starting += 1
-            start = self._own(self._start(shelf))
-            shelf.starts.add(start)
-            start.add_done_callback(shelf.starts.discard)
+        for _ in range(shelf.num_waiting + max(0, num_spare) - len(shelf.starts)):
+            self._begin(shelf, self._start_for_demand(shelf))
+
+    async def _start_for_demand(self, shelf: Shelf) -> None:
+        """Start one cell. A failure is the longest waiter's, and fewer are kept ready, so that failing starts cease."""
+        try:
+            await self._start(shelf)
+        except Exception as error:  # the boundary: the waiter gets the error
+            if (waiter := shelf.next_waiter()) is not None:
+                waiter.set_exception(error)
+            else:
+                logger.warning("a sandbox could not be started ahead of its use: %s", error)
+            self._keep_one_fewer(shelf)
 
     async def _start(self, shelf: Shelf) -> None:
-        try:
-            await self._start_one(shelf)
-        except Exception as error:  # the boundary: the waiter gets the error
-            self._fail_one(shelf, error)
-
-    async def _start_one(self, shelf: Shelf) -> None:
-        """Start one cell; `num_starting` counts it already."""
         try:
             async with self._starts:
                 cell = await self._provider.create(shelf.spec)
         finally:
-            shelf.num_starting -= 1
+            task = asyncio.current_task()
+            assert task is not None
+            shelf.starts.discard(task)
         self._shelve(shelf, cell)
-
-    def _fail_one(self, shelf: Shelf, error: Exception) -> None:
-        """Pass the error to the longest waiter, and keep one cell fewer ready, so that failing starts cease."""
-        if (waiter := self._next_waiter(shelf)) is not None:
-            waiter.set_exception(error)
-        else:
-            logger.warning("a sandbox could not be started ahead of its use: %s", error)
-        shelf.target = max(0, shelf.target - 1)
-        self._forget_unused(shelf)
 
     def _shelve(self, shelf: Shelf, cell: Cell) -> None:
         """Give a cell to the longest waiter or, without one, put it on the shelf."""
-        if (waiter := self._next_waiter(shelf)) is not None:
+        if (waiter := shelf.next_waiter()) is not None:
             waiter.set_result(cell)
         elif self._is_closed:
             self._own(cell.close())
         else:
-            shelf.ready.append(cell)
-            self._timers[cell] = self._loop.call_later(self._idle_s, self._expire, shelf, cell)
-
-    def _next_waiter(self, shelf: Shelf) -> asyncio.Future[Cell] | None:
-        while shelf.waiters:
-            if not (waiter := shelf.waiters.popleft()).done():
-                return waiter
-        return None
+            shelf.ready[cell] = self._loop.call_later(self._idle_s, self._expire, shelf, cell)
 
     def _expire(self, shelf: Shelf, cell: Cell) -> None:
         """Close a cell that nobody asked for."""
-        del self._timers[cell]
-        shelf.ready.remove(cell)
-        shelf.target = max(0, shelf.target - 1)
+        del shelf.ready[cell]
         self._own(cell.close())
-        self._forget_unused(shelf)
+        self._keep_one_fewer(shelf)
 
-    def _forget_unused(self, shelf: Shelf) -> None:
-        if shelf.is_unused:
-            self._shelves.pop(shelf.spec, None)
+    def _keep_one_fewer(self, shelf: Shelf) -> None:
+        shelf.target = max(0, shelf.target - 1)
+        if not (shelf.target or shelf.starts or shelf.ready or shelf.num_waiting):
+            self.shelves.pop(shelf.spec, None)
+
+    def _begin(self, shelf: Shelf, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._own(work)
+        shelf.starts.add(task)
+        task.add_done_callback(shelf.starts.discard)  # also of one that was cancelled before it ran
+        return task
 
     def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
@@ -340,22 +305,27 @@ class Stock:
 
 _Start = Callable[[], Awaitable[Provider]]
 _CONTAINERS: tuple[Isolation, _Start] = (Isolation.CONTAINER, DockerProvider.start_with_default_image)
-_JAILS: tuple[Isolation, _Start] = (Isolation.NAMESPACES, BubblewrapProvider.start)
+_JAILS: tuple[Isolation, _Start] = (Isolation.NAMESPACES, JailProvider.start)
 
 
 async def start_provider(backend: Backend, min_isolation: Isolation | None) -> Provider:
     """Start the provider of a backend; raise SandboxError if it isolates less than `min_isolation`."""
-    if backend not in BACKENDS:
-        raise ValueError(f"sandbox backend {backend!r} does not exist; there are {', '.join(BACKENDS)}")
-    if backend in ("auto", "embedded"):
-        isolating = (_CONTAINERS, _JAILS) if backend == "auto" else (_JAILS,)
-        return await start_strongest(backend, isolating, min_isolation)
-    refuse_less(backend, ISOLATION_OF[backend], min_isolation or Isolation.NONE)
-    if backend == "docker":
+    if backend in OLD_NAMES:
+        warnings.warn(
+            f"sandbox backend {backend!r} is now called {OLD_NAMES[backend]!r}; the next release drops the old name",
+            FutureWarning,
+            stacklevel=2,
+        )
+    name = OLD_NAMES.get(backend, backend)
+    if name not in BACKENDS:
+        raise ValueError(f"sandbox backend {name!r} does not exist; there are {', '.join(BACKENDS)}")
+    if name in ("auto", "embedded"):
+        isolating = (_CONTAINERS, _JAILS) if name == "auto" else (_JAILS,)
+        return await start_strongest(name, isolating, min_isolation)
+    refuse_less(name, ISOLATION_OF[name], min_isolation or Isolation.NONE)
+    if name == "docker":
         return await DockerProvider.start()
-    if backend == "subprocess":
-        return await SubprocessProvider.start()
-    return await BubblewrapProvider.start((Walls.NAMESPACES,) if backend == "namespaces" else tuple(Walls))
+    return await (JailProvider.start() if name == "jail" else SubprocessProvider.start())
 
 
 async def start_strongest(

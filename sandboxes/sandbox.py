@@ -89,8 +89,7 @@ class Sandbox:
 
         Without `limits` its time is not bounded. It takes no slot of the pool, since it may idle.
         """
-        program = self._executable(argv, env, cwd)
-        return await self._spawn(program, limits)
+        return await self._spawn(self._executable(argv, env, cwd), limits)
 
     async def spawn_python(self, source: str, *, limits: Limits | None = None) -> Process:
         """Start Python source as `__main__`, like `spawn`."""
@@ -159,8 +158,7 @@ class Sandbox:
 
     async def _start_interpreter(self, limits: Limits) -> Process:
         """Start a session's interpreter. It has no deadline; its runs have."""
-        cell = await self._live_cell()
-        return await cell.spawn(Program(source=SESSION_SOURCE, env=self._spec.env), limits=limits, is_timed=False)
+        return await (await self._live_cell()).spawn(self._python(SESSION_SOURCE), limits=limits, is_timed=False)
 
     async def _live_cell(self) -> Cell:
         async with self._taking:

@@ -22,11 +22,9 @@ import sys
 import traceback
 import types
 
-REQUEST = struct.Struct("=BI")
-"""The kind, and the length of the source that follows."""
+FRAME = struct.Struct("=BI")
+"""The kind, and the length of what follows: the source of RUN, the data of a report."""
 RUN, INTERRUPT = 1, 2
-REPORT = struct.Struct("=BI")
-"""The kind, and the length of the data that follows."""
 STDOUT, STDERR, DONE = 1, 2, 3
 ENDING = struct.Struct("=BdQ")
 """The data of DONE: exit code, CPU seconds of the run, peak resident bytes of the interpreter."""
@@ -34,9 +32,6 @@ TO_WORKER = struct.Struct("=8sI")
 TICKET_BYTES = 8
 CHUNK_BYTES = 65_536
 PR_SET_DUMPABLE = 4
-
-
-# ── the worker ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def work(sources: int, done: int) -> None:
@@ -90,9 +85,6 @@ def code_of(ending: SystemExit) -> int:
     return 1
 
 
-# ── the relay ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Relay:
     """Passes requests from the host to one worker, and its output and endings back."""
 
@@ -111,7 +103,7 @@ class Relay:
         for descriptor in (wake_read, wake_write, self.done, *self.kinds):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, ignore_signal)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # the pipe is written only for handled signals
         watched = [0, self.done, wake_read, *self.kinds]
         while True:
             for descriptor in select.select(watched, [], [])[0]:
@@ -119,19 +111,16 @@ class Relay:
                     self.take_request()
                 elif descriptor == wake_read:
                     read_some(wake_read)
-                elif descriptor == self.done:
-                    if not self.hear_done():
-                        watched.remove(descriptor)
-                elif not self.forward(descriptor):
+                elif (self.hear_done() if descriptor == self.done else self.forward(descriptor)) == b"":
                     watched.remove(descriptor)
             self.follow_the_dead()
 
     def take_request(self) -> None:
-        header = read_whole(0, REQUEST.size)
+        header = read_whole(0, FRAME.size)
         if not header:
             os.kill(self.worker, signal.SIGKILL)
             os._exit(0)
-        kind, length = REQUEST.unpack(header)
+        kind, length = FRAME.unpack(header)
         if kind == INTERRUPT and self.ticket:
             os.killpg(0, signal.SIGINT)  # also the processes that the program waits for
         elif kind == RUN:
@@ -141,8 +130,8 @@ class Relay:
             with contextlib.suppress(BrokenPipeError):  # it is dying
                 write_whole(self.sources, TO_WORKER.pack(self.ticket, length) + source)
 
-    def hear_done(self) -> bool:
-        """Read from `done`, and report the run's end if its ticket came; False at the end of the pipe."""
+    def hear_done(self) -> bytes | None:
+        """Read from `done`, and report the run's end if its ticket came."""
         data = read_some(self.done)
         self.said = (self.said + (data or b""))[-4096:]
         place = self.said.find(self.ticket) if self.ticket else -1
@@ -152,19 +141,18 @@ class Relay:
             self.ticket, self.said = b"", b""
             cpu_s, peak_bytes = usage_of(self.worker)
             self.report(DONE, ENDING.pack(code, max(0.0, cpu_s - self.cpu_s), peak_bytes))
-        return data != b""
+        return data
 
-    def forward(self, descriptor: int) -> bool:
-        """Pass on what was printed; False at the end of the pipe."""
-        data = read_some(descriptor)
-        if data:
+    def forward(self, descriptor: int) -> bytes | None:
+        """Pass on and return what was printed, as `read_some` does."""
+        if data := read_some(descriptor):
             self.report(self.kinds[descriptor], data)
-        return data != b""
+        return data
 
     def drain(self) -> None:
         for descriptor in self.kinds:
-            while data := read_some(descriptor):
-                self.report(self.kinds[descriptor], data)
+            while self.forward(descriptor):
+                pass
 
     def follow_the_dead(self) -> None:
         pid, status = os.waitpid(self.worker, os.WNOHANG)
@@ -178,11 +166,7 @@ class Relay:
             os._exit(code)
 
     def report(self, kind: int, data: bytes) -> None:
-        write_whole(1, REPORT.pack(kind, len(data)) + data)
-
-
-def ignore_signal(*_: object) -> None:
-    """Do nothing: the wake-up pipe is written only for signals that have a handler."""
+        write_whole(1, FRAME.pack(kind, len(data)) + data)
 
 
 def usage_of(pid: int) -> tuple[float, int]:
@@ -207,14 +191,13 @@ def read_some(descriptor: int) -> bytes | None:
 
 def read_whole(descriptor: int, length: int) -> bytes:
     """Return `length` bytes, or none if the stream ends before."""
-    parts: list[bytes] = []
-    while length:
-        data = os.read(descriptor, min(length, CHUNK_BYTES))
-        if not data:
+    data = bytearray()
+    while len(data) < length:
+        chunk = os.read(descriptor, min(length - len(data), CHUNK_BYTES))
+        if not chunk:
             return b""
-        parts.append(data)
-        length -= len(data)
-    return b"".join(parts)
+        data += chunk
+    return bytes(data)
 
 
 def write_whole(descriptor: int, data: bytes) -> None:

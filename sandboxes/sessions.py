@@ -15,13 +15,13 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Protocol, Self
+from typing import Self
 
 from sandboxes.base import Process
-from sandboxes.session_inside import DONE, ENDING, INTERRUPT, REPORT, REQUEST, RUN, STDOUT
+from sandboxes.session_inside import DONE, ENDING, FRAME, INTERRUPT, RUN, STDERR, STDOUT
 from sandboxes.spec import ExecResult, Limits, Status
 
 SESSION_SOURCE = Path(__file__).with_name("session_inside.py").read_text()
@@ -61,8 +61,8 @@ class PythonSession:
         Wall-clock time and output in `limits` may differ per run; the rest is fixed when the session starts.
         """
         limits = limits or self._limits
-        if replace(limits, wall_s=1, cpu_s=None, output_bytes=1) != replace(
-            self._limits, wall_s=1, cpu_s=None, output_bytes=1
+        if replace(limits, wall_s=self._limits.wall_s, output_bytes=self._limits.output_bytes, cpu_s=None) != replace(
+            self._limits, cpu_s=None
         ):
             raise ValueError("only wall_s and output_bytes can differ from run to run; give the rest to `python()`")
         async with self._turn, self._slots:
@@ -85,82 +85,81 @@ class PythonSession:
             await interpreter.process.kill()
 
 
-@dataclass(kw_only=True, slots=True)
-class Printed:
-    """The output of one run, within a bound."""
-
-    room: int
-    is_truncated: bool = False
-    stdout: list[bytes] = field(default_factory=list[bytes])
-    stderr: list[bytes] = field(default_factory=list[bytes])
-
-    def add(self, kind: int, data: bytes) -> None:
-        self.is_truncated = self.is_truncated or len(data) > self.room
-        kept = data[: self.room]
-        self.room -= len(kept)
-        (self.stdout if kind == STDOUT else self.stderr).append(kept)
-
-
 class Interpreter:
     """One interpreter in its sandbox, from its start to its death."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self._received = b""
+        self._printed: dict[int, list[bytes]] = {}  # by the current run, by kind
+        self._room = 0
+        self._is_truncated = False
 
     async def run(self, source: str, limits: Limits) -> ExecResult:
-        printed = Printed(room=limits.output_bytes)
+        self._printed, self._room, self._is_truncated = {STDOUT: [], STDERR: []}, limits.output_bytes, False
         started_s = monotonic()
         verdict: Status | None = None
         ending: bytes | None = None
         try:
             async with asyncio.timeout(limits.wall_s):
                 await self._send(RUN, source.encode("utf-8", "surrogateescape"))
-                ending = await self._until_done(printed, is_bounded=True)
-            if ending is None and printed.is_truncated:
+                ending = await self._until_done(is_bounded=True)
+            if ending is None and self._is_truncated:
                 verdict = Status.OUTPUT_LIMIT
         except TimeoutError:
             verdict = Status.TIMEOUT
         if verdict is not None:
-            ending = await self._interrupt(printed)
+            ending = await self._interrupt()
         if ending is None:
-            return await self._result_of_death(verdict, printed, monotonic() - started_s)
-        code, cpu_s, peak_bytes = ENDING.unpack(ending)
-        return ExecResult(
-            status=verdict or (Status.NONZERO if code else Status.OK),
-            exit_code=code,
-            signal=None,
-            stdout=b"".join(printed.stdout),
-            stderr=b"".join(printed.stderr),
-            truncated=printed.is_truncated,
+            ended = await self.process.wait()
+            status = ended.status if ended.status is Status.MEMORY else verdict or ended.status
+            result = replace(ended, status=status, is_state_lost=True)
+        else:
+            code, cpu_s, peak_bytes = ENDING.unpack(ending)
+            result = ExecResult(
+                status=verdict or (Status.NONZERO if code else Status.OK),
+                exit_code=code,
+                signal=None,
+                stdout=b"",
+                stderr=b"",
+                truncated=False,
+                wall_s=0.0,
+                cpu_s=cpu_s,
+                peak_memory_bytes=peak_bytes,
+            )
+        return replace(
+            result,
+            stdout=b"".join(self._printed[STDOUT]),
+            stderr=b"".join(self._printed[STDERR]),
+            truncated=self._is_truncated,
             wall_s=monotonic() - started_s,
-            cpu_s=cpu_s,
-            peak_memory_bytes=peak_bytes,
         )
 
     async def _send(self, kind: int, data: bytes = b"") -> None:
         with contextlib.suppress(BrokenPipeError):  # it is dead, and the end of its output says so
-            await self.process.write(REQUEST.pack(kind, len(data)) + data)
+            await self.process.write(FRAME.pack(kind, len(data)) + data)
 
-    async def _interrupt(self, printed: Printed) -> bytes | None:
+    async def _interrupt(self) -> bytes | None:
         """Interrupt a run and return its ending; None if it did not end in time and the interpreter was killed."""
         try:
             async with asyncio.timeout(INTERRUPT_GRACE_S):
                 await self._send(INTERRUPT)
-                return await self._until_done(printed, is_bounded=False)
+                return await self._until_done(is_bounded=False)
         except TimeoutError:
             await self.process.kill()
             return None
 
-    async def _until_done(self, printed: Printed, *, is_bounded: bool) -> bytes | None:
+    async def _until_done(self, *, is_bounded: bool) -> bytes | None:
         """Return a run's ending; None if the interpreter died first, or printed too much and `is_bounded`."""
         while True:
             while (report := self._next_report()) is not None:
                 kind, data = report
                 if kind == DONE:
                     return data
-                printed.add(kind, data)
-                if is_bounded and printed.is_truncated:
+                self._is_truncated = self._is_truncated or len(data) > self._room
+                self._printed[kind].append(data[: self._room])
+                self._room -= len(data[: self._room])
+                if is_bounded and self._is_truncated:
                     return None
             chunk = await anext(self.process.stdout, b"")
             if not chunk:
@@ -168,27 +167,14 @@ class Interpreter:
             self._received += chunk
 
     def _next_report(self) -> tuple[int, bytes] | None:
-        if len(self._received) < REPORT.size:
+        if len(self._received) < FRAME.size:
             return None
-        kind, length = REPORT.unpack_from(self._received)
-        end = REPORT.size + length
+        kind, length = FRAME.unpack_from(self._received)
+        end = FRAME.size + length
         if len(self._received) < end:
             return None
-        data, self._received = self._received[REPORT.size : end], self._received[end:]
+        data, self._received = self._received[FRAME.size : end], self._received[end:]
         return kind, data
-
-    async def _result_of_death(self, verdict: Status | None, printed: Printed, wall_s: float) -> ExecResult:
-        ended = await self.process.wait()
-        is_memory = ended.status is Status.MEMORY
-        return replace(
-            ended,
-            status=ended.status if is_memory else verdict or ended.status,
-            stdout=b"".join(printed.stdout),
-            stderr=b"".join(printed.stderr),
-            truncated=printed.is_truncated,
-            wall_s=wall_s,
-            is_state_lost=True,
-        )
 
 
 MAX_COMMAND_BYTES = 100_000
@@ -218,19 +204,13 @@ $1"
 """
 
 
-class Exec(Protocol):
-    """The signature of `Sandbox.exec`."""
-
-    async def __call__(self, argv: list[str], *, stdin: bytes, limits: Limits | None) -> ExecResult: ...
-
-
 class ShellSession:
-    """Runs one command after another; a call made meanwhile waits. There is nothing to close.
+    """Runs one command after another with `Sandbox.exec`; a call made meanwhile waits. There is nothing to close.
 
     Use it as `async with box.shell() as shell: await shell.run("cd src"); await shell.run("pwd")`.
     """
 
-    def __init__(self, execute: Exec) -> None:
+    def __init__(self, execute: Callable[..., Awaitable[ExecResult]]) -> None:
         self._execute = execute
         self._script = RUN_COMMAND.replace("KEY", secrets.token_hex(8))
         self._turn = asyncio.Lock()

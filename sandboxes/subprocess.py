@@ -8,7 +8,9 @@ not isolate: `capabilities` lists what it cannot stop, and README.md says why. O
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,12 +20,11 @@ from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities
-from sandboxes.cgroups import reap_folders
-from sandboxes.folder import OpenFolder, WorkingFolder, remove_tree
-from sandboxes.jail import python_on
-from sandboxes.launched import LaunchedCell
+from sandboxes.folder import OpenFolder, remove_tree
+from sandboxes.inner.files import FOLDER_FLAGS
+from sandboxes.launched import Cells, LaunchedCell
 from sandboxes.link import LauncherLink
-from sandboxes.owner import FOLDER_PREFIX, own_tag
+from sandboxes.owner import PREFIX, is_abandoned, own_tag
 from sandboxes.spec import Access, CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,13 @@ logger = logging.getLogger(__name__)
 PROCESS_HEADROOM = 1024
 """Processes that all programs together may add to those of the user."""
 
+ENFORCED = ("wall-clock time", "CPU time, address space, file length and open files of each process", "output")
+STOPPED_BY_LANDLOCK = {
+    "changing files outside the working directory": 1,
+    "reading the memory and environment of your other processes": 1,
+    "sending signals to your other processes": 6,
+}
+"""The version of Landlock that each needs."""
 Answer = TypeVar("Answer")
 
 
@@ -41,16 +49,16 @@ class SubprocessProvider:
         self._link = link
         self._root = root
         self._starting = asyncio.Lock()
-        self._cells: set[LaunchedCell] = set()
         self._num_created = 0
-        self._closing: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._cells = Cells(self._release)
 
     @classmethod
     async def start(cls) -> Self:
         """Start the launcher and log a warning that lists what the backend cannot stop."""
-        root = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{own_tag()}-"))
+        root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_tag()}-"))
         try:
-            link = await start_launcher(root)
+            link = await LauncherLink.start(root)
         except BaseException:
             remove_tree(root)
             raise
@@ -63,7 +71,20 @@ class SubprocessProvider:
         return provider
 
     def capabilities(self) -> Capabilities:
-        return capabilities_of(self._link.landlock_version)
+        version = self._link.landlock_version
+        is_linux = sys.platform == "linux"
+        stopped = tuple(f"no {act}" for act, needed in STOPPED_BY_LANDLOCK.items() if version >= needed)
+        return Capabilities(
+            backend="subprocess",
+            isolation=Isolation.PROCESS,
+            enforces=(*ENFORCED, *stopped, *(("daemons die with their program",) if is_linux else ())),
+            cannot_stop=(
+                *("reading your files", "using the network"),
+                "spreading memory, disk and processes over many small parts",
+                *(act for act, needed in STOPPED_BY_LANDLOCK.items() if version < needed),
+                *(() if is_linux else ("leaving daemons behind",)),
+            ),
+        )
 
     def check(self, spec: CellSpec) -> None:
         spec.refuse("subprocess", "image", "user", "workdir", "runtime")
@@ -73,50 +94,45 @@ class SubprocessProvider:
 
     async def create(self, spec: CellSpec) -> LaunchedCell:
         self.check(spec)
-        if self._closing is not None:
-            raise SandboxError("the sandbox pool is closed; open another")
+        self._cells.check_open()
         self._num_created += 1
-        ground = SharedGround(self, WorkingFolder(self._root / str(self._num_created)))
-        cell = LaunchedCell(ground, spec.limits, self._cells.discard)
-        self._cells.add(cell)
-        return cell
+        return await self._cells.add(SharedGround(self, self._root / str(self._num_created)), spec.limits)
 
     async def reap(self) -> int:
         return await asyncio.to_thread(reap_folders)
 
     async def close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
+        await self._cells.close()
 
-    async def _close(self) -> None:
-        await asyncio.gather(*(cell.close() for cell in self._cells))
+    async def _release(self) -> None:
         async with self._starting:
+            self._is_closed = True
             await self._link.aclose()
         await asyncio.to_thread(remove_tree, self._root)
 
     async def live_link(self) -> LauncherLink:
         """Return the launcher, a fresh one if the last has died. For this backend's cells."""
         async with self._starting:
-            if self._closing is None and not self._link.is_alive:
+            if not self._is_closed and not self._link.is_alive:
                 await self._link.aclose()
-                self._link = await start_launcher(self._root)
+                self._link = await LauncherLink.start(self._root)
             return self._link
 
 
 class SharedGround:
     """A ground with its own folder on the host's file system and the launcher that all cells share."""
 
-    def __init__(self, provider: SubprocessProvider, folder: WorkingFolder) -> None:
-        self.home = str(folder.path)
+    def __init__(self, provider: SubprocessProvider, folder: Path) -> None:
+        self.home = str(folder)
         self.env: dict[str, str] = {}
         self.is_alive = True  # a launcher that has died is replaced
         self._provider = provider
         self._folder = folder
+        self._is_made = False
 
     async def link(self) -> LauncherLink:
         link = await self._provider.live_link()
-        self._folder.make()
+        self._make()
         return link
 
     def group(self, limits: Limits) -> AbstractAsyncContextManager[None]:
@@ -124,33 +140,30 @@ class SharedGround:
 
     def limits_of_process(self, limits: Limits, *, has_group: bool) -> dict[str, int | None]:
         refuse_what_is_not_enforced(limits)
-        return {
-            "cpu_s": limits.max_cpu_s,
-            "address_space_bytes": limits.memory_bytes,
-            "new_processes": PROCESS_HEADROOM,
-            "file_bytes": limits.file_bytes,
-            "open_files": limits.open_files,
-        }
+        return {"address_space_bytes": limits.memory_bytes, "new_processes": PROCESS_HEADROOM}
 
     async def with_folder(self, act: Callable[[OpenFolder], Answer]) -> Answer:
         def act_on_it() -> Answer:
-            with self._folder.open() as folder:
-                return act(folder)
+            top = os.open(self._folder, FOLDER_FLAGS)
+            try:
+                return act(OpenFolder(top))
+            finally:
+                os.close(top)
 
+        self._make()
         return await asyncio.to_thread(act_on_it)
 
     async def aclose(self) -> None:
         try:
-            if not self._folder.remove_if_empty():
-                await asyncio.to_thread(remove_tree, self._folder.path)
+            await asyncio.to_thread(remove_tree, self._folder)
         except OSError as error:  # a process that could not be stopped may still write there; the provider tries again
             logger.warning("the files of a sandbox were not removed: %s", error)
 
-
-async def start_launcher(root: Path) -> LauncherLink:
-    """Start a launcher, whose last act is to remove `root`."""
-    python = python_on("launcher", sys.executable)
-    return await LauncherLink.start(lambda control: [*python, str(control), str(root)])
+    def _make(self) -> None:
+        """Make the private folder when it is first needed."""
+        if not self._is_made:
+            self._folder.mkdir(mode=0o700)
+            self._is_made = True
 
 
 def refuse_what_is_not_enforced(limits: Limits) -> None:
@@ -162,28 +175,14 @@ def refuse_what_is_not_enforced(limits: Limits) -> None:
             )
 
 
-def capabilities_of(landlock_version: int) -> Capabilities:
-    """Return what this backend enforces with the version of Landlock that the launcher found (0: none)."""
-    enforced = ["wall-clock time", "CPU time, address space, file length and open files of each process", "output"]
-    not_stopped = [
-        "reading your files",
-        "using the network",
-        "spreading memory, disk and processes over many small parts",
+def reap_folders() -> int:
+    """Remove the working folders of dead processes."""
+    abandoned = [
+        folder
+        for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*")
+        if is_abandoned(folder.name.removeprefix(PREFIX).partition("-")[0])
     ]
-    by_landlock = {
-        "changing files outside the working directory": 1,
-        "reading the memory and environment of your other processes": 1,
-        "sending signals to your other processes": 6,
-    }
-    for act, version in by_landlock.items():
-        if landlock_version >= version:
-            enforced.append(f"no {act}")
-        else:
-            not_stopped.append(act)
-    if sys.platform == "linux":
-        enforced.append("daemons die with their program")
-    else:
-        not_stopped.append("leaving daemons behind")
-    return Capabilities(
-        backend="subprocess", isolation=Isolation.PROCESS, enforces=tuple(enforced), cannot_stop=tuple(not_stopped)
-    )
+    for folder in abandoned:
+        with contextlib.suppress(PermissionError):  # it belongs to another user
+            remove_tree(folder)
+    return sum(not folder.exists() for folder in abandoned)

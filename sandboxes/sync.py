@@ -7,9 +7,9 @@ A call takes and returns what its asynchronous namesake does.
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, closing, contextmanager
 from functools import wraps
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from sandboxes import base, pool, sandbox, sessions
 from sandboxes.base import Capabilities
@@ -75,25 +75,6 @@ def blocking(
     return method
 
 
-def blocking_pool(
-    open_pool: Callable[P, AbstractAsyncContextManager[pool.Pool]],
-) -> Callable[P, AbstractContextManager["Pool"]]:
-    """Return the function that opens a pool on a loop of its own."""
-
-    @wraps(open_pool)
-    @contextmanager
-    def opened(*args: P.args, **kwargs: P.kwargs) -> Generator["Pool", None, None]:
-        with ExitStack() as stack:
-            loop = LoopThread()
-            stack.callback(loop.close)
-            yield Pool(loop, stack.enter_context(loop.entered(open_pool(*args, **kwargs))))
-
-    return opened
-
-
-open_pool = blocking_pool(pool.open_pool)
-
-
 class Pool(Blocking[pool.Pool]):
     """See `pool.Pool`."""
 
@@ -109,6 +90,21 @@ class Pool(Blocking[pool.Pool]):
             yield Sandbox(self._loop, box)
 
 
+def _blocking_pool(
+    open_pool: Callable[P, AbstractAsyncContextManager[pool.Pool]],
+) -> Callable[P, AbstractContextManager[Pool]]:
+    @wraps(open_pool)
+    @contextmanager
+    def opened(*args: P.args, **kwargs: P.kwargs) -> Generator[Pool, None, None]:
+        with closing(LoopThread()) as loop, loop.entered(open_pool(*args, **kwargs)) as held:
+            yield Pool(loop, held)
+
+    return opened
+
+
+open_pool = _blocking_pool(pool.open_pool)
+
+
 class Process(Blocking[base.Process]):
     """See `base.Process`."""
 
@@ -119,11 +115,18 @@ class Process(Blocking[base.Process]):
 
     @property
     def stdout(self) -> Iterator[bytes]:
-        return _Chunks(self._loop, self._held.stdout)
+        return self._chunks(self._held.stdout)
 
     @property
     def stderr(self) -> Iterator[bytes]:
-        return _Chunks(self._loop, self._held.stderr)
+        return self._chunks(self._held.stderr)
+
+    def _chunks(self, stream: AsyncIterator[bytes]) -> Iterator[bytes]:
+        async def take() -> bytes:
+            return await anext(stream, b"")
+
+        while chunk := self._loop.run(take()):
+            yield chunk
 
 
 def starting(
@@ -136,21 +139,6 @@ def starting(
         return Process(self._loop, self._call(call.__name__, *args, **kwargs))  # pyright: ignore[reportPrivateUsage]
 
     return method
-
-
-class _Chunks(Blocking[AsyncIterator[bytes]]):
-    """An asynchronous iterator turned into a plain one."""
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> bytes:
-        async def take() -> bytes:
-            return await anext(self._held, b"")
-
-        if chunk := self._loop.run(take()):
-            return chunk
-        raise StopIteration
 
 
 class ShellSession(Blocking[sessions.ShellSession]):

@@ -141,11 +141,10 @@ COMMAND = (sys.executable, "-m", "sandboxes", "doctor", "--json")
 ASKING_S = 120.0
 
 CONTAINERS = ("containers",)
-JAILS = ("walls by bubblewrap", "walls by namespaces")
+JAILS = ("jails",)
 NEEDS: Mapping[str, Sequence[str]] = {
     "docker": CONTAINERS,
-    "bubblewrap": JAILS,
-    "namespaces": ("walls by namespaces",),
+    **dict.fromkeys(("jail", "bubblewrap", "namespaces"), JAILS),
     "embedded": JAILS,
     "auto": (*CONTAINERS, *JAILS),
     "subprocess": (),

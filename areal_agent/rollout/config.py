@@ -89,10 +89,10 @@ class RolloutConfig(Section):
 class SandboxConfig(Section):
     """The settings that a workflow finds in `rollout.sandbox`, for `sandboxes.open_pool(**rollout.sandbox)`."""
 
-    backend: Literal["auto", "embedded", "docker", "bubblewrap", "namespaces", "subprocess"] = "embedded"
-    """`docker` runs containers, `bubblewrap` and `namespaces` are jails, `subprocess` limits time, memory and output
-    and does not isolate (see sandboxes/README.md). `auto` takes the strongest that works on this machine, `embedded`
-    a jail.
+    backend: Literal["auto", "embedded", "docker", "jail", "subprocess", "bubblewrap", "namespaces"] = "embedded"
+    """`docker` runs containers, `jail` namespaces; `subprocess` limits time, memory and output and does not isolate
+    (see sandboxes/README.md). `auto` takes the strongest that works on this machine, `embedded` a jail. `bubblewrap`
+    and `namespaces` are old names of `jail`.
     """
     min_isolation: Literal["none", "process", "namespaces", "container", "vm"] | None = None
     """Sandboxes that isolate less than this are an error. `none` and `process` let `auto` and `embedded` fall back on

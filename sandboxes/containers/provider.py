@@ -37,8 +37,8 @@ from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.plain_cell import COMMAND as PLAIN_COMMAND
 from sandboxes.containers.plain_cell import PlainCell
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
-from sandboxes.jail import denying_filter
 from sandboxes.proxy import proxy_environment
+from sandboxes.seccomp import denying_filter
 from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)

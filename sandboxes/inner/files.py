@@ -13,6 +13,8 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO would wait for a writer
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 CHUNK_BYTES = 1 << 20
+REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
+"""Removes a tree, in shell: a program may have locked its folders."""
 
 
 @contextlib.contextmanager

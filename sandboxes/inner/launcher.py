@@ -13,7 +13,7 @@ another; and a program that took over the launcher could forge no text, since co
 
 When the host ends, however it ends, the control socket closes: the launcher kills every program, removes ROOT and ends.
 
-In a jail (`inside.py`) the launcher is the first process, and walls stand around it. It then needs no Landlock, hands
+In a jail (`walls.py`) the launcher is the first process, and walls stand around it. It then needs no Landlock, hands
 its host descriptors of the working folder and of itself, and ends without sweeping, since everything ends with it.
 """
 
@@ -24,11 +24,13 @@ import resource
 import signal
 import socket
 import stat
+import struct
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from sandboxes.inner.files import REMOVE
 from sandboxes.inner.kernel import (
     IS_LINUX,
     PR_SET_CHILD_SUBREAPER,
@@ -36,8 +38,8 @@ from sandboxes.inner.kernel import (
     PR_SET_PDEATHSIG,
     drop_privileges,
     prctl,
+    syscall,
 )
-from sandboxes.inner.landlock import landlock_version, restrict_to_folder
 from sandboxes.inner.processes import (
     exited_children,
     forget_package,
@@ -49,11 +51,13 @@ from sandboxes.inner.processes import (
 from sandboxes.inner.program import Interpreter, run_program
 from sandboxes.inner.wire import MAX_DESCRIPTORS, REPORT, REQUEST, ReportKind, RequestKind
 
-REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
-"""The launcher's last act, in shell: a program may have locked its folders."""
 PROCESS_COUNT_AGE_S = 10.0
 MAX_SWEEPS = 100
 """After this many rounds the launcher stops chasing a program that forks faster than it is killed (see README.md)."""
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # the same on every architecture
+LANDLOCK_WRITE_FILE, LANDLOCK_REMOVE_AND_MAKE, LANDLOCK_REFER, LANDLOCK_TRUNCATE = 1 << 1, 0x1FF << 4, 1 << 13, 1 << 14
+LANDLOCK_SCOPE_ABSTRACT_SOCKETS, LANDLOCK_SCOPE_SIGNALS = 1 << 0, 1 << 1
+LANDLOCK_RULE_PATH_BENEATH = 1
 
 
 class Launcher:
@@ -63,11 +67,9 @@ class Launcher:
         """`handed` are the descriptors that a jail's launcher gives to the host."""
         self._control = control
         self._interpreter = interpreter
-        self._decoder = json.JSONDecoder()
         self._handed = handed
         self._is_jailed = bool(handed)
         self._pid = os.getpid()
-        self._pids: dict[int, int] = {}  # by run id
         self._runs: dict[int, int] = {}  # run id by pid
         self._landlock = 0 if self._is_jailed else landlock_version()
         self._num_processes = 0  # of this user; 0: not known
@@ -103,8 +105,9 @@ class Launcher:
         kind, run_id = REQUEST.unpack(frame)
         if kind == RequestKind.START:
             self._start(run_id, descriptors)
-        elif (pid := self._pids.get(run_id)) is not None:
-            kill_group(pid)
+        else:
+            for pid in [pid for pid, running in self._runs.items() if running == run_id]:
+                kill_group(pid)
         return True
 
     def _start(self, run_id: int, descriptors: list[int]) -> None:
@@ -116,7 +119,6 @@ class Launcher:
         else:
             if pid == 0:
                 run_program(self._interpreter, self._set_up(run_id, descriptors))
-            self._pids[run_id] = pid
             self._runs[pid] = run_id
             self._report(ReportKind.STARTED, run_id, pid)
         for descriptor in descriptors:
@@ -130,8 +132,7 @@ class Launcher:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             request_fd, *standard = descriptors[:4]
-            text = os.pread(request_fd, os.fstat(request_fd).st_size, 0).decode()
-            request, _ = self._decoder.raw_decode(text)
+            request = json.loads(os.pread(request_fd, os.fstat(request_fd).st_size, 0))
             for group in descriptors[4:]:
                 os.write(group, b"0")  # this process, and all its descendants with it
             for target, descriptor in enumerate(standard):
@@ -170,7 +171,6 @@ class Launcher:
         for pid, *outcome in exited_children():
             run_id = self._runs.pop(pid, None)
             if run_id is not None:
-                del self._pids[run_id]
                 kill_rest_of_group(pid)
                 ended.append((run_id, *outcome))
         kill_strays(self._runs, MAX_SWEEPS)
@@ -193,6 +193,34 @@ def enter(folder: str) -> None:
     if not os.stat(folder).st_mode & stat.S_IXUSR:
         os.chmod(folder, 0o700)
     os.chdir(folder)
+
+
+def landlock_version() -> int:
+    """Return the version of Landlock that this kernel has, 0 for none."""
+    if not IS_LINUX:
+        return 0
+    try:
+        return syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
+    except OSError:
+        return 0
+
+
+def restrict_to_folder(version: int) -> None:
+    """Allow changes only beneath the current folder, and no signalling or tracing of outside processes.
+
+    Signals need version 6 (Linux 6.12). Landlock always denies tracing, and with it reading the environment and memory
+    of other processes.
+    """
+    writes = LANDLOCK_WRITE_FILE | LANDLOCK_REMOVE_AND_MAKE
+    writes |= (LANDLOCK_REFER if version >= 2 else 0) | (LANDLOCK_TRUNCATE if version >= 3 else 0)
+    scopes = LANDLOCK_SCOPE_ABSTRACT_SOCKETS | LANDLOCK_SCOPE_SIGNALS if version >= 6 else 0
+    attributes = struct.pack("=QQQ", writes, 0, scopes)
+    size = 24 if version >= 6 else 8
+    ruleset = syscall(LANDLOCK_CREATE_RULESET, attributes, size, 0)
+    for path, allowed in ((".", writes), (os.devnull, writes & (LANDLOCK_WRITE_FILE | LANDLOCK_TRUNCATE))):
+        beneath = os.open(path, os.O_PATH)
+        syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, struct.pack("=Qi", allowed, beneath), 0)
+    syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0)
 
 
 def set_limits(request: dict[str, Any], num_processes: int) -> None:

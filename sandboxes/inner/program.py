@@ -51,7 +51,7 @@ class Interpreter:
         sys.argv = [PROGRAM_FILE]
         sys.path.insert(0, "")  # modules in the working directory, as for any script
         sys.excepthook = print_traceback
-        sys.stdin = self._stdin if is_file(0) else open_stdin()
+        sys.stdin = self._stdin if stat.S_ISREG(os.fstat(0).st_mode) else open_stdin()
         sys.stdout, sys.stderr = self._stdout, self._stderr
         lines = [f"{line}\n" for line in source.split("\n")]
         linecache.cache[PROGRAM_FILE] = (len(source), None, lines, PROGRAM_FILE)  # for tracebacks
@@ -64,10 +64,6 @@ def set_environment(env: Mapping[str, str]) -> None:
 
 def open_stdin() -> TextIO:
     return open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-
-
-def is_file(descriptor: int) -> bool:
-    return stat.S_ISREG(os.fstat(descriptor).st_mode)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ class RequestKind(IntEnum):
 class ReportKind(IntEnum):
     """The reports of the launcher, and the meaning of `value` in each."""
 
-    HELLO = 1  # ready; value: the version of Landlock in use, 0 for none; a jail sends descriptors, see `inside.py`
+    HELLO = 1  # ready; value: the version of Landlock in use, 0 for none; a jail sends descriptors, see `walls.py`
     STARTED = 2  # value: the program's pid, which is also its session and process group
     ENDED = 3  # value: the wait status; the program's group is dead
     FAILED = 4  # it could not be set up; value: errno, 0 when unknown; run id 0: the jail itself failed

@@ -58,8 +58,7 @@ async def test_a_failure_is_a_finding_and_hides_no_other() -> None:
 
 NOTHING: Mapping[str, str | None] = {
     "containers": "no daemon",
-    "walls by bubblewrap": "not installed",
-    "walls by namespaces": "not allowed",
+    "jails": "not allowed",
 }
 
 
@@ -67,17 +66,18 @@ NOTHING: Mapping[str, str | None] = {
     ("config", "works", "state"),
     [
         (SandboxConfig(backend="docker"), "containers", State.OK),
-        (SandboxConfig(backend="docker"), "walls by bubblewrap", State.FAIL),
-        (SandboxConfig(backend="bubblewrap"), "walls by namespaces", State.OK),
-        (SandboxConfig(backend="namespaces"), "walls by bubblewrap", State.FAIL),
+        (SandboxConfig(backend="docker"), "jails", State.FAIL),
+        (SandboxConfig(backend="jail"), "jails", State.OK),
+        (SandboxConfig(backend="bubblewrap"), "jails", State.OK),
+        (SandboxConfig(backend="namespaces"), "containers", State.FAIL),
         (SandboxConfig(backend="embedded"), "containers", State.WARN),
         (SandboxConfig(backend="embedded", min_isolation="none"), "containers", State.WARN),
         (SandboxConfig(backend="embedded", min_isolation="namespaces"), "containers", State.FAIL),
-        (SandboxConfig(backend="embedded", min_isolation="container"), "walls by bubblewrap", State.FAIL),
+        (SandboxConfig(backend="embedded", min_isolation="container"), "jails", State.FAIL),
         (SandboxConfig(backend="auto"), "containers", State.OK),
-        (SandboxConfig(backend="auto", min_isolation="namespaces"), "walls by namespaces", State.OK),
+        (SandboxConfig(backend="auto", min_isolation="namespaces"), "jails", State.OK),
         (SandboxConfig(backend="auto", min_isolation="container"), "containers", State.OK),
-        (SandboxConfig(backend="auto", min_isolation="container"), "walls by bubblewrap", State.FAIL),
+        (SandboxConfig(backend="auto", min_isolation="container"), "jails", State.FAIL),
         (SandboxConfig(backend="subprocess", min_isolation="process"), "containers", State.WARN),
         (SandboxConfig(backend="subprocess", min_isolation="namespaces"), "containers", State.FAIL),
         (SandboxConfig(backend="subprocess"), "containers", State.WARN),

@@ -10,12 +10,10 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Pool, Sandbox, open_pool
-from sandboxes.bubblewrap import find_walls
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.jail import Walls
+from sandboxes.jail import try_jail
 
 PATIENCE_S = 20.0
-JAILS = ("namespaces", "bubblewrap")
 
 
 class Arrival:
@@ -73,8 +71,8 @@ def require() -> Callable[[str], Awaitable[None]]:
 
     async def require(backend: str) -> None:
         try:
-            if backend in JAILS:
-                await find_walls([Walls(backend)])
+            if backend == "jail":
+                await try_jail()
             elif backend == "docker":
                 await (await DockerProvider.start_with_default_image()).close()
         except SandboxError as error:
@@ -111,11 +109,11 @@ async def box(pool: Pool) -> AsyncIterator[Sandbox]:
 @pytest.fixture
 async def jails(require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool]:
     """For what is judged behind walls only."""
-    async with pool_of("bubblewrap", require) as pool:
+    async with pool_of("jail", require) as pool:
         yield pool
 
 
-@pytest.fixture(params=["subprocess", "bubblewrap", pytest.param("docker", marks=pytest.mark.slow)])
+@pytest.fixture(params=["subprocess", "jail", pytest.param("docker", marks=pytest.mark.slow)])
 async def any_box(request: pytest.FixtureRequest, require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Sandbox]:
     """A sandbox of every backend, for what each implements in its own way."""
     async with pool_of(request.param, require) as pool, pool.acquire() as box:

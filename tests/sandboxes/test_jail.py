@@ -1,4 +1,4 @@
-"""Sandboxes that are jails, by bubblewrap and by system calls.
+"""Sandboxes that are jails.
 
 1. Nothing is left when the pool is closed; 2. when the host is killed, processes and control groups go too; 3. a jail
 that is killed fails its calls, and its files are gone; 4. one that does not answer is killed; of its zygote's other
@@ -7,7 +7,8 @@ kills its program; 6. programs of one sandbox share files, of two nothing; 7. wh
 programs; 8. a jail that cannot be built is an error with its reason; 9. the disk is as large as asked; 10. more
 isolation than there is is refused, also by `auto`, which takes a jail where there is one; 11. a share of the CPUs slows
 a program down; 12. no descriptor stays open, neither when a process may have no more; 13. jails of one zygote do not
-reach each other, nor use up the processes of each other where a user without root has no control groups.
+reach each other, nor use up the processes of each other where a user without root has no control groups; 14. old
+names of the backend work, with a warning.
 """
 
 import asyncio
@@ -20,25 +21,24 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes import Isolation, Limits, Network, Pool, SandboxSpec, Status, link, open_pool
-from sandboxes import bubblewrap as zygotes
+from sandboxes import Isolation, Limits, Network, Pool, SandboxSpec, Status, jail, link, open_pool
 from sandboxes.cgroups import hierarchies_here
 from sandboxes.conformance.row import processes_left
 from sandboxes.inner.processes import children_of
-from sandboxes.jail import Jail, Walls
-from sandboxes.owner import GROUP_PREFIX, own_tag
+from sandboxes.jail import JailKind, Zygote
+from sandboxes.owner import PREFIX, own_tag
 
 GONE = r"launcher (died|is not running)|the jail of this sandbox is gone"
 
 
-@pytest.fixture(params=["namespaces", "bubblewrap"])
-async def backend(request: pytest.FixtureRequest, require) -> str:
-    await require(request.param)
-    return request.param
+@pytest.fixture
+async def backend(require) -> str:
+    await require("jail")
+    return "jail"
 
 
 def groups_of(tag: str) -> list[Path]:
-    return [group for hierarchy in hierarchies_here() for group in hierarchy.path.glob(f"{GROUP_PREFIX}{tag}*")]
+    return [group for hierarchy in hierarchies_here() for group in hierarchy.path.glob(f"{PREFIX}{tag}*")]
 
 
 def descriptors() -> set[str]:
@@ -79,17 +79,17 @@ async def test_no_descriptor_stays_open(backend: str) -> None:
 
 @pytest.mark.parametrize("network", [Network.none(), Network.full()])
 async def test_no_jail_where_no_more_files_may_be_open(backend: str, network: Network, descriptors_left) -> None:
-    jail = Jail(walls=Walls(backend), spec=SandboxSpec(network=network).cell(Limits()))
-    zygote = await zygotes.Zygote.start(jail.kind)
+    kind = JailKind.of(SandboxSpec(network=network).cell(Limits()))
+    zygote = await Zygote.start(kind)
     before = len(os.listdir("/proc/self/fd"))
-    num_handed = 3 if jail.kind.has_proxy else 2
+    num_handed = 3 if kind.has_proxy else 2
     for num_free in range(num_handed + 2):
         is_enough = num_free > num_handed  # and our end of the control socket
         with (
             descriptors_left(num_free),
             contextlib.nullcontext() if is_enough else pytest.raises(SandboxError, match=r"open files|files open"),
         ):
-            await (await zygote.fork(jail)).aclose()
+            await (await zygote.fork(Limits())).aclose()
         assert not zygote.is_stuck and not zygote.is_dead
         assert len(os.listdir("/proc/self/fd")) == before
     await zygote.aclose()
@@ -135,9 +135,9 @@ async def test_killed_jail_fails_its_calls_and_is_gone_and_no_other(pool: Pool) 
     async with pool.acquire() as box, pool.acquire() as other:
         await box.write("file", b"x")
         [zygote] = children() - before
-        [jail] = first_processes(zygote)
+        [first] = first_processes(zygote)
         await other.write("file", b"y")
-        os.kill(jail, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
         with pytest.raises(SandboxError, match=GONE):
             await box.exec_python("import time; time.sleep(1000)")
         with pytest.raises(SandboxError, match="and its files with it; acquire another"):
@@ -151,11 +151,11 @@ async def test_killed_zygote_takes_its_jails_along_and_another_takes_its_place(p
     async with pool.acquire() as box:
         await box.exec_python("")
         [zygote] = children() - before
-        [jail] = first_processes(zygote)
+        [first] = first_processes(zygote)
         os.kill(zygote, signal.SIGKILL)
         with pytest.raises(SandboxError, match=GONE):
             await box.exec_python("import time; time.sleep(1000)")
-    assert not is_process(jail)
+    assert not is_process(first)
     async with pool.acquire() as box:
         assert (await box.exec_python("")).is_ok
 
@@ -166,19 +166,19 @@ async def test_jail_that_does_not_answer_is_killed_and_no_other(pool: Pool) -> N
     async with pool.acquire() as box, pool.acquire() as other:
         await box.exec_python("")
         [zygote] = children() - before
-        [jail] = first_processes(zygote)
+        [first] = first_processes(zygote)
         await other.exec_python("")
-        os.kill(jail, signal.SIGSTOP)
+        os.kill(first, signal.SIGSTOP)
         with pytest.raises(SandboxError, match="did not answer and was killed"):
             await box.exec_python("print(1)", limits=Limits(wall_s=0.1))
         await box.close()
-        assert not is_process(jail)
+        assert not is_process(first)
         assert (await other.exec_python("")).is_ok
 
 
 async def test_zygote_that_does_not_answer_is_replaced(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "START_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(zygotes, "STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(jail, "STOP_TIMEOUT_S", 0.5)
     before = children()
     async with pool.acquire() as box, pool.acquire() as late:
         await box.exec_python("")
@@ -197,7 +197,7 @@ async def test_zygote_that_does_not_answer_is_replaced(pool: Pool, monkeypatch: 
 async def test_zygotes_of_which_no_jail_lives_end_when_there_are_many(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zygotes, "MAX_ZYGOTES", 2)
+    monkeypatch.setattr(jail, "MAX_ZYGOTES", 2)
     before = children()
     async with pool.acquire(SandboxSpec(workdir="/first")) as first:
         assert (await first.exec(["pwd"])).stdout == b"/first\n"
@@ -325,17 +325,21 @@ async def test_more_isolation_than_there_is_is_refused(backend: str, pool: Pool)
             pass
 
 
-async def test_auto_takes_a_jail_or_better_where_there_is_one(backend: str) -> None:
+async def test_auto_takes_a_jail_or_better_and_embedded_a_jail(backend: str) -> None:
     async with open_pool(backend="auto", min_isolation=Isolation.NAMESPACES) as pool:
         assert pool.capabilities().isolation.covers(Isolation.NAMESPACES)
-
-
-async def test_embedded_takes_a_jail_where_there_is_one_and_no_container(backend: str) -> None:
     async with open_pool(backend="embedded") as pool:
         assert pool.capabilities().isolation is Isolation.NAMESPACES
     with pytest.raises(SandboxError, match="min_isolation is 'container', but the strongest backend gives only"):
         async with open_pool(backend="embedded", min_isolation=Isolation.CONTAINER):
             pass
+
+
+@pytest.mark.parametrize("old_name", ["bubblewrap", "namespaces"])
+async def test_old_names_warn(backend: str, old_name: str) -> None:
+    with pytest.warns(FutureWarning, match=f"backend '{old_name}' is now called 'jail'"):
+        async with open_pool(backend=old_name) as pool:
+            assert pool.capabilities().backend == "jail"
 
 
 async def test_a_share_of_the_cpus(pool: Pool) -> None:

@@ -34,8 +34,8 @@ print(answer.decode())
 
 @pytest.fixture
 async def pool(require) -> AsyncIterator[Pool]:
-    await require("namespaces")
-    async with open_pool(backend="namespaces", wall_s=20.0) as pool:
+    await require("jail")
+    async with open_pool(backend="jail", wall_s=20.0) as pool:
         yield pool
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
-from sandboxes.jail import ARCHITECTURES, COMMON_NUMBERS, TESTED_BY_ARGUMENT, denying_filter
+from sandboxes.seccomp import ARCHITECTURES, COMMON_NUMBERS, TESTED_BY_ARGUMENT, denying_filter
 
 ALLOW, KILL = 0x7FFF_0000, 0x8000_0000
 

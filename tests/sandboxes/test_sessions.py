@@ -31,7 +31,7 @@ ENDINGS = (("x=2; echo '$?=0'; exit 7", 7), ("x=3; false", 1), ("set -e; x=5; fa
 ECHO = "import sys\nfor line in sys.stdin: print('got', line, end='', flush=True)\nexit(4)"
 
 
-@pytest.fixture(params=["subprocess", "bubblewrap", pytest.param("docker", marks=pytest.mark.slow)])
+@pytest.fixture(params=["subprocess", "jail", pytest.param("docker", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -47,8 +47,8 @@ async def test_environment_is_every_programs(pool: Pool) -> None:
 
 
 async def test_working_directory_of_a_jail(require) -> None:
-    await require("namespaces")
-    async with open_pool(backend="namespaces", wall_s=60.0) as pool:
+    await require("jail")
+    async with open_pool(backend="jail", wall_s=60.0) as pool:
         async with pool.acquire(SandboxSpec(workdir="/srv/app", files={"here": b""})) as box:
             assert (await box.exec(["sh", "-c", "pwd; ls; echo $HOME"])).stdout == b"/srv/app\nhere\n/srv/app\n"
         for workdir in ("/", "/usr/x", "app", "/a/../b", "/tmp/x", "/a//b"):
