@@ -6,9 +6,11 @@ where the time of a run went and which config key to change.
 """
 
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal, Protocol, TextIO
 
@@ -18,7 +20,104 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_agent.observe.metrics import LEAST_SHARE, WAITING, Spent, StepView, TimeLeft, biggest_wait, clock_time, words
+from areal_agent.observe.metrics import Row, Spent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepView:
+    """The figures of one train step for a person. `engine` and `trainer` are shares of the step's time by activity.
+
+    Activities that begin with `waiting_for_` or `paused_for_` are waiting.
+
+    >>> biggest_wait({"generating": 0.7, "waiting_for_agents": 0.2, "paused_for_push": 0.1})
+    ('agents', 0.2)
+    """
+
+    step: int
+    reward: float
+    success: float  # of the trained rollouts, 0 to 1
+    generated_tokens_per_s: float
+    trained_tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    engine: Mapping[str, float]
+    trainer: Mapping[str, float]
+
+
+def view_of(row: Row) -> StepView:
+    """Return the figures of a step's row that a person sees."""
+    return StepView(
+        step=row["step"],
+        reward=row["reward/mean"],
+        success=row["reward/success"],
+        generated_tokens_per_s=row["tokens_per_s/generated"],
+        trained_tokens_per_s=row["tokens_per_s/trained"],
+        staleness_mean=row["staleness/mean"],
+        staleness_max=row["staleness/max"],
+        engine=_shares_of(row, "seconds/engine/"),
+        trainer=_shares_of(row, "seconds/trainer/"),
+    )
+
+
+def _shares_of(row: Row, prefix: str) -> dict[str, float]:
+    wall_s = row["seconds/wall"] or 1.0
+    return {name.removeprefix(prefix): seconds / wall_s for name, seconds in row.items() if name.startswith(prefix)}
+
+
+WAITING = ("waiting_for_", "paused_for_")
+LEAST_SHARE = 0.005
+"""The smallest share that is shown: less would be written as 0%."""
+
+
+def biggest_wait(shares: Mapping[str, float]) -> tuple[str, float] | None:
+    """Return the activity that a side waited for most, and its share; None when it did not wait."""
+    waits = {words(name, WAITING): share for name, share in shares.items() if name.startswith(WAITING)}
+    if max(waits.values(), default=0.0) < LEAST_SHARE:
+        return None
+    return max(waits.items(), key=lambda wait: wait[1])
+
+
+def words(activity: str, without: tuple[str, ...] = ()) -> str:
+    """Return `waiting_for_agents` as a person writes it, without a prefix that is in `without`."""
+    for prefix in without:
+        activity = activity.removeprefix(prefix)
+    return activity.replace("_", " ")
+
+
+def clock_time(seconds: float) -> str:
+    """Return seconds as a clock shows them.
+
+    >>> clock_time(75.4), clock_time(3725)
+    ('1:15', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class TimeLeft:
+    """Estimates the time left from the median of the last steps, so that one slow step has little effect."""
+
+    WINDOW = 10
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._durations_s: list[float] = []
+        self._since_s: float | None = None
+
+    def start(self, now_s: float) -> None:
+        """Note that the next step begins now."""
+        self._since_s = now_s
+
+    def step(self, step: int, now_s: float) -> float | None:
+        """Note that `step` is done; return the seconds left after it, or None while no step's duration is known."""
+        if self._since_s is not None:
+            self._durations_s = [*self._durations_s, now_s - self._since_s][-self.WINDOW :]
+        self._since_s = now_s
+        if not self._durations_s:
+            return None
+        return statistics.median(self._durations_s) * max(0, self._total_steps - step)
+
 
 BARS = "▁▂▃▄▅▆▇█"
 NUM_BARS = 24

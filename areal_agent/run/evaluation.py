@@ -23,8 +23,8 @@ from areal_agent.cluster.models import obtain_model
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, RolloutsFailing
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.progress import Progress
+from areal_agent.process import start_logging
 from areal_agent.run.preflight import Preflight
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalAnswer, EvalReport, open_serving
@@ -147,8 +147,7 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
     assert preflight.workflow is not None  # preflight makes sure of it: held-out tasks need a workflow
     progress = Progress(total_steps=config.steps, mode=config.observe.progress)
     folder.make()
-    log_to_file(folder.logs / "main.log")
-    show_warnings(progress.note)
+    start_logging(folder.logs / "main.log", show=progress.note)
     folder.config.write_text(config.to_yaml())
     num_done = 0
 

@@ -22,9 +22,9 @@ from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
-from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
+from areal_agent.process import start_logging
 from areal_agent.run.preflight import import_own_functions
 from areal_agent.run.results import RunFacts, RunStatus, closing_lines, write_report
 from areal_agent.run.run import Run
@@ -111,8 +111,7 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
         with interruption.cancels(task):
             async with run:
                 has_started = True
-                log_to_file(run.folder.logs / "main.log")
-                show_warnings(run.progress.note)
+                start_logging(run.folder.logs / "main.log", show=run.progress.note)
                 try:
                     await _learn(run, outcome)
                     await asyncio.sleep(0)  # a signal that came with the last step is raised here, not below

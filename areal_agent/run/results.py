@@ -22,25 +22,24 @@ from typing import Any
 import orjson
 
 from areal_agent.files import RunFolder
-from areal_agent.observe.batch_metrics import describe_batch
 from areal_agent.observe.clock import BusyClock, EngineReading, TimeAccount, engine_seconds
 from areal_agent.observe.curve import draw_curve
-from areal_agent.observe.logging import peak_memory_bytes
 from areal_agent.observe.metrics import (
     MetricsLog,
     Row,
     RowKind,
     Spent,
     Uncounted,
+    describe_batch,
     evaluation_rows,
     living_rows,
     numbers_of,
     read_metrics,
     total,
-    view_of,
 )
-from areal_agent.observe.progress import Progress, advice, time_table
+from areal_agent.observe.progress import Progress, advice, time_table, view_of
 from areal_agent.observe.trackers import Trackers
+from areal_agent.process import peak_memory_bytes
 from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import Source
 from areal_agent.trainer.wire import StepReport

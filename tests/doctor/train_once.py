@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.models.recipe import RECIPE
-from areal_agent.observe.logging import peak_memory_bytes
+from areal_agent.process import peak_memory_bytes
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput

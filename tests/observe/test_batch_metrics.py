@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent import RolloutBatch, Trajectory
-from areal_agent.observe.batch_metrics import describe_batch, pass_at
+from areal_agent.observe.metrics import describe_batch, pass_at
 from areal_agent.types import FinishReason, Rewards
 from tests.histories import batch_of, record, trajectory
 

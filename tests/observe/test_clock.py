@@ -1,7 +1,7 @@
 """Where time goes, on virtual clocks.
 
 - The current activity gets the time, the rest is `other`; the inner or the latest of several counts; one that raises
-  ends. Seconds add up to the wall time and shares to 1; before any time has passed there are no shares.
+  ends. Seconds add up to the wall time.
 - A log's spans are those in which something was under way. The union of several sources counts once, in whatever
   pieces and order they report; what all have reported is dropped, and a source that left holds up nothing.
 - The engine's activities are never negative and add up to the wall time. A push comes before the model, the model
@@ -89,12 +89,6 @@ def test_seconds_add_up_to_the_wall_time(events) -> None:
         elif event == "end" and under_way:
             under_way.pop(0).close()
         assert sum(account.seconds().values()) == clock.now_s
-        if clock.now_s:
-            assert sum(account.shares().values()) == pytest.approx(1.0)
-
-
-def test_without_time_there_are_no_shares(account: TimeAccount) -> None:
-    assert account.shares() == {}
 
 
 SECONDS = 40
