@@ -228,7 +228,7 @@ FORBIDDEN_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowTracker:
-    """A run in the store `mlflow.db` of the run folder, unless `MLFLOW_TRACKING_URI` names a server or another store."""
+    """A run in the store `mlflow.db` of the run folder, unless `MLFLOW_TRACKING_URI` names another store."""
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient, entities  # pyright: ignore[reportMissingImports]

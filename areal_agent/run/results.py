@@ -37,7 +37,7 @@ from areal_agent.observe.metrics import (
     read_metrics,
     total,
 )
-from areal_agent.observe.progress import Progress, advice, time_table, view_of
+from areal_agent.observe.progress import Progress, StepView, advice, time_table
 from areal_agent.observe.trackers import Trackers
 from areal_agent.process import peak_memory_bytes
 from areal_agent.run.serving import EvalAnswer, EvalReport
@@ -279,7 +279,7 @@ class RunMetrics:
         self._row = {}
         self._log.append(row)
         self._trackers.log(report.version.step, numbers_of(row))
-        self._progress.step(view_of(row))
+        self._progress.step(StepView.of(row))
 
     def answered(self, answer: EvalAnswer) -> None:
         """Count the tokens of an evaluation's rollout, which are not for training."""
