@@ -151,21 +151,6 @@ def _by_activity(rows: Sequence[Row], prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): _add(rows, name) for name in names}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
-    """The figures of summary.json: the rows of the current lineage, added up."""
-
-    steps: int
-    trained_tokens: int
-    generated_tokens: int  # in the time of the rows, and those sampled before it that they trained
-    spanning_fraction: float
-    interrupted_completions: int
-    max_staleness_seen: int
-    idle_fraction: Mapping[str, float]
-    loop_blocked_s: float  # in which workflows blocked their shared event loop
-    num_skipped_updates: int  # updates whose gradient was not finite
-
-
 def living_rows(rows: Iterable[Row]) -> list[Row]:
     """Return one row per step: after a crash a step is trained again, and its last row counts."""
     by_step: dict[int, Row] = {}
@@ -176,25 +161,30 @@ def living_rows(rows: Iterable[Row]) -> list[Row]:
     return list(by_step.values())
 
 
-def total(rows: Iterable[Row]) -> Totals:
-    """Add rows up. The idle fraction is the time that a side spent waiting, over the wall time of the same rows."""
+def total(rows: Iterable[Row]) -> dict[str, Any]:
+    """Add up the rows of the current lineage, by the names of summary.json.
+
+    `generated_tokens` are those sampled in the time of the rows, and those sampled before it that they trained. The
+    idle fraction is the time that a side spent waiting, over the wall time of the same rows.
+    """
     living = living_rows(rows)
     spent = Spent.of(living)
     busy_s = spent.engine.get("generating", 0.0) + spent.engine.get("evaluating", 0.0)
-    return Totals(
-        steps=len(living),
-        trained_tokens=int(_add(living, "tokens/trained")),
-        generated_tokens=int(_add(living, "tokens/generated") + _add(living, "tokens/generated_before")),
-        spanning_fraction=_add(living, "rollouts/spanning") / max(1.0, _add(living, "rollouts/trained")),
-        interrupted_completions=int(_add(living, "rollouts/interrupted_completions")),
-        max_staleness_seen=max((int(row["staleness/max"]) for row in living), default=0),
-        idle_fraction={
-            "engine": 1.0 - spent.share(busy_s) if living else 0.0,
-            "trainer": spent.share(spent.trainer.get("waiting_for_rollouts", 0.0)),
+    waited_s = spent.trainer.get("waiting_for_rollouts", 0.0)
+    return {
+        "steps": len(living),
+        "trained_tokens": int(_add(living, "tokens/trained")),
+        "generated_tokens": int(_add(living, "tokens/generated") + _add(living, "tokens/generated_before")),
+        "spanning_fraction": round(_add(living, "rollouts/spanning") / max(1.0, _add(living, "rollouts/trained")), 4),
+        "interrupted_completions": int(_add(living, "rollouts/interrupted_completions")),
+        "max_staleness_seen": max((int(row["staleness/max"]) for row in living), default=0),
+        "idle_fraction": {
+            "engine": round(1.0 - spent.share(busy_s), 4) if living else 0.0,
+            "trainer": round(spent.share(waited_s), 4),
         },
-        loop_blocked_s=_add(living, "rollouts/loop_blocked_s"),
-        num_skipped_updates=int(_add(living, "trainer/num_skipped_updates")),
-    )
+        "loop_blocked_s": round(_add(living, "rollouts/loop_blocked_s"), 2),
+        "num_skipped_updates": int(_add(living, "trainer/num_skipped_updates")),
+    }
 
 
 def _add(rows: Iterable[Row], name: str) -> float:

@@ -113,11 +113,19 @@ def test_totals() -> None:
         "seconds/engine/generating": 8.0,
         "seconds/trainer/waiting_for_rollouts": 4.0,
     }
-    totals = total([row, row | {"step": 2, "staleness/max": 1}])
-    assert (totals.steps, totals.trained_tokens, totals.generated_tokens) == (2, 20, 24)
-    assert (totals.spanning_fraction, totals.interrupted_completions, totals.max_staleness_seen) == (0.25, 6, 2)
-    assert totals.num_skipped_updates == 2
-    assert totals.idle_fraction == {"engine": pytest.approx(0.2), "trainer": pytest.approx(0.4)}
+    totals = total([row, row | {"step": 2, "staleness/max": 1, "tokens/generated_before": 6}])
+    assert totals == {
+        "steps": 2,
+        "trained_tokens": 20,
+        "generated_tokens": 30,  # what the rows saw, and what they trained from before
+        "spanning_fraction": 0.25,
+        "interrupted_completions": 6,
+        "max_staleness_seen": 2,
+        "idle_fraction": {"engine": 0.2, "trainer": 0.4},
+        "loop_blocked_s": 0.0,
+        "num_skipped_updates": 2,
+    }
+    assert total([])["steps"] == 0
 
 
 @pytest.mark.parametrize(("row_ended_s", "num_tokens"), [(None, 3), (1.5, 3), (2.5, 0)])
@@ -125,15 +133,6 @@ def test_tokens_from_before_the_rows(batch: RolloutBatch, row_ended_s: float | N
     rows = [] if row_ended_s is None else [{"step": 4, "time": row_ended_s}, {"step": 5, "time": 9.0}]  # 5 is dead
     assert Uncounted.between(rows, 4, until_s=2.0).num_tokens(batch) == num_tokens
     assert Uncounted.between(rows, 4, until_s=1.0).num_tokens(batch) == 0  # its turns ended at 2.0, in the rows
-
-
-def test_generated_is_what_the_rows_saw_and_what_they_trained_from_before() -> None:
-    row = {"step": 1, "staleness/max": 0, "tokens/trained": 10, "tokens/generated": 4, "tokens/generated_before": 6}
-    assert total([row]).generated_tokens == 10
-
-
-def test_no_rows_add_up_to_nothing() -> None:
-    assert total([]).steps == 0
 
 
 def test_rows_of_other_kinds_are_no_steps() -> None:
