@@ -322,13 +322,10 @@ class Progress:
         mode: Mode = "auto",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        stream = sys.stdout if stream is None else stream
-        is_live = mode == "auto" and stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-        self._display = (
-            LiveDisplay(total_steps, stream)
-            if is_live
-            else PlainDisplay(total_steps, None if mode == "none" else stream)
-        )
+        out = sys.stdout if stream is None else stream
+        is_live = mode == "auto" and out.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+        plain = PlainDisplay(total_steps, None if mode == "none" else out)
+        self._display = LiveDisplay(total_steps, out) if is_live else plain
         self._time_left = TimeLeft(total_steps)
         self._now = now
 

@@ -54,11 +54,7 @@ class Preflight:
             raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
         check_ports(config)
         check_engine(config)
-        assert config.tasks is not None  # checked by Config
-        tasks, eval_tasks = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
-        make_curriculum(config, tasks)
-        if config.rollout.workers:
-            require_json((*tasks, *eval_tasks))
+        tasks, eval_tasks = load_all_tasks(config)
         return cls(
             config=config,
             folder=choose_folder(config, name, resume),
@@ -76,9 +72,7 @@ class Preflight:
             raise ConfigError(
                 "a workflow has no effect with rollout.gateway_url, whose agents are elsewhere; leave it out"
             )
-        assert config.engine.url is not None  # checked by Config
-        check_this_host(config.engine.url, "engine.url")
-        find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
+        require_gateway(config)
         return cls(
             config=config,
             folder=choose_folder(config, name, resume),
@@ -104,6 +98,22 @@ class Preflight:
             f"max_staleness {config.max_staleness}, straggler {config.straggler}, preset {config.algorithm.preset}"
             + ("" if is_here else hub)
         )
+
+
+def require_sampling(config: Config) -> None:
+    """Raise ConfigError for answers that are sampled greedily and are for training."""
+    if config.rollout.temperature == 0 and not config.is_online:
+        raise ConfigError(
+            "rollout.temperature is 0: greedy answers have no sampling probability, so none of them could be trained; "
+            "set it above 0 (areal_agent.eval takes 0)"
+        )
+
+
+def require_gateway(config: Config) -> None:
+    """Raise ConfigError unless the engine behind the gateway is on this machine and the gateway's admin key is here."""
+    assert config.engine.url is not None  # checked by Config
+    check_this_host(config.engine.url, "engine.url")
+    find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
 
 
 def choose_folder(config: Config, name: str, resume: str | None) -> RunFolder:
@@ -207,6 +217,16 @@ def make_curriculum(config: Config, tasks: TaskSet) -> Curriculum | None:
     if config.tasks is None or config.tasks.curriculum is None:
         return None
     return Curriculum(config.tasks.curriculum, tasks, seed=config.seed, success_reward=config.eval.success_reward)
+
+
+def load_all_tasks(config: Config) -> tuple[TaskSet, tuple[Task, ...]]:
+    """Return the tasks to train on and those held out. Raises ConfigError where they do not fit."""
+    assert config.tasks is not None  # checked by Config
+    tasks, held_out = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
+    make_curriculum(config, tasks)
+    if config.rollout.workers:
+        require_json((*tasks, *held_out))
+    return tasks, held_out
 
 
 def load_eval_tasks(config: Config) -> tuple[Task, ...]:

@@ -42,7 +42,7 @@ from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed
 from areal_agent.process import uninterrupted
 from areal_agent.run.commits import Beginning, begin
 from areal_agent.run.evaluation import Evaluation
-from areal_agent.run.preflight import Preflight
+from areal_agent.run.preflight import Preflight, require_sampling
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalReport
 from areal_agent.run.sources import Source, open_online_rollouts, open_own_rollouts
@@ -81,11 +81,7 @@ class Run:
         progress: Progress | None = None,
     ) -> None:
         self.preflight = Preflight.check(config, workflow=workflow, name=name, resume=resume)
-        if config.rollout.temperature == 0 and not config.is_online:
-            raise ConfigError(
-                "rollout.temperature is 0: greedy answers have no sampling probability, so none of them could be "
-                "trained; set it above 0 (areal_agent.eval takes 0)"
-            )
+        require_sampling(config)
         require_installed(config.observe.trackers)
         self.config = config
         self.folder = self.preflight.folder

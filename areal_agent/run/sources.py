@@ -34,6 +34,7 @@ from areal_agent.gateway.online.wire import GatewayStatus, State
 from areal_agent.gateway.standalone import find_admin_key
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.protocols import MemoryHolder
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.rollout.local import RolloutStats
 from areal_agent.rollout.online import OnlineGateway
@@ -128,6 +129,19 @@ class Source(Protocol):
         ...
 
 
+@asynccontextmanager
+async def memory_lent(memory: MemoryHolder | None) -> AsyncGenerator[None]:
+    """Inside, an engine that holds memory for keys and values gives it up."""
+    if memory is None:
+        yield
+        return
+    await memory.release_memory()
+    try:
+        yield
+    finally:
+        await memory.resume_memory()
+
+
 TASKS = "tasks"
 """The key under which a checkpoint keeps the state of the draws."""
 
@@ -157,16 +171,8 @@ class OwnRollouts:
     def drained(self) -> AbstractAsyncContextManager[None]:
         return self.producer.drained()
 
-    @asynccontextmanager
-    async def memory_lent(self) -> AsyncGenerator[None]:
-        memory = self.serving.engine.memory
-        if memory is not None:
-            await memory.release_memory()
-        try:
-            yield
-        finally:
-            if memory is not None:
-                await memory.resume_memory()
+    def memory_lent(self) -> AbstractAsyncContextManager[None]:
+        return memory_lent(self.serving.engine.memory)
 
     async def publish(self, version: WeightVersion) -> None:
         self.producer.publish(version.step)
