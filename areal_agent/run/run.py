@@ -338,19 +338,10 @@ class Run:
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the error that explains the end of the run: a process that died, an ArealAgentError, or the first."""
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending = [*error.exceptions, *pending]
-        else:
-            leaves.append(error)
-    for kind in (ProcessDied, ArealAgentError):
-        for leaf in leaves:
-            if isinstance(leaf, kind):
-                return leaf
-    return leaves[0]
+    error: BaseException = group.subgroup(ProcessDied) or group.subgroup(ArealAgentError) or group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _raise(failure: Awaitable[ArealAgentError]) -> None:
