@@ -40,12 +40,11 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.progress import Progress
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
 from areal_agent.process import uninterrupted
-from areal_agent.run.commits import Beginning, begin
 from areal_agent.run.evaluation import Evaluation
 from areal_agent.run.preflight import Preflight, require_sampling
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalReport
-from areal_agent.run.sources import Source, open_online_rollouts, open_own_rollouts
+from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
 from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.client import StepReport
 from areal_agent.types import RolloutBatch, Task, WeightVersion
