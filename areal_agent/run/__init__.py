@@ -4,7 +4,7 @@ loop.py        the main job: the training loop, its signals and its end
 run.py         `Run`: builds every part; the asynchronous trainer as a Python API
 preflight.py   everything that is checked before a run starts
 serving.py     an engine and what rolls out against it
-sources.py     where batches come from, and where a run goes on: its own rollouts, or a gateway elsewhere
+sources.py     where batches come from (its own rollouts, or a gateway elsewhere), and where a run goes on
 evaluation.py  evaluations during training, and `python -m areal_agent.eval`
 results.py     metrics.jsonl, summary.json and curve.png
 """
