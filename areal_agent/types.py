@@ -333,9 +333,7 @@ class TokenRecord:
     fork_turn: int | None = None  # the turn of the parent branch that this one leaves
     own_turn: int = 0  # the first turn with a token that no earlier branch has
     sample_of: int | None = None  # this one's first own turn is a parallel sample of a call in that branch
-    incarnations: NDArray[np.int32] = field(
-        default_factory=lambda: np.empty(0, np.int32)
-    )  # [T], WeightVersion.incarnation
+    incarnations: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # [T], of `versions`
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)

@@ -50,22 +50,16 @@ asyncio.run(main())
     wait_until(lambda: not is_alive(child_pid))
 
 
-async def test_a_death_is_told_with_the_last_lines(tmp_path: Path) -> None:
-    code = "import sys; print('the last words'); sys.exit(3)"
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [("sys.exit(3)", "the worker process exited with 3"), ("os.kill(os.getpid(), 9)", "was killed by SIGKILL")],
+)
+async def test_a_death_is_told_with_the_last_lines(tmp_path: Path, end: str, told: str) -> None:
+    code = f"import os, sys; print('the last words', flush=True); {end}"
     process = await ManagedProcess.start("worker", [sys.executable, "-c", code], log_path=tmp_path / "worker.log")
-    error = await process.died()
+    error = str(await process.died())
     await process.aclose()
-    assert "the worker process exited with 3" in str(error)
-    assert "the last words" in str(error)
-
-
-async def test_a_kill_is_told_by_its_signal(tmp_path: Path) -> None:
-    process = await ManagedProcess.start(
-        "worker", [sys.executable, "-c", "import time; time.sleep(600)"], log_path=tmp_path / "worker.log"
-    )
-    os.kill(process.pid, signal.SIGKILL)
-    assert "was killed by SIGKILL" in str(await process.died())
-    await process.aclose()
+    assert told in error and "the last words" in error
 
 
 async def test_closing_ends_one_that_ignores_sigterm(tmp_path: Path) -> None:

@@ -57,9 +57,8 @@ def main(folder: Path) -> None:
         shared_memory=folder,
     )
     rewards = {f"s{number}": float(number % 2) for number in range(NUM_RECORDS)}
-    trainer.train_step(
-        StepInput(step=1, records=[long_record(number) for number in range(NUM_RECORDS)], rewards=rewards)
-    )
+    records = [long_record(number) for number in range(NUM_RECORDS)]
+    trainer.train_step(StepInput(step=1, records=records, rewards=rewards))
     after = peak_memory_bytes(os.getpid())
     trainer.close()
     assert before is not None and after is not None

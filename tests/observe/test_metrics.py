@@ -243,10 +243,8 @@ def test_named_parts_of_the_reward_and_numbers_that_a_workflow_logged() -> None:
     parts = {"format": 1.0, "style": 0.25}
     logged = {"tool_failures": 2, "is_hard": True, "answer": "42"}
     first = replace(trajectory("a", [1], 0.0), rewards=Rewards(final=0.0, parts=parts), logged=logged)
-    second = replace(
-        first, session_id="b", rewards=Rewards(final=0.0, parts={"format": 0.0}), logged={"is_hard": False}
-    )
-    row = described(first, second)
+    rewards = Rewards(final=0.0, parts={"format": 0.0})
+    row = described(first, replace(first, session_id="b", rewards=rewards, logged={"is_hard": False}))
     assert {name: value for name, value in row.items() if name.startswith(("reward/part/", "logged/"))} == {
         "reward/part/format": 0.5,
         "reward/part/style": 0.25,
