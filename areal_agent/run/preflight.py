@@ -47,40 +47,28 @@ class Preflight:
         Raises ConfigError.
         """
         source = config.workflow if workflow is None else workflow
+        tasks, eval_tasks = TaskSet(sources=()), ()
         check_model(config.model)
         if config.is_online:
-            return cls._check_online(config, source, name, resume)
-        if source is None:
-            raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
-        check_ports(config)
-        check_engine(config)
-        tasks, eval_tasks = load_all_tasks(config)
+            if source is not None:
+                raise ConfigError(
+                    "a workflow has no effect with rollout.gateway_url, whose agents are elsewhere; leave it out"
+                )
+            require_gateway(config)
+        else:
+            if source is None:
+                raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
+            check_ports(config)
+            check_engine(config)
+            tasks, eval_tasks = load_all_tasks(config)
         return cls(
             config=config,
             folder=choose_folder(config, name, resume),
             is_resumed=resume is not None,
-            workflow=load_workflow(source),
-            workflow_path=import_path(source) if config.rollout.workers else None,
+            workflow=None if source is None else load_workflow(source),
+            workflow_path=import_path(source) if source is not None and config.rollout.workers else None,
             tasks=tasks,
             eval_tasks=eval_tasks,
-        )
-
-    @classmethod
-    def _check_online(cls, config: Config, workflow: object, name: str, resume: str | None) -> Self:
-        """Check a run whose agents are elsewhere: its engine must be on this machine, and it needs a key."""
-        if workflow is not None:
-            raise ConfigError(
-                "a workflow has no effect with rollout.gateway_url, whose agents are elsewhere; leave it out"
-            )
-        require_gateway(config)
-        return cls(
-            config=config,
-            folder=choose_folder(config, name, resume),
-            is_resumed=resume is not None,
-            workflow=None,
-            workflow_path=None,
-            tasks=TaskSet(sources=()),
-            eval_tasks=(),
         )
 
     def summary(self) -> str:
@@ -171,18 +159,16 @@ def check_model(model: str) -> None:
     """Raise ConfigError unless `model` is `tiny`, a folder with a config.json, or the form of a hub name."""
     path = Path(model)
     if (demonstrations := demonstrations_of(model)) is not None:
-        check_demonstrations(model, demonstrations)
-        return
-    if (path / "config.json").is_file():
+        _check_demonstrations(model, demonstrations)
+    elif (path / "config.json").is_file():
         check_model_folder(path)
-        return
-    if path.exists():
+    elif path.exists():
         raise ConfigError(f"model {model!r} is not a Hugging Face folder: it has no config.json")
-    if not HUB_NAME.fullmatch(model):
+    elif not HUB_NAME.fullmatch(model):
         raise ConfigError(f"model {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
 
 
-def check_demonstrations(model: str, path: str) -> None:
+def _check_demonstrations(model: str, path: str) -> None:
     """Raise ConfigError unless the module with the tiny model's demonstrations exists. Building it imports that."""
     module, _, function = path.partition(":")
     try:

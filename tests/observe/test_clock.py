@@ -46,15 +46,6 @@ def test_what_is_under_way_gets_the_time(account: TimeAccount, clock: VirtualClo
     assert account.seconds() == {"other": 2.0, "training": 3.0}
 
 
-def test_the_inner_activity_counts(account: TimeAccount, clock: VirtualClock) -> None:
-    with account.during("training"):
-        clock.now_s = 1.0
-        with account.during("saving"):
-            clock.now_s = 3.0
-        clock.now_s = 7.0
-    assert account.seconds() == {"other": 0.0, "training": 5.0, "saving": 2.0}
-
-
 def test_an_activity_that_raises_ends(account: TimeAccount, clock: VirtualClock) -> None:
     with pytest.raises(ZeroDivisionError), account.during("training"):
         clock.now_s = 2.0
