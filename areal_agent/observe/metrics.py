@@ -145,6 +145,13 @@ class Spent:
         """Return the share of `seconds` in the wall time, 0 to 1."""
         return min(1.0, seconds / self.wall_s) if self.wall_s > 0 else 0.0
 
+    def shares(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the shares of the activities in the wall time: the engine's, and the trainer's."""
+        engine, trainer = (
+            {name: self.share(one) for name, one in side.items()} for side in (self.engine, self.trainer)
+        )
+        return engine, trainer
+
 
 def _by_activity(rows: Sequence[Row], prefix: str) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(prefix))

@@ -40,6 +40,7 @@ class StepView:
     @classmethod
     def of(cls, row: Row) -> Self:
         """Return the figures of a step's row."""
+        engine, trainer = Spent.of([row]).shares()
         return cls(
             step=row["step"],
             reward=row["reward/mean"],
@@ -48,14 +49,9 @@ class StepView:
             trained_tokens_per_s=row["tokens_per_s/trained"],
             staleness_mean=row["staleness/mean"],
             staleness_max=row["staleness/max"],
-            engine=_shares_of(row, "seconds/engine/"),
-            trainer=_shares_of(row, "seconds/trainer/"),
+            engine=engine,
+            trainer=trainer,
         )
-
-
-def _shares_of(row: Row, prefix: str) -> dict[str, float]:
-    wall_s = row["seconds/wall"] or 1.0
-    return {name.removeprefix(prefix): seconds / wall_s for name, seconds in row.items() if name.startswith(prefix)}
 
 
 WAITING = ("waiting_for_", "paused_for_")
@@ -366,7 +362,8 @@ def time_table(spent: Spent) -> str:
                        40%  waiting for agents
     """
     title = f"where {spent.wall_s:.0f} s went:"
-    sides = (_column("engine", spent.engine, spent), _column("trainer", spent.trainer, spent))
+    engine, trainer = spent.shares()
+    sides = (_column("engine", engine), _column("trainer", trainer))
     lines = [
         f"{title if number == 0 else '':<{len(title)}}  {engine:<27}  {trainer}".rstrip()
         for number, (engine, trainer) in enumerate(zip_longest(*sides, fillvalue=""))
@@ -374,9 +371,9 @@ def time_table(spent: Spent) -> str:
     return "\n".join(lines)
 
 
-def _column(title: str, seconds: Mapping[str, float], spent: Spent) -> list[str]:
-    shares = sorted(((spent.share(one), name) for name, one in seconds.items()), reverse=True)
-    return [title, *(f"{share:4.0%}  {words(name)}" for share, name in shares if share >= LEAST_SHARE)]
+def _column(title: str, shares: Mapping[str, float]) -> list[str]:
+    longest = sorted(((share, name) for name, share in shares.items()), reverse=True)
+    return [title, *(f"{share:4.0%}  {words(name)}" for share, name in longest if share >= LEAST_SHARE)]
 
 
 def advice(steps: Spent, *, engine_threads: int = 1) -> str:
@@ -387,8 +384,7 @@ def advice(steps: Spent, *, engine_threads: int = 1) -> str:
     """
     if steps.wall_s <= 0:
         return ""
-    engine = {name: steps.share(seconds) for name, seconds in steps.engine.items()}
-    trainer = {name: steps.share(seconds) for name, seconds in steps.trainer.items()}
+    engine, trainer = steps.shares()
     waited = trainer.get("waiting_for_rollouts", 0.0)
     if trainer.get("saving", 0.0) >= WORTH_ADVICE:
         return f"saving took {trainer['saving']:.0%} of the time of the steps: try a larger trainer.checkpoint_every"
