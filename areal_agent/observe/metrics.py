@@ -147,10 +147,8 @@ class Spent:
 
     def shares(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the shares of the activities in the wall time: the engine's, and the trainer's."""
-        engine, trainer = (
-            {name: self.share(one) for name, one in side.items()} for side in (self.engine, self.trainer)
-        )
-        return engine, trainer
+        engine = {name: self.share(seconds) for name, seconds in self.engine.items()}
+        return engine, {name: self.share(seconds) for name, seconds in self.trainer.items()}
 
 
 def _by_activity(rows: Sequence[Row], prefix: str) -> dict[str, float]:
