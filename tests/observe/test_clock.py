@@ -37,15 +37,6 @@ def account(clock: VirtualClock) -> TimeAccount:
     return TimeAccount(now=clock)
 
 
-def test_what_is_under_way_gets_the_time(account: TimeAccount, clock: VirtualClock) -> None:
-    clock.now_s = 1.0
-    with account.during("training"):
-        clock.now_s = 4.0
-        assert account.seconds() == {"other": 1.0, "training": 3.0}
-    clock.now_s = 5.0
-    assert account.seconds() == {"other": 2.0, "training": 3.0}
-
-
 def test_an_activity_that_raises_ends(account: TimeAccount, clock: VirtualClock) -> None:
     with pytest.raises(ZeroDivisionError), account.during("training"):
         clock.now_s = 2.0

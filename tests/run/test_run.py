@@ -288,10 +288,7 @@ async def test_the_memory_comes_back_when_a_train_step_fails() -> None:
             assert memory.calls == ["release"]
             raise ValueError("training failed")
     assert memory.calls == ["release", "resume"]
-
-
-async def test_an_engine_whose_memory_is_not_to_be_lent_is_left_alone() -> None:
-    async with memory_lent(None):
+    async with memory_lent(None):  # an engine that keeps its memory is left alone
         pass
 
 
