@@ -6,10 +6,10 @@ cannot. Derived values are computed where they are needed and never asked for.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from areal_agent.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, before_preset
@@ -17,10 +17,10 @@ from areal_agent.command import nearest
 from areal_agent.engine.config import EngineConfig, read_arguments
 from areal_agent.engine.vllm import ADAPTER_RANKS
 from areal_agent.errors import ConfigError
-from areal_agent.observe.config import ObserveConfig
+from areal_agent.observe.trackers import ObserveConfig
 from areal_agent.rollout.config import EvalConfig, RolloutConfig, SandboxConfig
 from areal_agent.rollout.tasks.config import TrainingTasksConfig
-from areal_agent.section import Section
+from areal_agent.section import Section, section_of
 from areal_agent.trainer.config import TrainerConfig
 
 Straggler = Literal["wait", "drop", "mask"]
@@ -63,15 +63,10 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
     eval: EvalConfig = EvalConfig()
 
-    @field_validator("tasks", mode="before")
+    @field_validator(*_SHORTHANDS, mode="before")
     @classmethod
-    def _source_alone(cls, value: object) -> object:
-        return {"source": value} if isinstance(value, str) else value
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _preset_alone(cls, value: object) -> object:
-        return {"preset": value} if isinstance(value, str) else value
+    def _value_alone(cls, value: object, info: ValidationInfo) -> object:
+        return {_SHORTHANDS[str(info.field_name)]: value} if isinstance(value, str) else value
 
     @model_validator(mode="before")
     @classmethod
@@ -84,25 +79,17 @@ class Config(Section):
                 return values
 
     @model_validator(mode="after")
-    def _has_siblings(self) -> Self:
+    def _suits_its_algorithm(self) -> Self:
         if self.group_size == 1 and self.algorithm.advantage in GROUP_ADVANTAGES:
             raise ValueError(
                 f"group_size is 1, and advantage {self.algorithm.advantage!r} compares the rollouts of one group: "
                 "nothing would ever be learned; set group_size to 2 or more, or algorithm.advantage to reinforce_pp"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_enough_for_its_minibatches(self) -> Self:
         if self.algorithm.minibatches > self.batch_answers:
             raise ValueError(
                 f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {self.batch_answers} "
                 "rollouts (batch_size times group_size), and each minibatch needs at least one; lower it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _is_corrected(self) -> Self:
         if self.algorithm.behavior_weight_level == "none" and self.max_staleness > 0:
             raise ValueError(
                 f"algorithm.behavior_weight_level is 'none' and max_staleness is {self.max_staleness}: tokens of older "
@@ -127,13 +114,12 @@ class Config(Section):
             raise ValueError("rollout.gateway_admin_key_file needs rollout.gateway_url, which is not set; leave it out")
         if self.tasks is None:
             raise ValueError("'tasks' is missing; give it a value")
-        if self.eval.num_tasks and self.eval.tasks is None:
-            for source in self.tasks.sources:
-                if not source.has_held_out_split:
-                    raise ValueError(
-                        f"tasks.source {source.source!r} is one {'split' if source.split else 'file'}, and evaluation "
-                        "needs held-out tasks: set eval.tasks, or eval.num_tasks=0"
-                    )
+        for source in self.tasks.sources if self.eval.num_tasks and self.eval.tasks is None else ():
+            if not source.has_held_out_split:
+                raise ValueError(
+                    f"tasks.source {source.source!r} is one {'split' if source.split else 'file'}, and evaluation "
+                    "needs held-out tasks: set eval.tasks, or eval.num_tasks=0"
+                )
         return self
 
     @property
@@ -168,7 +154,11 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-ONLINE_ROLLOUT_KEYS = ("gateway_url", "gateway_admin_key_file", "straggler_wait_s", "history_thinking")
+ONLINE_KEYS = {
+    "engine": ("url", "backend"),
+    "rollout": ("gateway_url", "gateway_admin_key_file", "straggler_wait_s", "history_thinking"),
+}
+"""The keys of the run's own engine and rollouts that count when the agents are elsewhere."""
 
 
 def require_online(config: Config) -> None:
@@ -188,8 +178,9 @@ def require_online(config: Config) -> None:
         raise ValueError("trainer.oversized is 'refuse', which needs the run's own engine; give 'alone'")
     strangers = [name for name in ("workflow", "tasks") if getattr(config, name) is not None]
     strangers += ["eval.num_tasks"] * (config.eval.num_tasks != 0)
-    strangers += _not_default(config.engine, "engine.", ("url", "backend"))
-    strangers += _not_default(config.rollout, "rollout.", ONLINE_ROLLOUT_KEYS)
+    for name, heeded in ONLINE_KEYS.items():
+        section: Section = getattr(config, name)
+        strangers += [f"{name}.{key}" for key in section.model_dump(exclude_defaults=True) if key not in heeded]
     if strangers:
         raise ValueError(
             f"{strangers[0]} has no effect with rollout.gateway_url: agents and engine are elsewhere; leave it out"
@@ -251,16 +242,6 @@ def require_room(config: Config) -> None:
             f"trainer.oversized is 'refuse', and a sequence of engine.max_context_tokens = {longest} does not fit into "
             f"trainer.tokens_per_micro_batch = {budget}; raise that, or set trainer.oversized to 'alone'"
         )
-
-
-def _not_default(section: Section, prefix: str, heeded: Sequence[str]) -> list[str]:
-    """Return the keys whose values differ from their defaults, without the `heeded` ones."""
-    defaults = {
-        name: field.get_default(call_default_factory=True, validated_data={})
-        for name, field in type(section).model_fields.items()
-        if name not in heeded
-    }
-    return [prefix + name for name, default in defaults.items() if getattr(section, name) != default]
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
@@ -337,11 +318,8 @@ def _fields_at(location: Sequence[str]) -> Sequence[str]:
     section: type[Section] = Config
     for name in location:
         field = section.model_fields.get(name)
-        if field is None:
+        inner = None if field is None else section_of(field)
+        if inner is None:
             return ()
-        candidates = [field.annotation, *get_args(field.annotation)]
-        found = [one for one in candidates if isinstance(one, type) and issubclass(one, Section)]
-        if not found:
-            return ()
-        section = found[0]
+        section = inner
     return tuple(section.model_fields)

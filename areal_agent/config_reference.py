@@ -5,13 +5,12 @@ Usage: python -m areal_agent.config_reference > docs/configuration.md
 
 import sys
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
-from areal_agent.section import Section
+from areal_agent.section import Section, section_of
 
 HEAD = """# Configuration
 
@@ -29,7 +28,7 @@ def reference() -> str:
 def _table(prefix: str, section: type[Section]) -> Iterator[str]:
     """Yield the lines of a section's own keys, then those of the sections in it."""
     fields = section.model_fields
-    inner = {name: kind for name, field in fields.items() if (kind := _section_of(field))}
+    inner = {name: kind for name, field in fields.items() if (kind := section_of(field))}
     yield f"## {prefix.rstrip('.') or 'Top level'}\n"
     if prefix:
         yield f"{' '.join((section.__doc__ or '').split('>>>')[0].split())}\n"
@@ -48,14 +47,6 @@ def _table(prefix: str, section: type[Section]) -> Iterator[str]:
 def _anchor(prefix: str, name: str) -> str:
     """Return the anchor of a section's heading. A section named like one at the top level is described there only."""
     return name if name in Config.model_fields else f"{prefix}{name}".replace(".", "")
-
-
-def _section_of(field: FieldInfo) -> type[Section] | None:
-    """Return the section that a field holds; None for a list of sections, whose keys are described elsewhere."""
-    if get_origin(field.annotation) is tuple:
-        return None
-    kinds: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def _default(field: FieldInfo) -> str:

@@ -89,11 +89,20 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths of one run. The folder is private to its owner: it holds prompts, answers and key hashes."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.ledger = path / "ledger.sqlite"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.curve = path / "curve.png"
+        self.summary = path / "summary.json"
+        self.engines_url = path / "engines_url"  # of `/rl/engines`, while the run goes on
+        self.admin_key = path / "admin_key"  # for `/rl/engines`, while the run goes on
 
     @classmethod
     def choose(cls, run_dir: str | None, name: str) -> Self:
@@ -148,44 +157,6 @@ class RunFolder:
         except (OSError, ValueError):
             return False
         return isinstance(summary, dict) and cast(dict[str, object], summary).get("status") == "completed"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.sqlite"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def engines_url(self) -> Path:
-        """The file with the URL of `/rl/engines`, while the run goes on."""
-        return self.path / "engines_url"
-
-    @property
-    def admin_key(self) -> Path:
-        """The file with the key for `/rl/engines`, while the run goes on."""
-        return self.path / "admin_key"
-
-    @property
-    def curve(self) -> Path:
-        return self.path / "curve.png"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
 
 
 def require_room(path: Path) -> None:

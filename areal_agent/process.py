@@ -1,4 +1,4 @@
-"""The child processes of a run, the set-up of a process that serves, and work that a cancellation must not cut in half.
+"""The set-up of a process (its log, its limits), the child processes of a run, and work that no cancellation may cut.
 
 A child is started with a log file, is watched, and never outlives its parent: it holds the read end of a pipe, its
 *lifeline*, whose write end only the parent has. However the parent ends, SIGKILL included, the pipe closes and
@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import resource
 import signal
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -24,6 +25,46 @@ Result = TypeVar("Result")
 LIFELINE_VARIABLE = "AREAL_AGENT_LIFELINE_FD"
 
 NEW_OBJECTS_A_COLLECTION = 50_000
+
+
+FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+CHATTY = ("aiohttp.access", "httpcore", "httpx", "openai")
+"""Libraries that log a line per request: thousands a minute here. Their warnings are kept."""
+
+
+class _Shown(logging.Handler):
+    """Shows warnings to a person, without their tracebacks, which are in the file."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def start_logging(path: Path | None = None, show: Callable[[str], None] | None = None) -> None:
+    """Append everything that this process logs to `path`, or write it to its output. A process's entry point calls it.
+
+    Every warning and error is also passed to `show`, as one text.
+    """
+    logging.basicConfig(filename=path, level=logging.INFO, format=FORMAT, encoding="utf-8", force=True)
+    logging.captureWarnings(True)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if show is not None:
+        logging.getLogger().addHandler(_Shown(show))
+
+
+def peak_memory_bytes(pid: int) -> int | None:
+    """Return the peak of a process's resident memory; None when the process is gone or the system is not Linux."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    marks = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(marks[0]) * 1024 if marks else None
 
 
 def exit_with_parent() -> None:

@@ -39,18 +39,6 @@ class Sampler(Protocol):
         ...
 
 
-class Pausable(Protocol):
-    """Can pause sampling."""
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling at a token boundary. Requests that arrive while paused wait."""
-        ...
-
-    async def resume(self) -> None:
-        """Go on sampling. Harmless when not paused."""
-        ...
-
-
 class MemoryHolder(Protocol):
     """Holds memory for keys and values that a trainer on the same GPU may need for a while."""
 
@@ -63,12 +51,20 @@ class MemoryHolder(Protocol):
         ...
 
 
-class WeightReceiver(Pausable, Protocol):
+class WeightReceiver(Protocol):
     """Takes new weights in pushes while it serves. One push is open at a time; until its commit the old version serves.
 
     Each call raises WeightUpdateError when the old version goes on. The push is then over, unless the error is a
     PushConflict: another push is open, or this one is not.
     """
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling at a token boundary. Requests that arrive while paused wait."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on sampling. Harmless when not paused."""
+        ...
 
     async def begin_push(self, push_id: str) -> None:
         """Open a push under an id that the sender chose."""

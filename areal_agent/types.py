@@ -46,11 +46,7 @@ class WeightVersion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionSpan:
-    """Tokens `[start, end)` of one completion were sampled under `version`.
-
-    >>> VersionSpan(version=WeightVersion(step=7), start=0, end=2).end
-    2
-    """
+    """Tokens `[start, end)` of one completion were sampled under `version`."""
 
     version: WeightVersion
     start: int
@@ -313,10 +309,6 @@ class TrajectoryGroup:
     trajectories: tuple[Trajectory, ...]  # [G], failed ones included
 
 
-def _of_the_first() -> NDArray[np.int32]:
-    return np.empty(0, dtype=np.int32)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenRecord:
     """One branch of a trajectory as the trainer sees it, T tokens in K turns.
@@ -341,7 +333,7 @@ class TokenRecord:
     fork_turn: int | None = None  # the turn of the parent branch that this one leaves
     own_turn: int = 0  # the first turn with a token that no earlier branch has
     sample_of: int | None = None  # this one's first own turn is a parallel sample of a call in that branch
-    incarnations: NDArray[np.int32] = field(default_factory=_of_the_first)  # [T], WeightVersion.incarnation
+    incarnations: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # [T], of `versions`
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)

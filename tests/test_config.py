@@ -39,10 +39,7 @@ def write(tmp_path: Path, **values: object) -> Path:
         ("algorithm.minibatches=257", r"algorithm.minibatches is 257, but a step has only 256 rollouts"),
         ("steps=true", r"steps is True; give a number"),
         ("rollout.workers=65", r"rollout: workers is 65 and max_concurrent is 64, but every worker needs a rollout"),
-        (
-            "rollout={gateway_port: 65535, workers: 2}",
-            r"gateway_port is 65535, and 2 workers would need ports up to",
-        ),
+        ("rollout={gateway_port: 65535, workers: 2}", r"gateway_port is 65535, and 2 workers would need ports up to"),
         ("rollout.temperature=off", r"rollout.temperature is False; give a number"),
         ("trainer.learning_rate=-1e-3", r"trainer.learning_rate is .*-1e-3|trainer.learning_rate is -0.001"),
         ("trainer.learning_rate=.nan", r"trainer.learning_rate is nan"),

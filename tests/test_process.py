@@ -1,5 +1,7 @@
 """Children of a run: 1. they end with their parent, even one killed by SIGKILL; 2. one that dies by itself is reported
-with its status and its last log lines; 3. closing ends one that ignores SIGTERM."""
+with its status and its last log lines; 3. closing ends one that ignores SIGTERM. 4. A log line has time, level and
+name; a second process appends; warnings are in it, too, and libraries that log each request from WARNING on. 5. Peak
+memory is at least what a process once held; one that is gone has none."""
 
 import os
 import signal
@@ -8,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from areal_agent.process import ManagedProcess
+import pytest
+
+from areal_agent.process import ManagedProcess, peak_memory_bytes
 
 CHILD = "from areal_agent.process import exit_with_parent; exit_with_parent(); import time; print('up', flush=True); "
 
@@ -46,22 +50,16 @@ asyncio.run(main())
     wait_until(lambda: not is_alive(child_pid))
 
 
-async def test_a_death_is_told_with_the_last_lines(tmp_path: Path) -> None:
-    code = "import sys; print('the last words'); sys.exit(3)"
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [("sys.exit(3)", "the worker process exited with 3"), ("os.kill(os.getpid(), 9)", "was killed by SIGKILL")],
+)
+async def test_a_death_is_told_with_the_last_lines(tmp_path: Path, end: str, told: str) -> None:
+    code = f"import os, sys; print('the last words', flush=True); {end}"
     process = await ManagedProcess.start("worker", [sys.executable, "-c", code], log_path=tmp_path / "worker.log")
-    error = await process.died()
+    error = str(await process.died())
     await process.aclose()
-    assert "the worker process exited with 3" in str(error)
-    assert "the last words" in str(error)
-
-
-async def test_a_kill_is_told_by_its_signal(tmp_path: Path) -> None:
-    process = await ManagedProcess.start(
-        "worker", [sys.executable, "-c", "import time; time.sleep(600)"], log_path=tmp_path / "worker.log"
-    )
-    os.kill(process.pid, signal.SIGKILL)
-    assert "was killed by SIGKILL" in str(await process.died())
-    await process.aclose()
+    assert told in error and "the last words" in error
 
 
 async def test_closing_ends_one_that_ignores_sigterm(tmp_path: Path) -> None:
@@ -73,3 +71,39 @@ async def test_closing_ends_one_that_ignores_sigterm(tmp_path: Path) -> None:
     await process.aclose(grace_s=0.1)
     assert not process.is_running
     await process.aclose()
+
+
+CODE = """
+import logging, sys, warnings
+from pathlib import Path
+from areal_agent.process import start_logging
+start_logging(Path(sys.argv[1]))
+logging.getLogger("areal_agent.engine").info("loaded %s", "tiny")
+logging.getLogger("httpx").info("HTTP Request: POST")
+logging.getLogger("httpx").warning("slow")
+warnings.warn("old")
+"""
+
+
+def test_the_log_of_two_processes(tmp_path: Path) -> None:
+    path = tmp_path / "engine.log"
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", CODE, str(path)], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    lines = path.read_text().splitlines()
+    assert lines[0][:2] == "20" and lines[0].endswith("INFO    areal_agent.engine: loaded tiny")
+    assert any("py.warnings" in line and "UserWarning: old" in line for line in lines)
+    assert any("WARNING httpx: slow" in line for line in lines)
+    assert not any("HTTP Request" in line for line in lines), "libraries are heard from WARNING on"
+    assert sum("loaded tiny" in line for line in lines) == 2, "the second process appends"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_peak_memory_is_what_was_held_once_and_none_of_a_process_that_is_gone() -> None:
+    size = 64 * 2**20
+    assert len(bytearray(b"x" * size)) == size  # and it is gone again
+    peak = peak_memory_bytes(os.getpid())
+    assert peak is not None and peak > size
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    assert peak_memory_bytes(done.pid) is None

@@ -18,11 +18,7 @@ def main() -> int:
 
     return asyncio.run(
         check_up(
-            args.config,
-            args.overrides,
-            starts_engine=not args.no_engine,
-            num_gpus=args.gpus,
-            memory_gib=args.memory,
+            args.config, args.overrides, starts_engine=not args.no_engine, num_gpus=args.gpus, memory_gib=args.memory
         )
     )
 
@@ -38,10 +34,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--no-engine", action="store_true", help="start no engine and no trainer, and build no model")
     parser.add_argument("--gpus", metavar="N", type=int, help="estimate memory for a machine with this many GPUs")
     parser.add_argument(
-        "--memory",
-        metavar="GIB",
-        type=float,
-        help="the memory of that machine: of each GPU, or with --gpus 0 its own",
+        "--memory", metavar="GIB", type=float, help="the memory of that machine: of each GPU, or with --gpus 0 its own"
     )
     args = parser.parse_args()
     if (args.gpus is None) != (args.memory is None):

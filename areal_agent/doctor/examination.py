@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agent.config import Config
-from areal_agent.doctor.findings import Finding, Report, State, attempt, examined
-from areal_agent.doctor.machine import GIB, Machine, num_cores, this_machine
-from areal_agent.doctor.memory import memory_findings, uses_gpu
-from areal_agent.doctor.model import ModelShape, find_model, model_finding, shape_of
+from areal_agent.doctor.findings import GIB, Finding, Report, State, attempt, examined
+from areal_agent.doctor.memory import Machine, memory_findings, num_cores, this_machine, uses_gpu
+from areal_agent.doctor.model import (
+    ModelShape,
+    find_model,
+    load_renderer,
+    model_finding,
+    shape_of,
+    template_findings,
+    tokenizer_findings,
+)
 from areal_agent.doctor.settings import check_settings, sandbox_findings, storage_findings
-from areal_agent.doctor.tokenizer import load_renderer, template_findings, tokenizer_findings
 from areal_agent.doctor.trial import Trial
 from areal_agent.tokens.renderer import Renderer
 
@@ -84,23 +90,20 @@ class Examination:
         """Report what the machine has, and whether its cores are enough for the threads of engine and trainer."""
         if self.planned is not None:
             own = "memory, disk and /dev/shm" if machine.num_gpus else "disk and /dev/shm"
-            found = f"planned: {machine.summary}; {own} are this machine's"
-            return Finding(check="machine", state=State.OK, found=found)
+            return Finding("machine", State.OK, f"planned: {machine}; {own} are this machine's")
         config, cores = self.config, num_cores()
-        found = f"{machine.summary}, {cores} cores"
+        found = f"{machine}, {cores} cores"
         trainer = 0 if uses_gpu(config.trainer.device, machine) else config.trainer.threads * config.trainer.num_ranks
         is_engine_here = not (config.is_online or config.engine.urls or uses_gpu(config.engine.device, machine))
         engine = config.engine.threads * config.engine.num_servers if is_engine_here else 0
         if engine + trainer > cores:
             several = "engine.num_servers, " if config.engine.num_servers > 1 else ""
-            return Finding(
-                check="machine",
-                state=State.WARN,
-                found=f"{found}; engine and trainer compute with {engine} and {trainer} threads: more threads than "
-                "cores make both many times slower",
-                change=f"lower {several}engine.threads or trainer.threads",
+            found += (
+                f"; engine and trainer compute with {engine} and {trainer} threads: more threads than cores make both "
+                "many times slower"
             )
-        return Finding(check="machine", state=State.OK, found=found)
+            return Finding("machine", State.WARN, found, f"lower {several}engine.threads or trainer.threads")
+        return Finding("machine", State.OK, found)
 
 
 async def check_up(

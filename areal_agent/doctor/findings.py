@@ -1,4 +1,4 @@
-"""Findings, their report, and the boundary that turns the failure of a check into a finding.
+"""Findings, their report, and the boundary that turns the failure of a check into a finding; sizes as text.
 
 A finding is a line of the doctor's table: a state, what was found, and what to change. It is printed as soon as it is
 known; a last line sums all up.
@@ -21,6 +21,18 @@ from areal_agent.errors import ArealAgentError
 
 T = TypeVar("T")
 
+GIB = 2**30
+MIB = 2**20
+
+
+def gib(num_bytes: float) -> str:
+    """Return a size as text.
+
+    >>> gib(3 * GIB // 2), gib(5 * MIB)
+    ('1.5 GiB', '5 MiB')
+    """
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.0f} MiB"
+
 
 class State(StrEnum):
     """The outcome of a check."""
@@ -31,7 +43,7 @@ class State(StrEnum):
     SKIP = "skip"  # not checked, with the reason
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the doctor's table.
 
@@ -59,7 +71,7 @@ class Finding:
             last = rest.strip().splitlines()[-1].strip()
             cause, semicolon, change = last.rpartition("; ") if last.startswith("error: ") else (last, "", "")
             found = f"{found}\n{cause if semicolon else last}"
-        return cls(check=check, state=State.FAIL, found=found, change=change)
+        return cls(check, State.FAIL, found, change)
 
 
 STYLES: Mapping[State, str] = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIP: "dim"}
@@ -97,7 +109,7 @@ class Report:
     def skip(self, *checks: str, why: str) -> None:
         """Report checks that were not made."""
         for check in checks:
-            self.add(Finding(check=check, state=State.SKIP, found=f"not checked: {why}"))
+            self.add(Finding(check, State.SKIP, f"not checked: {why}"))
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -107,14 +119,11 @@ class Report:
 
     def sum_up(self) -> None:
         """Print the number of findings by state, and what a run would do."""
-        self._console.print(f"\n{self._summary()}")
-
-    def _summary(self) -> str:
         counts = Counter(finding.state for finding in self.findings)
-        told = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
-        if counts[State.FAIL]:
-            return f"{told}: a run of this config would fail; fix what failed, from the top"
-        return f"{told}: this config runs here" + (", but see the warnings" if counts[State.WARN] else "")
+        verdict = "this config runs here" + (", but see the warnings" if counts[State.WARN] else "")
+        if self.has_failed:
+            verdict = "a run of this config would fail; fix what failed, from the top"
+        self._console.print(f"\n{', '.join(f'{counts[state]} {state}' for state in State if counts[state])}: {verdict}")
 
     @property
     def has_failed(self) -> bool:
@@ -144,7 +153,7 @@ async def attempt(report: Report, check: str, work: Awaitable[T], *, limit_s: fl
     except Exception as error:  # foreign code: a user's tasks, a tokenizer, a template
         cause = " ".join(str(error).split())[:300]
         found = f"no answer within {limit_s:g} s" if limit.expired() else f"{type(error).__name__}: {cause}"
-        report.add(Finding(check=check, state=State.FAIL, found=found))
+        report.add(Finding(check, State.FAIL, found))
     return None
 
 

@@ -1,4 +1,8 @@
-"""The model of a config: whether it is here, whether it can be served and trained, and its sizes.
+"""The model of a config: whether it is here, whether it can be served and trained, its sizes, tokenizer and template.
+
+The tokenizer must be the model's, restore texts exactly, and let no text forge a turn. The chat template is tried with
+three conversations in a `Forest`, as the gateway holds them: plain, with thinking, with a tool. In each, an answer is
+recorded and continued; the check is whether the continuation keeps the tokens that were sampled.
 
 The sizes are those of a dense decoder, from its config.json. V vocabulary, H hidden, I intermediate, L layers, Q query
 and K key-value heads of dimension D. Parameters:
@@ -10,22 +14,29 @@ and K key-value heads of dimension D. Parameters:
             + V H                                an output layer that is not the embedding again
 """
 
+import asyncio
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from areal_agent.cluster.models import describe_model, obtain_model
 from areal_agent.config import Config
-from areal_agent.doctor.findings import Finding, State
-from areal_agent.doctor.machine import gib
-from areal_agent.errors import ConfigError
+from areal_agent.doctor.findings import Finding, State, gib
+from areal_agent.errors import ConfigError, RequestError
 from areal_agent.models.recipe import RECIPE, Recipe, demonstrations_of
 from areal_agent.observe.progress import Progress
 from areal_agent.run.preflight import MODEL_TYPES, check_model, check_model_folder
+from areal_agent.tokens.forest import Forest, Reply
+from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.base import ToolCall
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.template import HistoryThinking
+from areal_agent.types import ForkReason, JsonObject
 
 FLOAT32_BYTES = 4
+BFLOAT16_BYTES = 2
 HEAD_NORM_TYPES = ("qwen3",)
 BIASED_TYPES = ("qwen2",)
 
@@ -87,18 +98,16 @@ class ModelShape:
     @classmethod
     def of_recipe(cls, recipe: Recipe) -> Self:
         """Return the shape of the tiny model before it is built; its vocabulary may turn out smaller."""
-        return cls(
-            model_type="qwen3",
-            vocab_size=recipe.vocab_size,
-            hidden_size=recipe.hidden_size,
-            intermediate_size=recipe.intermediate_size,
-            num_layers=recipe.num_layers,
-            num_heads=recipe.num_heads,
-            num_kv_heads=recipe.num_heads,
-            head_dim=recipe.head_dim,
-            is_tied=True,
-            max_context_tokens=recipe.max_context_tokens,
-            dtype="float32",
+        return cls.of(
+            {
+                **asdict(recipe),
+                "model_type": "qwen3",
+                "num_hidden_layers": recipe.num_layers,
+                "num_attention_heads": recipe.num_heads,
+                "max_position_embeddings": recipe.max_context_tokens,
+                "tie_word_embeddings": True,
+                "dtype": "float32",
+            }
         )
 
     @property
@@ -146,10 +155,9 @@ class ModelShape:
     @property
     def num_layer_parameters(self) -> int:
         """Parameters of one layer."""
-        matrices = sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.has_head_norms else 0)
         biases = self.query_size + 2 * self.kv_size if self.model_type in BIASED_TYPES else 0
-        return matrices + norms + biases
+        return self.num_matrix_parameters // self.num_layers + norms + biases
 
     @property
     def num_backbone_parameters(self) -> int:
@@ -205,17 +213,157 @@ def model_finding(config: Config, folder: Path | None, shape: ModelShape) -> Fin
     )
     longest, asked = shape.max_context_tokens, config.engine.max_context_tokens
     if shape.model_type not in MODEL_TYPES:
-        return Finding(
-            check="model",
-            state=State.FAIL,
-            found=f"{found}; type {shape.model_type!r} is not served",
-            change=f"use a model of type {', '.join(MODEL_TYPES)}",
-        )
+        found = f"{found}; type {shape.model_type!r} is not served"
+        return Finding("model", State.FAIL, found, f"use a model of type {', '.join(MODEL_TYPES)}")
     if longest is not None and asked > longest and not config.is_online:
-        return Finding(
-            check="model",
-            state=State.FAIL,
-            found=f"{found}; it was made for {longest} tokens, but engine.max_context_tokens is {asked}",
-            change=f"set engine.max_context_tokens to at most {longest}",
-        )
-    return Finding(check="model", state=State.OK, found=found)
+        found = f"{found}; it was made for {longest} tokens, but engine.max_context_tokens is {asked}"
+        return Finding("model", State.FAIL, found, f"set engine.max_context_tokens to at most {longest}")
+    return Finding("model", State.OK, found)
+
+
+SAMPLE = 'Naïve café: 3 × 7 = 21,\n\tdef f(x): return {"a": [x, 1.5]}  # 你好, Привет 🙂\n'
+
+
+async def load_renderer(config: Config, folder: Path) -> Renderer:
+    """Load the renderer as the gateway of a run does. Raises ConfigError."""
+    rollout = config.rollout
+    return await asyncio.to_thread(
+        Renderer.load,
+        folder,
+        history_thinking=rollout.history_thinking,
+        tool_format=rollout.tool_format,
+        reasoning_format=rollout.reasoning_format,
+    )
+
+
+async def tokenizer_findings(renderer: Renderer, shape: ModelShape | None) -> list[Finding]:
+    """Return one finding: the first fault, or none."""
+    ends = ", ".join(repr(text) for text in renderer.end_texts)
+    known = f" of the model's {shape.vocab_size:,}" if shape else ""
+    found = f"{renderer.vocab_size:,} ids{known}; an answer ends with {ends}"
+    if shape is not None and renderer.vocab_size > shape.vocab_size:
+        change = "it has ids that the model does not know: use the tokenizer of this model"
+        return [Finding("tokenizer", State.FAIL, found, change)]
+    if not is_reversible(renderer):
+        found = f"{found}; a text comes back changed"
+        return [Finding("tokenizer", State.WARN, found, "tool output may reach the model changed")]
+    if can_forge(renderer):
+        found = f"{found}; text in a message can end a turn"
+        return [Finding("tokenizer", State.FAIL, found, "report this tokenizer as a bug")]
+    return [Finding("tokenizer", State.OK, found)]
+
+
+def is_reversible(renderer: Renderer) -> bool:
+    """Return whether a text that is tokenised and decoded is unchanged."""
+    return renderer.text_of(renderer.ids_of(SAMPLE), has_ended=False) == SAMPLE
+
+
+def can_forge(renderer: Renderer) -> bool:
+    """Return whether the text of an end token in a message becomes that token."""
+    plain, forged = (
+        renderer.ids_of(renderer.render([{"role": "user", "content": content}]))
+        for content in ("x", renderer.end_texts[0])
+    )
+    return forged.count(renderer.end_token_id) > plain.count(renderer.end_token_id)
+
+
+QUESTION: JsonObject = {"role": "user", "content": "What is 6 times 7?"}
+NEXT: JsonObject = {"role": "user", "content": "And 8 times 9?"}
+CALL = ToolCall(name="multiply", arguments={"a": 6, "b": 7})
+CALL_ID = "call00001"  # nine letters and digits: Mistral's template refuses others
+CALL_OF_MESSAGE = {"id": CALL_ID, "type": "function", "function": {"name": CALL.name, "arguments": CALL.arguments}}
+RESULT: JsonObject = {"role": "tool", "content": "42", "tool_call_id": CALL_ID}
+NUMBER = {"type": "number"}
+FUNCTION: JsonObject = {
+    "name": CALL.name,
+    "description": "Multiplies two numbers.",
+    "parameters": {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}},
+}
+TOOLS: tuple[JsonObject, ...] = ({"type": "function", "function": FUNCTION},)
+ANSWER = "It is 42."
+THOUGHT = "Six sevens are forty-two."
+
+
+async def template_findings(renderer: Renderer, config: Config) -> list[Finding]:
+    """Return how the template treats plain conversations, thinking, and tools."""
+    findings = [_plain(renderer)]
+    if renderer.answer_format.reasoning_format is ReasoningFormat.THINK:
+        findings.append(_thinking(renderer, config.rollout.history_thinking))
+    return [*findings, _tools(renderer)]
+
+
+def continued(
+    renderer: Renderer, after: JsonObject, *, content: str = ANSWER, thought: str | None = None, calls: bool = False
+) -> ForkReason | None:
+    """Ask, record an answer, and continue with `after`: None when the answer's tokens stay, else the reason why not.
+
+    Raises RequestError where the template refuses the conversation.
+    """
+    forest, tools = Forest(renderer), TOOLS if calls else ()
+    asked = forest.plan([QUESTION], tools, normalise=_as_it_is)
+    if asked.is_thinking and thought is None:
+        thought = THOUGHT
+    text = renderer.answer_format.format(content, (CALL,) if calls else (), reasoning=thought)
+    if asked.is_thinking:  # the prompt has opened the thinking
+        text = text.partition("<think>\n")[2]
+    message: dict[str, object] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [CALL_OF_MESSAGE]
+    if thought is not None:
+        message["reasoning_content"] = thought
+    ids = (*renderer.ids_of(text), renderer.end_token_id)
+    reply = Reply(completion_id="c1", token_ids=ids, message=message, has_thinking=thought is not None)
+    forest.record(asked, [reply])
+    return forest.plan([QUESTION, message, after], tools, normalise=_as_it_is).fork_reason
+
+
+def _plain(renderer: Renderer) -> Finding:
+    reason = continued(renderer, NEXT)
+    if reason is None:
+        found = "prefix-stable: a turn adds its new tokens, and sampled ones stand as they were"
+        return Finding("template", State.OK, found)
+    if reason is ForkReason.TEMPLATE_STRIPS_THINKING:
+        return Finding("template", State.OK, "prefix-stable, but for the thinking that it opens in each answer")
+    return Finding(
+        "template",
+        State.WARN,
+        f"rewrites what was said before ({reason}): each turn is a root of its own, whose history is computed and "
+        "trained on again",
+        "use a template that writes each message the same whatever follows it",
+    )
+
+
+def _thinking(renderer: Renderer, history_thinking: HistoryThinking) -> Finding:
+    reason = continued(renderer, NEXT, thought=THOUGHT)
+    if reason is None:
+        kept = "by rollout.history_thinking" if history_thinking is HistoryThinking.KEEP else "by the template itself"
+        return Finding("template", State.OK, f"thinking of earlier answers stays in the prompt, {kept}")
+    if reason is not ForkReason.TEMPLATE_STRIPS_THINKING:
+        return Finding("template", State.WARN, f"a conversation with thinking does not keep its tokens ({reason})")
+    return Finding(
+        "template",
+        State.WARN,
+        "strips the thinking of earlier answers: the turn after one that thought is a branch, from where the first "
+        "stripped answer begins",
+        "this is recorded and trained correctly, at more tokens per turn; rollout.history_thinking=keep leaves it in, "
+        "and exports a template that does",
+    )
+
+
+def _tools(renderer: Renderer) -> Finding:
+    tool_format = renderer.answer_format.tool_format
+    if tool_format is ToolFormat.NONE:
+        remedy = "fine for workflows without tools; otherwise use a template with tools, or set rollout.tool_format"
+        return Finding("template", State.WARN, "writes no tool calls: no text of an answer is taken for one", remedy)
+    found = f"tool calls as {tool_format}"
+    try:
+        reason = continued(renderer, RESULT, content="", calls=True)
+    except RequestError as error:
+        return Finding("template", State.WARN, f"{found}; {error}", "fine for workflows without tools")
+    if reason is not None:
+        return Finding("template", State.WARN, f"{found}; after a tool's result it rewrites history ({reason})")
+    return Finding("template", State.OK, f"{found}; a tool's result goes on from the call as it was sampled")
+
+
+def _as_it_is(message: JsonObject, _: int) -> JsonObject:
+    return message

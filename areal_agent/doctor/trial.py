@@ -10,22 +10,21 @@ answers: agents are at work there.
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
 from areal_agent.cluster.engines import engine_weights, open_engine
 from areal_agent.cluster.local import start_trainer, weights_folder
 from areal_agent.config import Config
-from areal_agent.doctor.findings import Finding, Report, State, attempt, examined
-from areal_agent.doctor.machine import gib
+from areal_agent.doctor.findings import Finding, Report, State, attempt, examined, gib
 from areal_agent.engine.config import may_be_on
 from areal_agent.engine.fleet.member import ServedEngine
 from areal_agent.errors import ConfigError
 from areal_agent.protocols import Engine, MemoryHolder, Sampler
-from areal_agent.run.sources import connect_engine
+from areal_agent.run.sources import connect_engine, memory_lent
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.client import TrainerClient
@@ -48,19 +47,26 @@ from areal_agent.types import (
     Weights,
     WeightVersion,
 )
-from areal_agent.weights.push import PushReport, push
+from areal_agent.weights.push import push
 
 
 class Stream:
-    """A request in flight, whose tokens are counted as they come. Made by `open_stream`."""
+    """A request in flight, whose tokens are counted as they come: sent on entering, and cancelled on leaving."""
 
     def __init__(self, engine: Sampler, request: GenerateRequest) -> None:
         self.num_tokens = 0
         self._engine = engine
-        self._request_id = request.request_id
+        self._request = request
         self._has_changed = asyncio.Event()
-        self._answer = asyncio.ensure_future(engine.generate(request, self._take))
+
+    async def __aenter__(self) -> Self:
+        self._answer = asyncio.ensure_future(self._engine.generate(self._request, self._take))
         self._answer.add_done_callback(lambda _: self._has_changed.set())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._answer.cancel()
+        await asyncio.wait({self._answer})
 
     @property
     def has_ended(self) -> bool:
@@ -68,37 +74,22 @@ class Stream:
 
     async def grows(self, *, beyond: int = 0) -> bool:
         """Wait for more than `beyond` tokens; False when the answer ended with fewer. Raises what `generate` raises."""
-        while self.num_tokens <= beyond and not self._answer.done():
+        while self.num_tokens <= beyond and not self.has_ended:
             self._has_changed.clear()
             await self._has_changed.wait()
-        if self._answer.done():
+        if self.has_ended:
             self._answer.result()
         return self.num_tokens > beyond
 
     async def end(self) -> GenerateResult:
         """Abort the request and return what it has."""
-        if not self._answer.done():
-            await self._engine.abort(self._request_id)
+        if not self.has_ended:
+            await self._engine.abort(self._request.request_id)
         return await self._answer
 
     def _take(self, chunk: TokenChunk) -> None:
         self.num_tokens += len(chunk.token_ids)
         self._has_changed.set()
-
-    async def aclose(self) -> None:
-        """Cancel the request if it still runs."""
-        self._answer.cancel()
-        await asyncio.wait({self._answer})
-
-
-@asynccontextmanager
-async def open_stream(engine: Sampler, request: GenerateRequest) -> AsyncGenerator[Stream]:
-    """Send a request; it is cancelled on leaving."""
-    stream = Stream(engine, request)
-    try:
-        yield stream
-    finally:
-        await stream.aclose()
 
 
 NUM_SHORT_TOKENS = 32
@@ -156,30 +147,27 @@ class Sampled:
 
 async def sample(engine: Sampler, asker: Asker, number: int = 2) -> list[Sampled]:
     """Sample short answers, all at once. Raises EngineError."""
-    return await asyncio.gather(*(_sample(engine, asker.short(index)) for index in range(number)))
 
+    async def answer(request: GenerateRequest) -> Sampled:
+        chunks: list[TokenChunk] = []
+        result = await engine.generate(request, chunks.append)
+        streamed = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
+        return Sampled(request=request, result=result, streamed=streamed)
 
-async def _sample(engine: Sampler, request: GenerateRequest) -> Sampled:
-    chunks: list[TokenChunk] = []
-    result = await engine.generate(request, chunks.append)
-    streamed = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
-    return Sampled(request=request, result=result, streamed=streamed)
+    return await asyncio.gather(*(answer(asker.short(index)) for index in range(number)))
 
 
 def sampling_finding(answers: Sequence[Sampled], info: EngineInfo) -> Finding:
     """Report whether the answers can be recorded in a ledger."""
     faults = [fault for answer in answers for fault in faults_of(answer, info)]
     if faults:
-        return Finding(
-            check="engine", state=State.FAIL, found=f"its answers cannot be recorded: {faults[0]}", change="see its log"
-        )
+        return Finding("engine", State.FAIL, f"its answers cannot be recorded: {faults[0]}", "see its log")
     count = sum(len(answer.result.token_ids) for answer in answers)
-    return Finding(
-        check="engine",
-        state=State.OK,
-        found=f"serves version {info.weight_version} with a context of {info.max_context_tokens} tokens; ids in and "
-        f"out, {count} of them streamed with log-probabilities and versions",
+    found = (
+        f"serves version {info.weight_version} with a context of {info.max_context_tokens} tokens; ids in and out, "
+        f"{count} of them streamed with log-probabilities and versions"
     )
+    return Finding("engine", State.OK, found)
 
 
 def faults_of(answer: Sampled, info: EngineInfo) -> Iterator[str]:
@@ -199,7 +187,7 @@ def faults_of(answer: Sampled, info: EngineInfo) -> Iterator[str]:
 
 async def interruption_findings(engine: Engine, asker: Asker) -> list[Finding]:
     """Report whether a pause stops an answer in mid-sentence, and it goes on after. Raises EngineError."""
-    async with open_stream(engine, asker.long(0)) as stream:
+    async with Stream(engine, asker.long(0)) as stream:
         await stream.grows()
         await engine.pause(PauseMode.RETRACT)
         try:
@@ -211,24 +199,21 @@ async def interruption_findings(engine: Engine, asker: Asker) -> list[Finding]:
         finally:
             await engine.resume()
         if has_ended:
-            return _interruption(State.WARN, "the answer had ended before it could be interrupted: not seen")
+            found = "the answer had ended before it could be interrupted: not seen"
+            return [Finding("interruption", State.WARN, found)]
         goes_on = await stream.grows(beyond=num_before + num_sampled)
     if num_sampled:
-        return _interruption(
-            State.FAIL, f"{num_sampled} tokens were sampled during a pause", "new weights would be loaded under them"
-        )
+        found = f"{num_sampled} tokens were sampled during a pause"
+        return [Finding("interruption", State.FAIL, found, "new weights would be loaded under them")]
     if not goes_on:
-        return _interruption(State.FAIL, "an answer that was paused did not go on", "see the engine's log")
-    return _interruption(State.OK, f"an answer held still after {num_before} tokens, and went on")
+        found = "an answer that was paused did not go on"
+        return [Finding("interruption", State.FAIL, found, "see the engine's log")]
+    return [Finding("interruption", State.OK, f"an answer held still after {num_before} tokens, and went on")]
 
 
 def told_spans(result: GenerateResult) -> str:
     """Return the versions of an answer: `12 of 0:0, then 30 of 0:1`."""
     return ", then ".join(f"{span.end - span.start} of {span.version}" for span in result.versions) or "not at all"
-
-
-def _interruption(state: State, found: str, change: str = "") -> list[Finding]:
-    return [Finding(check="interruption", state=state, found=found, change=change)]
 
 
 CLOSE = 1e-3
@@ -240,23 +225,8 @@ FAR = 0.5
 
 NUM_TOKENS_AFTER = 4
 
-
-class Publisher(Protocol):
-    """The part of a trainer that a push needs."""
-
-    async def publish(self) -> Weights:
-        """Return its weights, where engines can read them."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pushed:
-    """A push, its cost, and the answer under which it came."""
-
-    report: PushReport
-    published_s: float
-    num_bytes: int
-    answer: GenerateResult
+FIRST, NEXT = WeightVersion(), WeightVersion(step=1)
+"""The versions before and after the push."""
 
 
 def parity_finding(report: StepReport, *, is_float32: bool) -> Finding:
@@ -268,55 +238,49 @@ def parity_finding(report: StepReport, *, is_float32: bool) -> Finding:
         f"{most:.2g} at most, over {number} tokens"
     )
     if not mean <= FAR:  # NaN, too
-        return _finding(
-            "parity", State.FAIL, found, "they do not compute the same model: compare folders and temperatures"
-        )
+        change = "they do not compute the same model: compare folders and temperatures"
+        return Finding("parity", State.FAIL, found, change)
     if most > CLOSE if is_float32 else mean > NEAR:
-        return _finding("parity", State.WARN, found, "see that neither rounds more than it must (dtype, quantisation)")
-    return _finding("parity", State.OK, found)
+        change = "see that neither rounds more than it must (dtype, quantisation)"
+        return Finding("parity", State.WARN, found, change)
+    return Finding("parity", State.OK, found)
 
 
-async def push_once(engine: Engine, trainer: Publisher, asker: Asker, version: WeightVersion) -> Pushed:
-    """Publish the trainer's weights and push them under a running answer, as the paper does it.
+async def push_findings(
+    engine: Engine, publish: Callable[[], Awaitable[Weights]], asker: Asker, transfer: str
+) -> list[Finding]:
+    """Push the trainer's weights under a running answer; report what that cost, and the versions of its tokens.
 
     Raises EngineError and TrainerError.
     """
     started_s = time.perf_counter()
-    weights = await trainer.publish()
+    weights = await publish()
     published_s = time.perf_counter() - started_s
-    async with open_stream(engine, asker.long(1)) as stream:
+    num_bytes = size_of(weights)
+    async with Stream(engine, asker.long(1)) as stream:
         await stream.grows()
-        report = await push([engine], weights, version, PauseMode.RETRACT)
+        report = await push([engine], weights, NEXT, PauseMode.RETRACT)
         await stream.grows(beyond=stream.num_tokens + NUM_TOKENS_AFTER)
         answer = await stream.end()
-    return Pushed(report=report, published_s=published_s, num_bytes=size_of(weights), answer=answer)
-
-
-def push_findings(pushed: Pushed, transfer: str, old: WeightVersion) -> list[Finding]:
-    """Report what the push cost, and the versions of the answer's tokens."""
-    report = pushed.report
     cost = (
-        f"{gib(pushed.num_bytes)} by {transfer.replace('_', ' ')}: published in {pushed.published_s:.2f} s, taken in "
+        f"{gib(num_bytes)} by {transfer.replace('_', ' ')}: published in {published_s:.2f} s, taken in "
         f"{report.send_s:.2f} s while the engine sampled, answers held for {report.stall_s:.2f} s"
     )
-    return [_finding("push", State.OK, cost), spans_finding(pushed.answer, old, report.version)]
+    return [Finding("push", State.OK, cost), spans_finding(answer, FIRST, NEXT)]
 
 
 def spans_finding(answer: GenerateResult, old: WeightVersion, new: WeightVersion) -> Finding:
     """Report whether each token names the weights that sampled it."""
-    number = len(answer.token_ids)
-    bounds = [(span.start, span.end) for span in answer.versions]
     versions = [span.version for span in answer.versions]
-    starts = [0, *(end for _, end in bounds[:-1])]
-    is_gapless = (
-        [start for start, _ in bounds] == starts and bounds[-1:] == [(bounds[-1][0], number)] if bounds else False
-    )
+    ends = [0, *(span.end for span in answer.versions)]
+    is_gapless = ends == [*(span.start for span in answer.versions), len(answer.token_ids)]
     found = f"an answer across the push has {told_spans(answer)}"
     if is_gapless and versions == [old, new]:
-        return _finding("spans", State.OK, found)
+        return Finding("spans", State.OK, found)
     if is_gapless and versions == [old]:
-        return _finding("spans", State.WARN, f"{found}: it ended before the new weights served, so nothing was seen")
-    return _finding("spans", State.FAIL, f"{found}, where {old}, then {new} was expected", "see the engine's log")
+        found = f"{found}: it ended before the new weights served, so nothing was seen"
+        return Finding("spans", State.WARN, found)
+    return Finding("spans", State.FAIL, f"{found}, where {old}, then {new} was expected", "see the engine's log")
 
 
 def size_of(weights: Weights) -> int:
@@ -326,25 +290,19 @@ def size_of(weights: Weights) -> int:
     return sum(entry.num_bytes for entry in weights.entries)
 
 
-def _finding(check: str, state: State, found: str, change: str = "") -> Finding:
-    return Finding(check=check, state=state, found=found, change=change)
-
-
 GROUP = "doctor"
 
 
-def batch_of(requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]) -> RolloutBatch:
+def batch_of(answers: Sequence[Sampled]) -> RolloutBatch:
     """Return the batch of train step 1. The first answer earned 1 and the others 0: there is something to learn."""
-    trajectories = tuple(
-        _trajectory(number, request, result)
-        for number, (request, result) in enumerate(zip(requests, results, strict=True))
-    )
+    trajectories = tuple(_trajectory(answer, 0.0 if number else 1.0) for number, answer in enumerate(answers))
     group = TrajectoryGroup(group_id=GROUP, task_id=GROUP, trajectories=trajectories)
     records = tuple(record for one in trajectories for record in token_records(one))
     return RolloutBatch(step=1, groups=(group,), records=records)
 
 
-def _trajectory(number: int, request: GenerateRequest, result: GenerateResult) -> Trajectory:
+def _trajectory(answer: Sampled, reward: float) -> Trajectory:
+    request, result = answer.request, answer.result
     completion = Completion(
         id=request.request_id,
         token_ids=result.token_ids,
@@ -369,7 +327,7 @@ def _trajectory(number: int, request: GenerateRequest, result: GenerateResult) -
         group_id=GROUP,
         task_id=GROUP,
         turns=(turn,),
-        rewards=Rewards(final=1.0 if number == 0 else 0.0),
+        rewards=Rewards(final=reward),
         status=Status.COMPLETED,
         error=None,
         logged={},
@@ -379,8 +337,6 @@ def _trajectory(number: int, request: GenerateRequest, result: GenerateResult) -
 
 
 QUESTION = {"role": "user", "content": "Count from one to twenty."}
-FIRST = WeightVersion()
-NEXT = WeightVersion(step=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -422,17 +378,20 @@ class Trial:
         if engine is None or asked is None:
             self.report.skip("interruption", why="the engine does not answer as it should")
         else:
-            await examined(self.report, "interruption", interruption_findings(engine.client, asked.asker))
+            await examined(self.report, "interruption", interruption_findings(engine.client, asked[0]))
         loaded = await attempt(
             self.report, "trainer", self._load(trainer, shared_memory), limit_s=self.config.trainer.startup_timeout_s
         )
         if engine is None or asked is None or loaded is None:
             self.report.skip("parity", "push", "spans", why="it needs an engine and a trainer")
             return
-        await examined(self.report, "parity", self._train(trainer, asked, loaded, engine.memory))
-        await examined(self.report, "push", self._push(engine.client, trainer, asked.asker))
+        asker, answers = asked
+        await examined(self.report, "parity", self._train(trainer, answers, loaded, engine.memory))
+        transfer = self.config.trainer.transfer
+        await examined(self.report, "push", push_findings(engine.client, trainer.publish, asker, transfer))
 
-    async def _ask(self, engine: ServedEngine) -> "Asked":
+    async def _ask(self, engine: ServedEngine) -> tuple[Asker, list[Sampled]]:
+        """Ask an engine; return who asked, and the answers."""
         info = await engine.info()
         asker = Asker(
             prompt_ids=tuple(self.renderer.ids_of(self.renderer.render([QUESTION]))),
@@ -447,7 +406,7 @@ class Trial:
             )
         answers = await sample(engine, asker)
         self.report.add(sampling_finding(answers, info))
-        return Asked(asker=asker, answers=tuple(answers))
+        return asker, answers
 
     async def _load(self, trainer: TrainerClient, shared_memory: Path) -> TrainerInfo:
         config = self.config
@@ -466,30 +425,12 @@ class Trial:
         found = (
             f"{info.num_parameters:,} parameters on {info.device}{ranks}, in {time.perf_counter() - started_s:.1f} s"
         )
-        self.report.add(Finding(check="trainer", state=State.OK, found=found))
+        self.report.add(Finding("trainer", State.OK, found))
         return info
 
     async def _train(
-        self, trainer: TrainerClient, asked: "Asked", info: TrainerInfo, memory: MemoryHolder | None
+        self, trainer: TrainerClient, answers: Sequence[Sampled], info: TrainerInfo, memory: MemoryHolder | None
     ) -> list[Finding]:
-        batch = batch_of([one.request for one in asked.answers], [one.result for one in asked.answers])
-        if memory is not None:
-            await memory.release_memory()
-        try:
-            report = await trainer.train_step(batch)
-        finally:
-            if memory is not None:
-                await memory.resume_memory()
+        async with memory_lent(memory):
+            report = await trainer.train_step(batch_of(answers))
         return [parity_finding(report, is_float32=info.device == "cpu")]
-
-    async def _push(self, engine: ServedEngine, trainer: TrainerClient, asker: Asker) -> list[Finding]:
-        pushed = await push_once(engine, trainer, asker, NEXT)
-        return push_findings(pushed, self.config.trainer.transfer, FIRST)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """An engine that has answered: the requests it got and its answers."""
-
-    asker: Asker
-    answers: tuple[Sampled, ...]

@@ -2,7 +2,7 @@
 
     TimeAccount       every second belongs to exactly one named activity
     BusyClock         the seconds in which at least one of something was under way
-    SpanLog           the same as spans, which a process keeps and sends
+    SpanLog           the same, with the spans, which a process keeps and sends
     SpanUnion         the seconds in which at least one of several processes was busy
     engine_seconds    fits such clocks into wall time: every second of an engine belongs to one activity
 
@@ -12,17 +12,10 @@ Times are of the monotonic clock, which all processes of a machine share.
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 OTHER = "other"
 """The activity of time for which none was named."""
-
-
-class _Activity:
-    """One activity from its start to its end; its identity tells it from others of its name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
 
 class TimeAccount:
@@ -41,35 +34,29 @@ class TimeAccount:
         self._now = now
         self._settled_at = now()
         self._seconds: dict[str, float] = {}
-        self._under_way: list[_Activity] = []
+        self._under_way: dict[object, str] = {}  # in the order of their beginnings
 
     @contextmanager
     def during(self, activity: str) -> Generator[None]:
         """Attribute the time inside to `activity`, except for nested activities."""
-        mine = _Activity(activity)
+        mine = object()
         self._settle()
-        self._under_way.append(mine)
+        self._under_way[mine] = activity
         try:
             yield
         finally:
             self._settle()
-            self._under_way.remove(mine)
+            del self._under_way[mine]
 
     def seconds(self) -> dict[str, float]:
         """Return seconds by activity until now. Their sum is the wall time since the account was made."""
         self._settle()
         return dict(self._seconds)
 
-    def shares(self) -> dict[str, float]:
-        """Return shares of the wall time by activity, which sum to 1; empty when no time has passed."""
-        seconds = self.seconds()
-        wall_s = sum(seconds.values())
-        return {activity: one / wall_s for activity, one in seconds.items()} if wall_s > 0 else {}
-
     def _settle(self) -> None:
         """Attribute the time since the last call to the current activity."""
         now = self._now()
-        activity = self._under_way[-1].name if self._under_way else OTHER
+        activity = next(reversed(self._under_way.values()), OTHER)
         self._seconds[activity] = self._seconds.get(activity, 0.0) + now - self._settled_at
         self._settled_at = now
 
@@ -108,7 +95,10 @@ class BusyClock:
     def end(self) -> None:
         self.num_running -= 1
         if self.num_running == 0:
-            self._busy_s += self._now() - self._since
+            self._count(self._since, self._now())
+
+    def _count(self, start: float, end: float) -> None:
+        self._busy_s += end - start
 
     @property
     def busy_s(self) -> float:
@@ -119,8 +109,8 @@ Span = tuple[float, float]
 """The start and the end, in seconds."""
 
 
-class SpanLog:
-    """The spans in which at least one of something was under way, kept until they are taken.
+class SpanLog(BusyClock):
+    """A BusyClock that also keeps its spans, until they are taken.
 
     >>> now = iter([0.0, 2.0, 5.0, 6.0, 7.0])
     >>> log = SpanLog(now=lambda: next(now))
@@ -133,30 +123,21 @@ class SpanLog:
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._num_running = 0
-        self._since = 0.0
+        super().__init__(now)
         self._ended: list[Span] = []
 
-    @contextmanager
-    def one(self) -> Generator[None]:
-        if self._num_running == 0:
-            self._since = self._now()
-        self._num_running += 1
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            if self._num_running == 0 and (now := self._now()) > self._since:
-                self._ended.append((self._since, now))
+    def _count(self, start: float, end: float) -> None:
+        super()._count(start, end)
+        if end > start:
+            self._ended.append((start, end))
 
     def take(self) -> tuple[list[Span], float]:
         """Return the spans not taken yet, and the time up to which they are complete, where a running span is cut."""
         now = self._now()
-        taken, self._ended = self._ended, []
-        if self._num_running:
-            taken.append((self._since, now))
+        if self.num_running:
+            self._count(self._since, now)
             self._since = now
+        taken, self._ended = self._ended, []
         return taken, now
 
 
@@ -247,24 +228,19 @@ def engine_seconds(since: EngineReading, until: EngineReading) -> dict[str, floa
     >>> {name: spent for name, spent in seconds.items() if spent}
     {'generating': 4.0, 'waiting_for_gateway': 1.0, 'waiting_for_agents': 3.0, 'other': 2.0}
     """
-    paused_s, busy_s = until.paused_s - since.paused_s, until.busy_s - since.busy_s
-    in_flight_s, rolling_s = until.in_flight_s - since.in_flight_s, until.rolling_s - since.rolling_s
-    left = _Left(until.wall_s - since.wall_s)
-    starting_s = left.take(until.starting_s - since.starting_s)
-    paused_s = left.take(paused_s)
-    busy_s = left.take(busy_s)
-    evaluating_s = busy_s * _share(
-        until.evaluated_tokens - since.evaluated_tokens, until.generated_tokens - since.generated_tokens
-    )
+    took = EngineReading(**{one.name: getattr(until, one.name) - getattr(since, one.name) for one in fields(until)})
+    left = _Left(took.wall_s)
+    starting_s, paused_s, busy_s = left.take(took.starting_s), left.take(took.paused_s), left.take(took.busy_s)
+    evaluating_s = busy_s * _share(took.evaluated_tokens, took.generated_tokens)
     return {
         "starting": starting_s,
         "paused_for_push": paused_s,
         "generating": busy_s - evaluating_s,
         "evaluating": evaluating_s,
-        "waiting_for_gateway": left.take(in_flight_s - busy_s - paused_s),
-        "waiting_for_agents": left.take(rolling_s - in_flight_s),
-        "waiting_for_admission": left.take(until.producing_s - since.producing_s - rolling_s),
-        "other": left.take(left.seconds),
+        "waiting_for_gateway": left.take(took.in_flight_s - busy_s - paused_s),
+        "waiting_for_agents": left.take(took.rolling_s - took.in_flight_s),
+        "waiting_for_admission": left.take(took.producing_s - took.rolling_s),
+        "other": left.seconds,
     }
 
 

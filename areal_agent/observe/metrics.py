@@ -1,4 +1,4 @@
-"""metrics.jsonl: its file, its kinds of rows, what a person sees of a row, and what the rows of a run add up to.
+"""metrics.jsonl: its file, its kinds of rows, the metrics of one batch, and what the rows of a run add up to.
 
 The file has one JSON object per line, appended and flushed. A process that dies while it writes leaves a torn last
 line: readers skip it, and the next writer removes it. Names are `group/metric`; times in seconds, counts without a
@@ -8,16 +8,18 @@ unit. docs/metrics.md explains every name.
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import orjson
 
 from areal_agent.errors import ArealAgentError
-from areal_agent.types import RolloutBatch
+from areal_agent.types import Completion, FinishReason, RolloutBatch, Trajectory, TrajectoryGroup
 
 
 class MetricsLog:
@@ -67,83 +69,8 @@ def _remove_torn_line(path: Path) -> None:
     os.truncate(path, content.rfind(b"\n") + 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepView:
-    """The figures of one train step for a person. `engine` and `trainer` are shares of the step's time by activity.
-
-    Activities that begin with `waiting_for_` or `paused_for_` are waiting.
-
-    >>> biggest_wait({"generating": 0.7, "waiting_for_agents": 0.2, "paused_for_push": 0.1})
-    ('agents', 0.2)
-    """
-
-    step: int
-    reward: float
-    success: float  # of the trained rollouts, 0 to 1
-    generated_tokens_per_s: float
-    trained_tokens_per_s: float
-    staleness_mean: float
-    staleness_max: int
-    engine: Mapping[str, float]
-    trainer: Mapping[str, float]
-
-
-WAITING = ("waiting_for_", "paused_for_")
-LEAST_SHARE = 0.005
-"""The smallest share that is shown: less would be written as 0%."""
-
-
-def biggest_wait(shares: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return the activity that a side waited for most, and its share; None when it did not wait."""
-    waits = {words(name, WAITING): share for name, share in shares.items() if name.startswith(WAITING)}
-    if max(waits.values(), default=0.0) < LEAST_SHARE:
-        return None
-    return max(waits.items(), key=lambda wait: wait[1])
-
-
-def words(activity: str, without: tuple[str, ...] = ()) -> str:
-    """Return `waiting_for_agents` as a person writes it, without a prefix that is in `without`."""
-    for prefix in without:
-        activity = activity.removeprefix(prefix)
-    return activity.replace("_", " ")
-
-
-def clock_time(seconds: float) -> str:
-    """Return seconds as a clock shows them.
-
-    >>> clock_time(75.4), clock_time(3725)
-    ('1:15', '1:02:05')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-class TimeLeft:
-    """Estimates the time left from the median of the last steps, so that one slow step has little effect."""
-
-    WINDOW = 10
-
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps = total_steps
-        self._durations_s: list[float] = []
-        self._since_s: float | None = None
-
-    def start(self, now_s: float) -> None:
-        """Note that the next step begins now."""
-        self._since_s = now_s
-
-    def step(self, step: int, now_s: float) -> float | None:
-        """Note that `step` is done; return the seconds left after it, or None while no step's duration is known."""
-        if self._since_s is not None:
-            self._durations_s = [*self._durations_s, now_s - self._since_s][-self.WINDOW :]
-        self._since_s = now_s
-        if not self._durations_s:
-            return None
-        return statistics.median(self._durations_s) * max(0, self._total_steps - step)
-
-
 Row = dict[str, Any]
+Values = Sequence[float]
 
 
 class RowKind(StrEnum):
@@ -196,26 +123,6 @@ class Uncounted:
         )
 
 
-def view_of(row: Row) -> StepView:
-    """Return the figures of a step's row that a person sees."""
-    return StepView(
-        step=row["step"],
-        reward=row["reward/mean"],
-        success=row["reward/success"],
-        generated_tokens_per_s=row["tokens_per_s/generated"],
-        trained_tokens_per_s=row["tokens_per_s/trained"],
-        staleness_mean=row["staleness/mean"],
-        staleness_max=row["staleness/max"],
-        engine=_shares(row, "seconds/engine/"),
-        trainer=_shares(row, "seconds/trainer/"),
-    )
-
-
-def _shares(row: Row, prefix: str) -> dict[str, float]:
-    wall_s = row["seconds/wall"] or 1.0
-    return {name.removeprefix(prefix): seconds / wall_s for name, seconds in row.items() if name.startswith(prefix)}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
     """The time of both sides: seconds by activity, which add up to `wall_s` on each side."""
@@ -238,25 +145,15 @@ class Spent:
         """Return the share of `seconds` in the wall time, 0 to 1."""
         return min(1.0, seconds / self.wall_s) if self.wall_s > 0 else 0.0
 
+    def shares(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the shares of the activities in the wall time: the engine's, and the trainer's."""
+        engine = {name: self.share(seconds) for name, seconds in self.engine.items()}
+        return engine, {name: self.share(seconds) for name, seconds in self.trainer.items()}
+
 
 def _by_activity(rows: Sequence[Row], prefix: str) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(prefix))
     return {name.removeprefix(prefix): _add(rows, name) for name in names}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
-    """The figures of summary.json: the rows of the current lineage, added up."""
-
-    steps: int
-    trained_tokens: int
-    generated_tokens: int  # in the time of the rows, and those sampled before it that they trained
-    spanning_fraction: float
-    interrupted_completions: int
-    max_staleness_seen: int
-    idle_fraction: Mapping[str, float]
-    loop_blocked_s: float  # in which workflows blocked their shared event loop
-    num_skipped_updates: int  # updates whose gradient was not finite
 
 
 def living_rows(rows: Iterable[Row]) -> list[Row]:
@@ -269,26 +166,178 @@ def living_rows(rows: Iterable[Row]) -> list[Row]:
     return list(by_step.values())
 
 
-def total(rows: Iterable[Row]) -> Totals:
-    """Add rows up. The idle fraction is the time that a side spent waiting, over the wall time of the same rows."""
+def total(rows: Iterable[Row]) -> dict[str, Any]:
+    """Add up the rows of the current lineage, by the names of summary.json.
+
+    `generated_tokens` are those sampled in the time of the rows, and those sampled before it that they trained. The
+    idle fraction is the time that a side spent waiting, over the wall time of the same rows.
+    """
     living = living_rows(rows)
     spent = Spent.of(living)
     busy_s = spent.engine.get("generating", 0.0) + spent.engine.get("evaluating", 0.0)
-    return Totals(
-        steps=len(living),
-        trained_tokens=int(_add(living, "tokens/trained")),
-        generated_tokens=int(_add(living, "tokens/generated") + _add(living, "tokens/generated_before")),
-        spanning_fraction=_add(living, "rollouts/spanning") / max(1.0, _add(living, "rollouts/trained")),
-        interrupted_completions=int(_add(living, "rollouts/interrupted_completions")),
-        max_staleness_seen=max((int(row["staleness/max"]) for row in living), default=0),
-        idle_fraction={
-            "engine": 1.0 - spent.share(busy_s) if living else 0.0,
-            "trainer": spent.share(spent.trainer.get("waiting_for_rollouts", 0.0)),
+    waited_s = spent.trainer.get("waiting_for_rollouts", 0.0)
+    return {
+        "steps": len(living),
+        "trained_tokens": int(_add(living, "tokens/trained")),
+        "generated_tokens": int(_add(living, "tokens/generated") + _add(living, "tokens/generated_before")),
+        "spanning_fraction": round(_add(living, "rollouts/spanning") / max(1.0, _add(living, "rollouts/trained")), 4),
+        "interrupted_completions": int(_add(living, "rollouts/interrupted_completions")),
+        "max_staleness_seen": max((int(row["staleness/max"]) for row in living), default=0),
+        "idle_fraction": {
+            "engine": round(1.0 - spent.share(busy_s), 4) if living else 0.0,
+            "trainer": round(spent.share(waited_s), 4),
         },
-        loop_blocked_s=_add(living, "rollouts/loop_blocked_s"),
-        num_skipped_updates=int(_add(living, "trainer/num_skipped_updates")),
-    )
+        "loop_blocked_s": round(_add(living, "rollouts/loop_blocked_s"), 2),
+        "num_skipped_updates": int(_add(living, "trainer/num_skipped_updates")),
+    }
 
 
 def _add(rows: Iterable[Row], name: str) -> float:
     return sum(float(row.get(name) or 0.0) for row in rows)
+
+
+def describe_batch(batch: RolloutBatch, success_reward: float, sources: Mapping[str, str] | None = None) -> Row:
+    """Return all metrics of what is trained in one step. `sources` maps task ids to the names of their sources."""
+    trained = batch.trained
+    ids = {one.session_id for one in trained}
+    groups = [[one for one in group.trajectories if one.session_id in ids] for group in batch.groups]
+    return {
+        **_rewards(trained, groups, success_reward),
+        **_rewards_by_source(batch.groups, ids, sources or {}),
+        **_rollouts(batch),
+        **_latencies(trained),
+        **_staleness(batch),
+        **_tokens(batch),
+        **_means("reward/part", [one.rewards.parts for one in trained]),
+        **_means("logged", [one.logged for one in trained]),
+    }
+
+
+def pass_at(k: int, num_samples: int, num_successes: int) -> float:
+    """Return the chance that one of k samples succeeds, estimated without bias from n >= k (Chen et al. 2021, eq. 1).
+
+    pass@k = 1 - C(n - c, k) / C(n, k), with c successes among the n.
+
+    >>> pass_at(2, num_samples=4, num_successes=1)
+    0.5
+    """
+    return 1.0 - math.comb(num_samples - num_successes, k) / math.comb(num_samples, k)
+
+
+def _rewards(trained: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory]], success_reward: float) -> Row:
+    rewards = [one.rewards.total for one in trained]
+    spreads = [statistics.pstdev([one.rewards.total for one in group] or [0.0]) for group in groups]
+    counts = [(len(group), sum(one.rewards.total >= success_reward for one in group)) for group in groups]
+    return {
+        "reward/mean": _mean(rewards),
+        "reward/std": _std(rewards),
+        "reward/success": _mean([float(reward >= success_reward) for reward in rewards]),
+        "reward/zero_std_groups": sum(spread == 0.0 for spread in spreads) / max(1, len(groups)),
+        **{f"reward/pass_at_{k}": value for k, value in _passes(counts).items()},
+    }
+
+
+def _passes(counts: Sequence[tuple[int, int]]) -> dict[int, float]:
+    """Return pass@k for k = 2, 4, 8 ...: means over the groups of (rollouts, successes) with at least k rollouts."""
+    largest = max((size for size, _ in counts), default=0)
+    return {
+        k: _mean([pass_at(k, size, successes) for size, successes in counts if size >= k])
+        for k in (2**power for power in range(1, largest.bit_length()))
+    }
+
+
+def _rewards_by_source(groups: Iterable[TrajectoryGroup], ids: set[str], sources: Mapping[str, str]) -> Row:
+    by_source: dict[str, list[float]] = {}
+    for group in groups:
+        if (source := sources.get(group.task_id)) is not None:
+            rewards = [one.rewards.total for one in group.trajectories if one.session_id in ids]
+            by_source.setdefault(source, []).extend(rewards)
+    return {f"reward/mean/{source}": _mean(rewards) for source, rewards in by_source.items()} | {
+        f"reward/std/{source}": _std(rewards) for source, rewards in by_source.items()
+    }
+
+
+def _rollouts(batch: RolloutBatch) -> Row:
+    trained = batch.trained
+    num_versions = [float(len(one.sampled_steps())) for one in trained]
+    num_branches = Counter(record.session_id for record in batch.records)
+    return {
+        "rollouts/trained": len(trained),
+        "rollouts/turns": _mean([float(len(one.turns)) for one in trained]),
+        "rollouts/versions": _mean(num_versions),
+        "rollouts/spanning": sum(number > 1 for number in num_versions),
+        "rollouts/interrupted_completions": sum(
+            len(set(completion.version_steps())) > 1 for one in trained for completion in _completions(one)
+        ),
+        "rollouts/truncated": _mean([float(_is_truncated(one)) for one in trained]),
+        "rollouts/forked": _mean([float(num_branches[one.session_id] > 1) for one in trained]),
+    }
+
+
+def _latencies(trained: Iterable[Trajectory]) -> Row:
+    rollouts = [one.ended_s - one.started_s for one in trained]
+    turns = [turn.ended_s - turn.started_s for one in trained for turn in one.turns]
+    return {
+        "rollouts/seconds": _mean(rollouts),
+        "rollouts/seconds_p50": _percentile(rollouts, 50),
+        "rollouts/seconds_p95": _percentile(rollouts, 95),
+        "turns/seconds_p50": _percentile(turns, 50),
+        "turns/seconds_p95": _percentile(turns, 95),
+    }
+
+
+def _staleness(batch: RolloutBatch) -> Row:
+    """Return the staleness of the tokens in the loss: `batch.step - 1` minus the version that sampled the token."""
+    versions = [record.versions[record.loss_mask] for record in batch.records]
+    staleness = batch.step - 1 - np.concatenate([*versions, np.zeros(0, np.int32)])
+    if not len(staleness):
+        return {"staleness/mean": 0.0, "staleness/max": 0}
+    ages, counts = np.unique(staleness, return_counts=True)
+    return {
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": int(staleness.max()),
+        **{
+            f"staleness/share/{int(age)}": float(count / len(staleness))
+            for age, count in zip(ages, counts, strict=True)
+        },
+    }
+
+
+def _tokens(batch: RolloutBatch) -> Row:
+    num_trained = sum(int(record.loss_mask.sum()) for record in batch.records)
+    num_sampled = sum(one.num_sampled_tokens for one in batch.trained)
+    return {
+        "tokens/trained": num_trained,
+        "tokens/masked_fraction": 1.0 - num_trained / num_sampled if num_sampled else 0.0,
+    }
+
+
+def _means(prefix: str, named: Iterable[Mapping[str, Any]]) -> Row:
+    """Return the mean of every number by its name, over the rollouts that have it."""
+    by_name: dict[str, list[float]] = {}
+    for values in named:
+        for name, value in values.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                by_name.setdefault(name, []).append(float(value))
+    return {f"{prefix}/{name}": _mean(values) for name, values in by_name.items()}
+
+
+def _completions(trajectory: Trajectory) -> Iterable[Completion]:
+    return (completion for turn in trajectory.turns for completion in turn.completions)
+
+
+def _is_truncated(trajectory: Trajectory) -> bool:
+    """Return whether any of its answers was cut at `max_tokens` or at the end of the context."""
+    return any(one.finish_reason is FinishReason.LENGTH for one in _completions(trajectory))
+
+
+def _mean(values: Values) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _std(values: Values) -> float:
+    return statistics.pstdev(values) if values else 0.0
+
+
+def _percentile(values: Values, percent: float) -> float:
+    return float(np.percentile(values, percent)) if values else 0.0

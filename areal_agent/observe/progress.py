@@ -6,11 +6,13 @@ where the time of a run went and which config key to change.
 """
 
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, Protocol, TextIO
+from typing import Literal, Self, TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -18,7 +20,84 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_agent.observe.metrics import LEAST_SHARE, WAITING, Spent, StepView, TimeLeft, biggest_wait, clock_time, words
+from areal_agent.observe.metrics import Row, Spent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepView:
+    """The figures of one train step for a person. `engine` and `trainer` are shares of the step's time by activity."""
+
+    step: int
+    reward: float
+    success: float  # of the trained rollouts, 0 to 1
+    generated_tokens_per_s: float
+    trained_tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    engine: Mapping[str, float]
+    trainer: Mapping[str, float]
+
+    @classmethod
+    def of(cls, row: Row) -> Self:
+        """Return the figures of a step's row."""
+        engine, trainer = Spent.of([row]).shares()
+        return cls(
+            step=row["step"],
+            reward=row["reward/mean"],
+            success=row["reward/success"],
+            generated_tokens_per_s=row["tokens_per_s/generated"],
+            trained_tokens_per_s=row["tokens_per_s/trained"],
+            staleness_mean=row["staleness/mean"],
+            staleness_max=row["staleness/max"],
+            engine=engine,
+            trainer=trainer,
+        )
+
+
+WAITING = ("waiting_for_", "paused_for_")
+LEAST_SHARE = 0.005
+"""The smallest share that is shown: less would be written as 0%."""
+
+
+def words(activity: str) -> str:
+    """Return `waiting_for_agents` as a person writes it."""
+    return activity.replace("_", " ")
+
+
+def clock_time(seconds: float) -> str:
+    """Return seconds as a clock shows them.
+
+    >>> clock_time(75.4), clock_time(3725)
+    ('1:15', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class TimeLeft:
+    """Estimates the time left from the median of the last steps, so that one slow step has little effect."""
+
+    WINDOW = 10
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._durations_s: list[float] = []
+        self._since_s: float | None = None
+
+    def start(self, now_s: float) -> None:
+        """Note that the next step begins now."""
+        self._since_s = now_s
+
+    def step(self, step: int, now_s: float) -> float | None:
+        """Note that `step` is done; return the seconds left after it, or None while no step's duration is known."""
+        if self._since_s is not None:
+            self._durations_s = [*self._durations_s, now_s - self._since_s][-self.WINDOW :]
+        self._since_s = now_s
+        if not self._durations_s:
+            return None
+        return statistics.median(self._durations_s) * max(0, self._total_steps - step)
+
 
 BARS = "▁▂▃▄▅▆▇█"
 NUM_BARS = 24
@@ -46,9 +125,9 @@ class LiveDisplay:
 
     def step(self, view: StepView, left_s: float | None) -> None:
         self._end_phase()
-        if self._steps is None:
-            self._steps = _Steps(self._total_steps)
-        self._steps.add(view, left_s)
+        steps = self._steps or _Steps(self._total_steps)
+        steps.add(view, left_s)
+        self._steps = steps  # only now: the refreshing thread draws it
         self._live.start(refresh=True)
         self._live.refresh()
 
@@ -104,9 +183,6 @@ class _Steps:
         self._total_steps = total_steps
         self._rewards: list[float] = []
         self._successes: list[float] = []
-        self._view: StepView | None = None
-        self._left_s: float | None = None
-        self._told_s = 0.0
 
     def add(self, view: StepView, left_s: float | None) -> None:
         self._rewards = [*self._rewards, view.reward][-NUM_BARS:]
@@ -114,10 +190,7 @@ class _Steps:
         self._view, self._left_s, self._told_s = view, left_s, time.monotonic()
 
     def __rich__(self) -> Group:
-        view = self._view
-        if view is None:
-            return Group()
-        return Group(self._bar(view), self._numbers(view))
+        return Group(self._bar(self._view), self._numbers(self._view))
 
     def _bar(self, view: StepView) -> Table:
         bar = Table.grid(padding=(0, 2))
@@ -169,9 +242,9 @@ HEADER = "   step    reward  success    staleness  sampled/s  trained/s  engine 
 
 
 class PlainDisplay:
-    """Writes lines to `stream` and flushes each."""
+    """Writes lines to `stream` and flushes each. Without a stream it shows nothing."""
 
-    def __init__(self, total_steps: int, stream: TextIO) -> None:
+    def __init__(self, total_steps: int, stream: TextIO | None) -> None:
         self._total_steps = total_steps
         self._stream = stream
         self._phase = ""
@@ -180,20 +253,20 @@ class PlainDisplay:
 
     def phase(self, name: str) -> None:
         self._phase, self._quarters_told, self._has_header = name, 0, False
-        self._write(f"{name} ...")
+        self.note(f"{name} ...")
 
     def phase_progress(self, fraction: float, text: str) -> None:
         """Write one line for each quarter that is done."""
         quarters = int(fraction * 4)
         if quarters > self._quarters_told:
             self._quarters_told = quarters
-            self._write(f"{self._phase} ... {quarters * 25:3}%  {text}".rstrip())
+            self.note(f"{self._phase} ... {quarters * 25:3}%  {text}".rstrip())
 
     def step(self, view: StepView, left_s: float | None) -> None:
         if not self._has_header:
             self._has_header = True
-            self._write(HEADER)
-        self._write(
+            self.note(HEADER)
+        self.note(
             f"{f'{view.step}/{self._total_steps}':>7} {view.reward:9.3f} {view.success:8.3f} "
             f"{f'{view.staleness_mean:.1f} max {view.staleness_max}':>12} "
             f"{view.generated_tokens_per_s:10,.0f} {view.trained_tokens_per_s:10,.0f}  "
@@ -201,36 +274,27 @@ class PlainDisplay:
         )
 
     def note(self, text: str) -> None:
-        self._write(text)
+        if self._stream is not None:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
 
-    def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
-
 
 def _wait(shares: Mapping[str, float]) -> str:
-    wait = biggest_wait(shares)
-    return "-" if wait is None else f"{wait[1]:4.0%} {wait[0]}"
+    """Return the activity that a side waited for most, and its share; a dash when it did not wait.
+
+    >>> _wait({"generating": 0.7, "waiting_for_agents": 0.2, "paused_for_push": 0.1})
+    ' 20% agents'
+    """
+    share, activity = max(
+        ((share, name) for name, share in shares.items() if name.startswith(WAITING)), default=(0, "")
+    )
+    return f"{share:4.0%} {words(activity.partition('_for_')[2])}" if share >= LEAST_SHARE else "-"
 
 
 Mode = Literal["auto", "plain", "none"]
-
-
-class Display(Protocol):
-    """A way of showing progress."""
-
-    def phase(self, name: str) -> None: ...
-
-    def phase_progress(self, fraction: float, text: str) -> None: ...
-
-    def step(self, view: StepView, left_s: float | None) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Progress:
@@ -254,44 +318,34 @@ class Progress:
         mode: Mode = "auto",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._display = _choose(total_steps, sys.stdout if stream is None else stream, mode)
+        out = sys.stdout if stream is None else stream
+        is_live = mode == "auto" and out.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+        plain = PlainDisplay(total_steps, None if mode == "none" else out)
+        self._display = LiveDisplay(total_steps, out) if is_live else plain
         self._time_left = TimeLeft(total_steps)
         self._now = now
 
     def phase(self, name: str) -> None:
         """Begin work other than steps; it ends with the next phase or step."""
         self._time_left.start(self._now())
-        if self._display is not None:
-            self._display.phase(name)
+        self._display.phase(name)
 
     def phase_progress(self, fraction: float, text: str = "") -> None:
         """Report the share of the phase that is done, 0 to 1, and in words."""
         self._time_left.start(self._now())
-        if self._display is not None:
-            self._display.phase_progress(fraction, text)
+        self._display.phase_progress(fraction, text)
 
     def step(self, view: StepView) -> None:
         """Report a train step that is done."""
-        left_s = self._time_left.step(view.step, self._now())
-        if self._display is not None:
-            self._display.step(view, left_s)
+        self._display.step(view, self._time_left.step(view.step, self._now()))
 
     def note(self, text: str) -> None:
         """Show a line that stays."""
-        if self._display is not None:
-            self._display.note(text)
+        self._display.note(text)
 
     def close(self) -> None:
         """Give the terminal back. Harmless when closed before."""
-        if self._display is not None:
-            self._display.close()
-
-
-def _choose(total_steps: int, stream: TextIO, mode: Mode) -> Display | None:
-    if mode == "none":
-        return None
-    is_live = mode == "auto" and stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-    return LiveDisplay(total_steps, stream) if is_live else PlainDisplay(total_steps, stream)
+        self._display.close()
 
 
 WORTH_ADVICE = 0.2
@@ -308,7 +362,8 @@ def time_table(spent: Spent) -> str:
                        40%  waiting for agents
     """
     title = f"where {spent.wall_s:.0f} s went:"
-    sides = (_column("engine", spent.engine, spent), _column("trainer", spent.trainer, spent))
+    engine, trainer = spent.shares()
+    sides = (_column("engine", engine), _column("trainer", trainer))
     lines = [
         f"{title if number == 0 else '':<{len(title)}}  {engine:<27}  {trainer}".rstrip()
         for number, (engine, trainer) in enumerate(zip_longest(*sides, fillvalue=""))
@@ -316,9 +371,9 @@ def time_table(spent: Spent) -> str:
     return "\n".join(lines)
 
 
-def _column(title: str, seconds: Mapping[str, float], spent: Spent) -> list[str]:
-    shares = sorted(((spent.share(one), name) for name, one in seconds.items()), reverse=True)
-    return [title, *(f"{share:4.0%}  {words(name)}" for share, name in shares if share >= LEAST_SHARE)]
+def _column(title: str, shares: Mapping[str, float]) -> list[str]:
+    longest = sorted(((share, name) for name, share in shares.items()), reverse=True)
+    return [title, *(f"{share:4.0%}  {words(name)}" for share, name in longest if share >= LEAST_SHARE)]
 
 
 def advice(steps: Spent, *, engine_threads: int = 1) -> str:
@@ -329,8 +384,7 @@ def advice(steps: Spent, *, engine_threads: int = 1) -> str:
     """
     if steps.wall_s <= 0:
         return ""
-    engine = {name: steps.share(seconds) for name, seconds in steps.engine.items()}
-    trainer = {name: steps.share(seconds) for name, seconds in steps.trainer.items()}
+    engine, trainer = steps.shares()
     waited = trainer.get("waiting_for_rollouts", 0.0)
     if trainer.get("saving", 0.0) >= WORTH_ADVICE:
         return f"saving took {trainer['saving']:.0%} of the time of the steps: try a larger trainer.checkpoint_every"

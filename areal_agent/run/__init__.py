@@ -4,8 +4,7 @@ loop.py        the main job: the training loop, its signals and its end
 run.py         `Run`: builds every part; the asynchronous trainer as a Python API
 preflight.py   everything that is checked before a run starts
 serving.py     an engine and what rolls out against it
-sources.py     where batches come from: rollouts of the run's own, or a gateway elsewhere
-commits.py     how a train step becomes final, and where a run goes on
+sources.py     where batches come from (its own rollouts, or a gateway elsewhere), and where a run goes on
 evaluation.py  evaluations during training, and `python -m areal_agent.eval`
 results.py     metrics.jsonl, summary.json and curve.png
 """

@@ -12,6 +12,7 @@ token. Tasks, seeds and sampling are always the same, so a checkpoint graded by 
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -23,8 +24,8 @@ from areal_agent.cluster.models import obtain_model
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, RolloutsFailing
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.progress import Progress
+from areal_agent.process import start_logging
 from areal_agent.run.preflight import Preflight
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalAnswer, EvalReport, open_serving
@@ -38,13 +39,7 @@ class Evaluation:
     """Rolls out the held-out tasks of a run again and again, with the same tasks, seeds and sampling each time."""
 
     def __init__(
-        self,
-        tasks: tuple[Task, ...],
-        *,
-        source: Source,
-        metrics: RunMetrics,
-        progress: Progress,
-        max_concurrent: int,
+        self, tasks: tuple[Task, ...], *, source: Source, metrics: RunMetrics, progress: Progress, max_concurrent: int
     ) -> None:
         self._tasks = tasks
         self._source = source
@@ -56,14 +51,8 @@ class Evaluation:
 
     async def run(self, label: str, version: WeightVersion) -> EvalReport:
         """Evaluate and wait for the result. Nothing else may be under way, so that all answers are of `version`."""
-        num_done = 0
         self._progress.phase(f"evaluating {label}")
-
-        def on_answer(_: EvalAnswer) -> None:
-            nonlocal num_done
-            num_done += 1
-            self._progress.phase_progress(num_done / len(self._tasks), f"{num_done}/{len(self._tasks)} tasks")
-
+        on_answer = _counting(self._progress, len(self._tasks))
         with self._metrics.during("evaluating"):
             return await self._evaluate(label, version, on_answer, len(self._tasks))
 
@@ -116,6 +105,17 @@ class Evaluation:
         return report
 
 
+def _counting(progress: Progress, num_tasks: int) -> Callable[[EvalAnswer], None]:
+    """Return a function that shows, at each answer, how many tasks are done."""
+    numbers = itertools.count(1)
+
+    def show(_: EvalAnswer) -> None:
+        number = next(numbers)
+        progress.phase_progress(number / num_tasks, f"{number}/{num_tasks} tasks")
+
+    return show
+
+
 def evaluate(file: str, overrides: Sequence[str]) -> int:
     """Evaluate as a config says and return the exit code. Raises ArealAgentError."""
     config = Config.load(file, overrides)
@@ -147,16 +147,8 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
     assert preflight.workflow is not None  # preflight makes sure of it: held-out tasks need a workflow
     progress = Progress(total_steps=config.steps, mode=config.observe.progress)
     folder.make()
-    log_to_file(folder.logs / "main.log")
-    show_warnings(progress.note)
+    start_logging(folder.logs / "main.log", show=progress.note)
     folder.config.write_text(config.to_yaml())
-    num_done = 0
-
-    def on_answer(_: EvalAnswer) -> None:
-        nonlocal num_done
-        num_done += 1
-        progress.phase_progress(num_done / len(preflight.eval_tasks), f"{num_done}/{len(preflight.eval_tasks)} tasks")
-
     model = await obtain_model(config.model, config.seed, folder.logs, progress)
     ledger = await Ledger.open(folder.ledger, create=True)
     try:
@@ -173,7 +165,8 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
             logs=folder.logs,
         ) as serving:
             progress.phase("evaluating")
-            return await serving.evaluate(preflight.eval_tasks, "eval", on_answer, len(preflight.eval_tasks))
+            num_tasks = len(preflight.eval_tasks)
+            return await serving.evaluate(preflight.eval_tasks, "eval", _counting(progress, num_tasks), num_tasks)
     finally:
         await ledger.aclose()
         progress.close()

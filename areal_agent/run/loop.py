@@ -15,18 +15,17 @@ import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
-from areal_agent.observe.logging import log_to_file, show_warnings
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
+from areal_agent.process import start_logging
 from areal_agent.run.preflight import import_own_functions
-from areal_agent.run.results import RunFacts, RunStatus, closing_lines, write_report
+from areal_agent.run.results import Outcome, RunStatus, closing_lines, write_report
 from areal_agent.run.run import Run
 
 INTERRUPTED_CODE = 130
@@ -104,15 +103,13 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
     task = asyncio.current_task()
     assert task is not None  # asyncio.run made one
     interruption = Interruption(run.progress.note)
-    started_s = time.monotonic()
-    outcome = Outcome()
+    outcome = Outcome(num_eval_tasks=len(run.preflight.eval_tasks), engine_threads=run.config.engine.threads)
     has_started = False
     try:
         with interruption.cancels(task):
             async with run:
                 has_started = True
-                log_to_file(run.folder.logs / "main.log")
-                show_warnings(run.progress.note)
+                start_logging(run.folder.logs / "main.log", show=run.progress.note)
                 try:
                     await _learn(run, outcome)
                     await asyncio.sleep(0)  # a signal that came with the last step is raised here, not below
@@ -124,42 +121,30 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
                     run.progress.note("interrupted: saving a checkpoint; Ctrl-C again ends at once")
                     outcome.status = RunStatus.INTERRUPTED
                 interruption.close()
-                await _wind_up(run, outcome, started_s)
-            summary = write_report(run.folder, _facts(run, outcome, started_s))
+                await _wind_up(run, outcome)
+            summary = write_report(run.folder, outcome)
     except asyncio.CancelledError:
         if not interruption.happened:
             raise
-        hint = f"; go on with: python -m areal_agent.train --resume {run.folder.path}" if has_ledger(run) else ""
+        can_resume = run.folder.ledger.is_file()
+        hint = f"; go on with: python -m areal_agent.train --resume {run.folder.path}" if can_resume else ""
         when = "" if has_started else " before training started"
         return INTERRUPTED_CODE, f"interrupted{when}{hint}"
     except ArealAgentError as error:
         if has_started:
             outcome.error = str(error)
-            report_failure(run.folder, _facts(run, outcome, started_s), error)
+            report_failure(run.folder, outcome, error)
         raise
     return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
 
 
-def report_failure(folder: RunFolder, facts: RunFacts, error: ArealAgentError) -> None:
+def report_failure(folder: RunFolder, outcome: Outcome, error: ArealAgentError) -> None:
     """Write the report of a failed run and note how to go on; a full disk must not hide the error."""
     try:
-        write_report(folder, facts)
+        write_report(folder, outcome)
     except OSError as fault:
         error.add_note(f"and the run's report could not be written: {fault}")
     error.add_note(f"go on with: python -m areal_agent.train --resume {folder.path}")
-
-
-@dataclass(slots=True)
-class Outcome:
-    """The end of the run, as far as it is known."""
-
-    status: RunStatus = RunStatus.FAILED
-    success_before: float | None = None
-    success_after: float | None = None
-    checkpoint: Path | None = None
-    error: str | None = None
-    tokens: tuple[int, int] | None = None  # tokens sampled and trained, by the ledger
-    earlier_wall_s: float = 0.0  # of the incarnations before this one
 
 
 async def _learn(run: Run, outcome: Outcome) -> None:
@@ -211,7 +196,7 @@ async def is_evaluation_owed(run: Run) -> bool:
     return not any(row["label"] == f"step{row['step']}" and due <= row["step"] <= run.step for row in rows)
 
 
-async def _wind_up(run: Run, outcome: Outcome, started_s: float) -> None:
+async def _wind_up(run: Run, outcome: Outcome) -> None:
     """Stop rolling out, publish the last checkpoint, and give trajectories a fate or leave them for a resume."""
     await run.stop_producing()
     await run.evaluation.cancel()
@@ -220,26 +205,7 @@ async def _wind_up(run: Run, outcome: Outcome, started_s: float) -> None:
     outcome.checkpoint = await run.save()
     await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
     outcome.tokens = await run.source.count_tokens()
-    await run.ledger.set_note("wall_s", outcome.earlier_wall_s + time.monotonic() - started_s)
-
-
-def _facts(run: Run, outcome: Outcome, started_s: float) -> RunFacts:
-    return RunFacts(
-        status=outcome.status,
-        wall_s=outcome.earlier_wall_s + time.monotonic() - started_s,
-        success_before=outcome.success_before,
-        success_after=outcome.success_after,
-        num_eval_tasks=len(run.preflight.eval_tasks),
-        checkpoint=outcome.checkpoint,
-        tokens=outcome.tokens,
-        engine_threads=run.config.engine.threads,
-        error=outcome.error,
-    )
-
-
-def has_ledger(run: Run) -> bool:
-    """Return whether the run got far enough to be resumed."""
-    return run.folder.ledger.is_file()
+    await run.ledger.set_note("wall_s", outcome.wall_s)
 
 
 def _share(success: float | None) -> str:

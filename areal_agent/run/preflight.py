@@ -47,46 +47,28 @@ class Preflight:
         Raises ConfigError.
         """
         source = config.workflow if workflow is None else workflow
+        tasks, eval_tasks = TaskSet(sources=()), ()
         check_model(config.model)
         if config.is_online:
-            return cls._check_online(config, source, name, resume)
-        if source is None:
-            raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
-        check_ports(config)
-        check_engine(config)
-        assert config.tasks is not None  # checked by Config
-        tasks, eval_tasks = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
-        make_curriculum(config, tasks)
-        if config.rollout.workers:
-            require_json((*tasks, *eval_tasks))
+            if source is not None:
+                raise ConfigError(
+                    "a workflow has no effect with rollout.gateway_url, whose agents are elsewhere; leave it out"
+                )
+            require_gateway(config)
+        else:
+            if source is None:
+                raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
+            check_ports(config)
+            check_engine(config)
+            tasks, eval_tasks = load_all_tasks(config)
         return cls(
             config=config,
             folder=choose_folder(config, name, resume),
             is_resumed=resume is not None,
-            workflow=load_workflow(source),
-            workflow_path=import_path(source) if config.rollout.workers else None,
+            workflow=None if source is None else load_workflow(source),
+            workflow_path=import_path(source) if source is not None and config.rollout.workers else None,
             tasks=tasks,
             eval_tasks=eval_tasks,
-        )
-
-    @classmethod
-    def _check_online(cls, config: Config, workflow: object, name: str, resume: str | None) -> Self:
-        """Check a run whose agents are elsewhere: its engine must be on this machine, and it needs a key."""
-        if workflow is not None:
-            raise ConfigError(
-                "a workflow has no effect with rollout.gateway_url, whose agents are elsewhere; leave it out"
-            )
-        assert config.engine.url is not None  # checked by Config
-        check_this_host(config.engine.url, "engine.url")
-        find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
-        return cls(
-            config=config,
-            folder=choose_folder(config, name, resume),
-            is_resumed=resume is not None,
-            workflow=None,
-            workflow_path=None,
-            tasks=TaskSet(sources=()),
-            eval_tasks=(),
         )
 
     def summary(self) -> str:
@@ -104,6 +86,22 @@ class Preflight:
             f"max_staleness {config.max_staleness}, straggler {config.straggler}, preset {config.algorithm.preset}"
             + ("" if is_here else hub)
         )
+
+
+def require_sampling(config: Config) -> None:
+    """Raise ConfigError for answers that are sampled greedily and are for training."""
+    if config.rollout.temperature == 0 and not config.is_online:
+        raise ConfigError(
+            "rollout.temperature is 0: greedy answers have no sampling probability, so none of them could be trained; "
+            "set it above 0 (areal_agent.eval takes 0)"
+        )
+
+
+def require_gateway(config: Config) -> None:
+    """Raise ConfigError unless the engine behind the gateway is on this machine and the gateway's admin key is here."""
+    assert config.engine.url is not None  # checked by Config
+    check_this_host(config.engine.url, "engine.url")
+    find_admin_key(config.rollout.gateway_admin_key_file, os.environ)
 
 
 def choose_folder(config: Config, name: str, resume: str | None) -> RunFolder:
@@ -161,18 +159,16 @@ def check_model(model: str) -> None:
     """Raise ConfigError unless `model` is `tiny`, a folder with a config.json, or the form of a hub name."""
     path = Path(model)
     if (demonstrations := demonstrations_of(model)) is not None:
-        check_demonstrations(model, demonstrations)
-        return
-    if (path / "config.json").is_file():
+        _check_demonstrations(model, demonstrations)
+    elif (path / "config.json").is_file():
         check_model_folder(path)
-        return
-    if path.exists():
+    elif path.exists():
         raise ConfigError(f"model {model!r} is not a Hugging Face folder: it has no config.json")
-    if not HUB_NAME.fullmatch(model):
+    elif not HUB_NAME.fullmatch(model):
         raise ConfigError(f"model {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
 
 
-def check_demonstrations(model: str, path: str) -> None:
+def _check_demonstrations(model: str, path: str) -> None:
     """Raise ConfigError unless the module with the tiny model's demonstrations exists. Building it imports that."""
     module, _, function = path.partition(":")
     try:
@@ -207,6 +203,16 @@ def make_curriculum(config: Config, tasks: TaskSet) -> Curriculum | None:
     if config.tasks is None or config.tasks.curriculum is None:
         return None
     return Curriculum(config.tasks.curriculum, tasks, seed=config.seed, success_reward=config.eval.success_reward)
+
+
+def load_all_tasks(config: Config) -> tuple[TaskSet, tuple[Task, ...]]:
+    """Return the tasks to train on and those held out. Raises ConfigError where they do not fit."""
+    assert config.tasks is not None  # checked by Config
+    tasks, held_out = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
+    make_curriculum(config, tasks)
+    if config.rollout.workers:
+        require_json((*tasks, *held_out))
+    return tasks, held_out
 
 
 def load_eval_tasks(config: Config) -> tuple[Task, ...]:

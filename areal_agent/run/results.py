@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,24 @@ from typing import Any
 import orjson
 
 from areal_agent.files import RunFolder
-from areal_agent.observe.batch_metrics import describe_batch
 from areal_agent.observe.clock import BusyClock, EngineReading, TimeAccount, engine_seconds
 from areal_agent.observe.curve import draw_curve
-from areal_agent.observe.logging import peak_memory_bytes
 from areal_agent.observe.metrics import (
     MetricsLog,
     Row,
     RowKind,
     Spent,
     Uncounted,
+    describe_batch,
     evaluation_rows,
     living_rows,
     numbers_of,
     read_metrics,
     total,
-    view_of,
 )
-from areal_agent.observe.progress import Progress, advice, time_table
+from areal_agent.observe.progress import Progress, StepView, advice, time_table
 from areal_agent.observe.trackers import Trackers
+from areal_agent.process import peak_memory_bytes
 from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import Source
 from areal_agent.trainer.wire import StepReport
@@ -59,75 +58,68 @@ class RunStatus(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFacts:
-    """The facts in summary.json that do not follow from metrics.jsonl. `success_*` are shares, 0 to 1."""
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """The end of a run as far as it is known: what summary.json has beside the figures of metrics.jsonl.
 
-    status: RunStatus
-    wall_s: float  # model building, evaluation and earlier incarnations included
-    success_before: float | None
-    success_after: float | None
-    num_eval_tasks: int
-    checkpoint: Path | None
+    `success_*` are shares, 0 to 1.
+    """
+
+    status: RunStatus = RunStatus.FAILED
+    success_before: float | None = None
+    success_after: float | None = None
+    num_eval_tasks: int = 0
+    checkpoint: Path | None = None
     tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger; None: not known
     engine_threads: int = 1  # threads of an engine that the run starts itself
     error: str | None = None
+    earlier_wall_s: float = 0.0  # of the incarnations before this one
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def wall_s(self) -> float:
+        """The time until now, with model building, evaluation and earlier incarnations."""
+        return self.earlier_wall_s + time.monotonic() - self.started_s
 
 
-def write_report(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
+def write_report(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
     """Write summary.json and, once there is a step, curve.png. Return the summary."""
     all_rows = read_metrics(folder.metrics)
-    rows = living_rows(all_rows)
-    totals, spent = total(rows), Spent.of(all_rows)
+    rows, spent = living_rows(all_rows), Spent.of(all_rows)
     evaluations = evaluation_rows(all_rows)
     rewards = {row["label"]: row.get("eval/reward_mean") for row in evaluations}  # the last row of each label
-    sampled_tokens, trained_tokens = facts.tokens or (totals.generated_tokens, totals.trained_tokens)
     summary: dict[str, Any] = {
-        "status": facts.status.value,
-        "steps": totals.steps,
-        "wall_s": round(facts.wall_s, 2),
-        "success_before": facts.success_before,
-        "success_after": facts.success_after,
-        "reward_before": None if facts.success_before is None else rewards.get("before"),
-        "reward_after": None if facts.success_after is None else rewards.get("after"),
-        "num_eval_tasks": facts.num_eval_tasks,
-        "trained_tokens": trained_tokens,
-        "generated_tokens": sampled_tokens,
-        "spanning_fraction": round(totals.spanning_fraction, 4),
-        "interrupted_completions": totals.interrupted_completions,
-        "max_staleness_seen": totals.max_staleness_seen,
-        "idle_fraction": {side: round(share, 4) for side, share in totals.idle_fraction.items()},
+        "status": outcome.status.value,
+        "wall_s": round(outcome.wall_s, 2),
+        "success_before": outcome.success_before,
+        "success_after": outcome.success_after,
+        "reward_before": None if outcome.success_before is None else rewards.get("before"),
+        "reward_after": None if outcome.success_after is None else rewards.get("after"),
+        "num_eval_tasks": outcome.num_eval_tasks,
+        **total(rows),
         "seconds": {
             "wall": round(spent.wall_s, 2),
             "engine": {activity: round(seconds, 2) for activity, seconds in spent.engine.items()},
             "trainer": {activity: round(seconds, 2) for activity, seconds in spent.trainer.items()},
         },
-        "advice": advice(Spent.of(rows), engine_threads=facts.engine_threads),
-        "loop_blocked_s": round(totals.loop_blocked_s, 2),
-        "num_skipped_updates": totals.num_skipped_updates,
-        "checkpoint": None if facts.checkpoint is None else str(facts.checkpoint),
+        "advice": advice(Spent.of(rows), engine_threads=outcome.engine_threads),
+        "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
     }
-    if facts.error is not None:
-        summary["error"] = facts.error
+    if outcome.tokens is not None:
+        summary["generated_tokens"], summary["trained_tokens"] = outcome.tokens
+    if outcome.error is not None:
+        summary["error"] = outcome.error
     folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     if rows:
-        between = [row for row in evaluations if row["label"] not in ("before", "after")]
-        success = [(row["step"], row["eval/success"]) for row in between]
+        between = [(row["step"], row["eval/success"]) for row in evaluations if row["label"] not in ("before", "after")]
         draw_curve(
             rows,
             folder.curve,
-            success_before=facts.success_before,
-            success_after=facts.success_after,
-            success_between=success,
+            success_before=outcome.success_before,
+            success_after=outcome.success_after,
+            success_between=between,
         )
     return summary
-
-
-def _time_lines(summary: dict[str, Any]) -> list[str]:
-    """Return the lines on where the time went and what to do about it."""
-    seconds = summary["seconds"]
-    table = time_table(Spent(wall_s=seconds["wall"], engine=seconds["engine"], trainer=seconds["trainer"]))
-    return [table, *([f"advice: {summary['advice']}"] if summary["advice"] else [])]
 
 
 def _rewards(summary: dict[str, Any]) -> str:
@@ -151,7 +143,10 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
         f"{summary['interrupted_completions']} completions were interrupted; "
         f"staleness at most {summary['max_staleness_seen']}"
     )
-    lines += _time_lines(summary)
+    seconds = summary["seconds"]
+    lines.append(time_table(Spent(wall_s=seconds["wall"], engine=seconds["engine"], trainer=seconds["trainer"])))
+    if summary["advice"]:
+        lines.append(f"advice: {summary['advice']}")
     if summary["loop_blocked_s"] > WORTH_TELLING * summary["wall_s"]:
         lines.append(
             f"workflows blocked their shared event loop for {summary['loop_blocked_s']:.0f} s; "
@@ -280,7 +275,7 @@ class RunMetrics:
         self._row = {}
         self._log.append(row)
         self._trackers.log(report.version.step, numbers_of(row))
-        self._progress.step(view_of(row))
+        self._progress.step(StepView.of(row))
 
     def answered(self, answer: EvalAnswer) -> None:
         """Count the tokens of an evaluation's rollout, which are not for training."""

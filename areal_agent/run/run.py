@@ -40,12 +40,11 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.progress import Progress
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
 from areal_agent.process import uninterrupted
-from areal_agent.run.commits import Beginning, begin
 from areal_agent.run.evaluation import Evaluation
-from areal_agent.run.preflight import Preflight
+from areal_agent.run.preflight import Preflight, require_sampling
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalReport
-from areal_agent.run.sources import Source, open_online_rollouts, open_own_rollouts
+from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
 from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.client import StepReport
 from areal_agent.types import RolloutBatch, Task, WeightVersion
@@ -81,11 +80,7 @@ class Run:
         progress: Progress | None = None,
     ) -> None:
         self.preflight = Preflight.check(config, workflow=workflow, name=name, resume=resume)
-        if config.rollout.temperature == 0 and not config.is_online:
-            raise ConfigError(
-                "rollout.temperature is 0: greedy answers have no sampling probability, so none of them could be "
-                "trained; set it above 0 (areal_agent.eval takes 0)"
-            )
+        require_sampling(config)
         require_installed(config.observe.trackers)
         self.config = config
         self.folder = self.preflight.folder
@@ -342,19 +337,10 @@ class Run:
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the error that explains the end of the run: a process that died, an ArealAgentError, or the first."""
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending = [*error.exceptions, *pending]
-        else:
-            leaves.append(error)
-    for kind in (ProcessDied, ArealAgentError):
-        for leaf in leaves:
-            if isinstance(leaf, kind):
-                return leaf
-    return leaves[0]
+    error: BaseException = group.subgroup(ProcessDied) or group.subgroup(ArealAgentError) or group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _raise(failure: Awaitable[ArealAgentError]) -> None:

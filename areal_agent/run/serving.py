@@ -102,11 +102,7 @@ class Serving:
         return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=tuple(trajectories))
 
     async def evaluate(
-        self,
-        tasks: tuple[Task, ...],
-        group_id: str,
-        on_answer: Callable[[EvalAnswer], None],
-        max_concurrent: int,
+        self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
     ) -> EvalReport:
         """Roll out every task once. A task's seed depends only on the run's seed, its id and its position."""
         specs = tuple(

@@ -1,4 +1,4 @@
-"""The sources of a run's batches: the `Source` protocol and its two implementations.
+"""The sources of a run's batches: the `Source` protocol and its two implementations, and where a run goes on.
 
 ::
 
@@ -9,10 +9,16 @@ Online, agents, engine and ledger belong to a gateway that stands alone. A batch
 engine behind that gateway; a published version moves the gateway's staleness bound, and a checkpoint acknowledges the
 leases. The gateway may be gone for a while: every call is repeated.
 
+After a crash a run goes on where the commits of its train steps have come to: the checkpoint first, then the ledger::
+
+    lease ─▶ train ─▶ push ─▶ checkpoint published, with the leases behind it ─▶ committed in the ledger
+    start ─▶ folder recovered ─▶ the newest checkpoint that the ledger knows ─▶ a new incarnation, later leases returned
+
 A run has a name at the gateway, kept in its own ledger. A new run takes the gateway over from the one before: what that
 one trained stays trained, and waiting answers go to the new one.
 """
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -21,7 +27,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from areal_agent.cluster.engines import open_engine_control
 from areal_agent.config import Config
@@ -34,6 +40,7 @@ from areal_agent.gateway.online.wire import GatewayStatus, State
 from areal_agent.gateway.standalone import find_admin_key
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.protocols import MemoryHolder
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.rollout.local import RolloutStats
 from areal_agent.rollout.online import OnlineGateway
@@ -41,10 +48,10 @@ from areal_agent.rollout.producer import Producer, RunGroup
 from areal_agent.rollout.tasks.draws import open_draws
 from areal_agent.rollout.tasks.loading import TaskSet
 from areal_agent.rollout.tasks.stream import TaskStream
-from areal_agent.run.commits import Beginning, commit, leases_of
 from areal_agent.run.preflight import Preflight, make_curriculum
 from areal_agent.run.serving import EvalAnswer, EvalReport, Serving, open_serving
 from areal_agent.staleness import Admission
+from areal_agent.trainer.checkpoint import Checkpoint, CommitPoint, Passing, intact_checkpoints, pass_by, recover
 from areal_agent.types import JsonObject, RolloutBatch, Task, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -128,8 +135,72 @@ class Source(Protocol):
         ...
 
 
-TASKS = "tasks"
-"""The key under which a checkpoint keeps the state of the draws."""
+TASKS, LEASES, LEASED_AFTER = "tasks", "leases", "leased_after"
+"""The keys under which a checkpoint keeps the state of the draws, and the sessions leased since the one before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """The checkpoint and version at which one process of a run begins."""
+
+    checkpoint: Checkpoint | None  # None: begin with the initial model
+    version: WeightVersion
+
+    @property
+    def run_state(self) -> JsonObject:
+        """The state that the run had given the checkpoint to keep."""
+        return self.checkpoint.run_state() if self.checkpoint else {}
+
+
+async def begin(ledger: Ledger, directory: Path, passing: Passing = pass_by) -> Beginning:
+    """Find the checkpoint to go on from, and begin an incarnation there. The caller holds the ledger's lock.
+
+    Leases in the checkpoint are trained, even when the crash came before the ledger was told; later leases wait again.
+    """
+    await asyncio.to_thread(recover, directory)
+    passing(CommitPoint.RECOVERED)
+    checkpoint = await _living(ledger, directory)
+    step = checkpoint.step if checkpoint else 0
+    incarnation = await ledger.begin_incarnation(step)
+    passing(CommitPoint.RESTARTED)
+    return Beginning(checkpoint=checkpoint, version=WeightVersion(incarnation=incarnation.number, step=step))
+
+
+async def leases_of(ledger: Ledger, step: int) -> dict[str, Any]:
+    """Return what the checkpoint of `step` keeps of the ledger."""
+    after = await ledger.ask(questions.last_checkpoint, before=step)
+    return {LEASED_AFTER: after, LEASES: await ledger.ask(questions.leases, after, step)}
+
+
+async def _living(ledger: Ledger, directory: Path) -> Checkpoint | None:
+    """Return the newest intact checkpoint of the current lineage: the one whose leases agree with the ledger's."""
+    checkpoints = intact_checkpoints(directory)
+    while (checkpoint := await asyncio.to_thread(next, checkpoints, None)) is not None:
+        state = checkpoint.run_state()
+        if LEASES not in state:  # the ledger with the leases is a gateway's elsewhere
+            return checkpoint
+        known = await ledger.ask(questions.leases, state[LEASED_AFTER], checkpoint.step)
+        if known == state[LEASES]:
+            return checkpoint
+        logger.warning(
+            "passing over the checkpoint %s: its leases are not those of the ledger for its steps, so it is of an "
+            "abandoned lineage or of another run",
+            checkpoint.path,
+        )
+    return None
+
+
+@asynccontextmanager
+async def memory_lent(memory: MemoryHolder | None) -> AsyncGenerator[None]:
+    """Inside, an engine that holds memory for keys and values gives it up."""
+    if memory is None:
+        yield
+        return
+    await memory.release_memory()
+    try:
+        yield
+    finally:
+        await memory.resume_memory()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,16 +228,8 @@ class OwnRollouts:
     def drained(self) -> AbstractAsyncContextManager[None]:
         return self.producer.drained()
 
-    @asynccontextmanager
-    async def memory_lent(self) -> AsyncGenerator[None]:
-        memory = self.serving.engine.memory
-        if memory is not None:
-            await memory.release_memory()
-        try:
-            yield
-        finally:
-            if memory is not None:
-                await memory.resume_memory()
+    def memory_lent(self) -> AbstractAsyncContextManager[None]:
+        return memory_lent(self.serving.engine.memory)
 
     async def publish(self, version: WeightVersion) -> None:
         self.producer.publish(version.step)
@@ -175,7 +238,7 @@ class OwnRollouts:
         return {TASKS: self.producer.draws.state(), **await leases_of(self.ledger, step)}
 
     async def commit(self, step: int, checkpoint: Path) -> None:
-        await commit(self.ledger, step, checkpoint)
+        await self.ledger.commit_checkpoint(step, str(checkpoint))
 
     async def settle(self, *, is_completed: bool) -> None:
         await self.producer.settle(is_completed=is_completed)
@@ -254,23 +317,18 @@ async def make_producer(
         max_concurrent=config.rollout.max_concurrent,
         max_failed_groups=config.rollout.max_failed_groups,
         trains_altered=config.rollout.train_altered,
-        dynamic_sampling=make_dynamic_sampling(config),
+        dynamic_sampling=DynamicSampling(
+            max_flat_groups=config.rollout.max_flat_groups,
+            part_weights=config.algorithm.reward_parts,
+            discount=config.algorithm.discount,
+            compares_turns=config.algorithm.step_group_weight > 0,
+            trains_altered=config.rollout.train_altered,
+        )
+        if config.algorithm.dynamic_sampling
+        else None,  # every group that can be trained is trained
     )
     await producer.restore(await ledger.ask(questions.waiting))
     return producer
-
-
-def make_dynamic_sampling(config: Config) -> DynamicSampling | None:
-    """Return None where every group that can be trained is trained."""
-    if not config.algorithm.dynamic_sampling:
-        return None
-    return DynamicSampling(
-        max_flat_groups=config.rollout.max_flat_groups,
-        part_weights=config.algorithm.reward_parts,
-        discount=config.algorithm.discount,
-        compares_turns=config.algorithm.step_group_weight > 0,
-        trains_altered=config.rollout.train_altered,
-    )
 
 
 LEASE_WAIT_S = 30.0

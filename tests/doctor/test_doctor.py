@@ -17,8 +17,8 @@ import yaml
 
 from areal_agent.config import Config
 from areal_agent.doctor.examination import Examination
-from areal_agent.doctor.findings import Report, State
-from areal_agent.doctor.machine import GIB, Machine
+from areal_agent.doctor.findings import GIB, Report, State
+from areal_agent.doctor.memory import Machine
 from tests.commands import run
 
 

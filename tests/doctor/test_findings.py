@@ -106,7 +106,7 @@ def test_arguments_of_servers(words: tuple[str, ...], gpus: list[int], fraction:
 def test_a_report_in_a_file() -> None:
     stream = io.StringIO()
     report = Report(stream)
-    report.add(Finding(check="a", state=State.WARN, found="long " * 60 + "end", change="[this]"))
+    report.add(Finding("a", State.WARN, "long " * 60 + "end", "[this]"))
     report.skip("b", "c", why="no reason")
     report.sum_up()
     lines = stream.getvalue().splitlines()

@@ -17,9 +17,15 @@ from pathlib import Path
 import pytest
 
 from areal_agent.config import Config
-from areal_agent.doctor.findings import State
-from areal_agent.doctor.machine import GIB, Machine
-from areal_agent.doctor.memory import CUDA_CONTEXT_BYTES, SERVER_BYTES, TrainerMemory, estimate, memory_findings
+from areal_agent.doctor.findings import GIB, State
+from areal_agent.doctor.memory import (
+    CUDA_CONTEXT_BYTES,
+    SERVER_BYTES,
+    Machine,
+    TrainerMemory,
+    estimate,
+    memory_findings,
+)
 from areal_agent.doctor.model import ModelShape
 from areal_agent.doctor.settings import storage_findings
 from areal_agent.models.recipe import RECIPE
@@ -44,8 +50,7 @@ def sglang(*server_args: str, **values: object) -> dict[str, object]:
 
 
 def parts_of(config: Config, machine: Machine, gpu: int | None, shape: ModelShape = QWEN3_06B) -> dict[str, int]:
-    (need,) = [need for need in estimate(shape, config, machine) if need.gpu == gpu]
-    return {part.what: part.num_bytes for part in need.parts}
+    return estimate(shape, config, machine)[gpu]
 
 
 @pytest.mark.parametrize(
@@ -104,10 +109,9 @@ def test_ranks_share_what_is_by_parameter_and_gather_the_rest() -> None:
     assert found["trainer: Adam's moments"] == 2 * 4_022_468_096
     assert found["trainer: gathered layers"] == 4 * (151_936 * 2560 + 2 * 100_930_816)
     memory = TrainerMemory(shape=QWEN3_4B, config=asked, is_gpu=True)
-    assert sum(part.num_bytes for part in memory.loading()) == 4 * 4_022_468_096 + CUDA_CONTEXT_BYTES
-    whole = {part.what: part.num_bytes for part in memory.publishing(0)}
-    assert whole["trainer: weights in one piece"] == 4 * 4_022_468_096
-    assert "trainer: weights in one piece" not in {part.what for part in memory.publishing(1)}
+    assert memory.loading().total() == 4 * 4_022_468_096 + CUDA_CONTEXT_BYTES
+    assert memory.publishing(0)["trainer: weights in one piece"] == 4 * 4_022_468_096
+    assert "trainer: weights in one piece" not in memory.publishing(1)
 
 
 def test_a_reference_and_a_critic_are_counted() -> None:
@@ -138,8 +142,7 @@ def test_adapters_take_the_memory_of_what_is_trained() -> None:
         "trainer: CUDA": CUDA_CONTEXT_BYTES,
     }
     memory = TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=True)
-    published = {part.what: part.num_bytes for part in memory.publishing(0)}
-    assert published["trainer: weights in one piece"] == 2 * matrices
+    assert memory.publishing(0)["trainer: weights in one piece"] == 2 * matrices
     assert memory.checkpoint_bytes == 4 * PARAMETERS + 16 * adapters
 
 
@@ -169,7 +172,7 @@ def test_several_embedded_engines_take_each_the_same() -> None:
     assert len(of_engines) == 5
     assert {what: together[what] for what in of_engines} == {what: 3 * alone[what] for what in of_engines}
     spread = config(engine={"num_servers": 2, "device": "cuda", "kv_tokens": 10_000}, trainer={"device": "cpu"})
-    assert [need.gpu for need in estimate(QWEN3_06B, spread, EIGHT_GPUS)] == [None, 0, 1]
+    assert [*estimate(QWEN3_06B, spread, EIGHT_GPUS)] == [None, 0, 1]
 
 
 def test_several_embedded_engines_divide_what_one_would_take_by_memory() -> None:
@@ -198,14 +201,14 @@ def test_keys_that_are_lent_are_not_there_while_the_trainer_trains() -> None:
 
 def test_shards_stand_on_gpus_of_their_own() -> None:
     asked = config(engine=sglang("--tp-size", "2", "--base-gpu-id", "4", device="cuda"), trainer={"device": "cpu"})
-    needs = {need.gpu: need for need in estimate(QWEN3_4B, asked, EIGHT_GPUS)}
+    needs = estimate(QWEN3_4B, asked, EIGHT_GPUS)
     assert set(needs) == {None, 4, 5}
-    assert needs[4].parts[0].num_bytes == 4_022_468_096  # half of 2 P
+    assert needs[4]["engine: weights"] == 4_022_468_096  # half of 2 P
 
 
 def test_servers_that_run_already_are_not_counted() -> None:
     asked = config(engine={"urls": ["http://127.0.0.1:1"]}, trainer={"device": "cpu"})
-    assert [need.gpu for need in estimate(QWEN3_06B, asked, ONE_GPU)] == [None]
+    assert [*estimate(QWEN3_06B, asked, ONE_GPU)] == [None]
     assert not [what for what in parts_of(asked, ONE_GPU, None) if what.startswith("engine")]
 
 
@@ -231,7 +234,7 @@ def test_a_trainer_process_takes_about_as_much_as_estimated(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     shape = ModelShape.of_recipe(RECIPE)
     memory = TrainerMemory(shape=shape, config=config(engine={"max_context_tokens": 512}), is_gpu=False)
-    estimated = sum(part.num_bytes for part in memory.at_peak(0))
+    estimated = memory.at_peak(0).total()
     assert estimated / 2 < int(done.stdout) < 2 * estimated
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal_agent.config import Config
 from areal_agent.doctor.findings import State
-from areal_agent.doctor.tokenizer import can_forge, is_reversible, template_findings, tokenizer_findings
+from areal_agent.doctor.model import can_forge, is_reversible, template_findings, tokenizer_findings
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 from tests.doctor.shapes import QWEN3_06B

@@ -21,7 +21,6 @@ from areal_agent.doctor.trial import (
     interruption_findings,
     parity_finding,
     push_findings,
-    push_once,
     sample,
     sampling_finding,
     spans_finding,
@@ -79,7 +78,7 @@ async def test_answers_that_can_be_recorded_pass() -> None:
     answers = await sample(engine, asker(engine))
     finding = sampling_finding(answers, engine.info())
     assert finding.state is State.OK and "5 of them" in finding.found
-    batch = batch_of([one.request for one in answers], [one.result for one in answers])
+    batch = batch_of(answers)
     assert [int(record.loss_mask.sum()) for record in batch.records] == [3, 2]
     assert [one.rewards.final for one in batch.trained] == [1.0, 0.0]
 
@@ -114,25 +113,19 @@ async def test_a_pause(make: Callable[[], FakeEngine], state: State, message: st
     assert finding.state is state and message in finding.found
 
 
-class Publishing:
-    """The trainer's part of a push: five numbers."""
-
-    def __init__(self, folder: Path) -> None:
-        self._channel = DiskChannel(folder, torch.float32)
-
-    async def publish(self) -> DiskWeights:
-        return self._channel.write({"weight": torch.zeros(5)})
-
-
 @pytest.mark.parametrize(
     ("make", "state"), [(Sampling, State.OK), (lambda: FakeEngine(long_script, version=OLD), State.WARN)]
 )
 async def test_a_push_into_a_running_answer(make: Callable[[], FakeEngine], state: State, tmp_path: Path) -> None:
     engine = make()
-    pushed = await push_once(engine, Publishing(tmp_path), asker(engine), NEW)
-    cost, spans = push_findings(pushed, "disk", OLD)
+    channel = DiskChannel(tmp_path, torch.float32)
+
+    async def publish() -> DiskWeights:
+        return channel.write({"weight": torch.zeros(5)})
+
+    cost, spans = await push_findings(engine, publish, asker(engine), "disk")
     assert (cost.state, spans.state) == (State.OK, state)
-    assert pushed.num_bytes > 5 * 4
+    assert "0 MiB by disk" in cost.found
     assert engine.version == NEW
 
 

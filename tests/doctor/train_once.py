@@ -5,6 +5,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,28 +14,21 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.models.recipe import RECIPE
-from areal_agent.observe.logging import peak_memory_bytes
+from areal_agent.process import peak_memory_bytes
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
 from areal_agent.types import TokenRecord
+from tests.histories import record
 
 NUM_RECORDS, LENGTH = 16, 512  # 8,192 tokens
 
 
-def record(number: int) -> TokenRecord:
-    is_sampled = np.arange(LENGTH) > 0
-    return TokenRecord(
-        session_id=f"s{number}",
-        group_id="g",
-        branch=0,
-        parent_branch=None,
+def long_record(number: int) -> TokenRecord:
+    return replace(
+        record(f"s{number}", [0] * (LENGTH - 1)),
         token_ids=np.arange(LENGTH, dtype=np.int32) % RECIPE.vocab_size,
-        loss_mask=is_sampled,
-        turn_index=np.zeros(LENGTH, dtype=np.int32),
-        behavior_logprobs=np.where(is_sampled, -7.0, 0.0).astype(np.float32),
-        temperatures=np.ones(LENGTH, dtype=np.float32),
-        versions=np.where(is_sampled, 0, -1).astype(np.int32),
+        behavior_logprobs=np.where(np.arange(LENGTH) > 0, -7.0, 0.0).astype(np.float32),
         turn_rewards=np.array([number % 2], dtype=np.float32),
         final_reward=float(number % 2),
     )
@@ -63,7 +57,8 @@ def main(folder: Path) -> None:
         shared_memory=folder,
     )
     rewards = {f"s{number}": float(number % 2) for number in range(NUM_RECORDS)}
-    trainer.train_step(StepInput(step=1, records=[record(number) for number in range(NUM_RECORDS)], rewards=rewards))
+    records = [long_record(number) for number in range(NUM_RECORDS)]
+    trainer.train_step(StepInput(step=1, records=records, rewards=rewards))
     after = peak_memory_bytes(os.getpid())
     trainer.close()
     assert before is not None and after is not None

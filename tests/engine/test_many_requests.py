@@ -10,8 +10,7 @@ import resource
 import pytest
 
 from areal_agent.engine.client import HttpEngine
-from areal_agent.observe.logging import peak_memory_bytes
-from areal_agent.process import allow_many_connections
+from areal_agent.process import allow_many_connections, peak_memory_bytes
 from areal_agent.types import FinishReason, GenerateRequest, PauseMode
 from tests.engine.test_process import process
 

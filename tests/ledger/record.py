@@ -10,11 +10,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from conftest import SAMPLING, SPANS, Make
+
 from areal_agent.ledger.files import VERSION
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.types import Distribution, Drop, Rewards, SessionPurpose, Status
-from conftest import SAMPLING, SPANS, Make
 
 
 async def record(path: Path) -> None:

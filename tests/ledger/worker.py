@@ -13,10 +13,11 @@ import signal
 import sys
 from pathlib import Path
 
+from conftest import Make
+
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import Drop
-from conftest import Make
 
 
 def tell(text: str) -> None:

@@ -1,7 +1,7 @@
 """Where time goes, on virtual clocks.
 
 - The current activity gets the time, the rest is `other`; the inner or the latest of several counts; one that raises
-  ends. Seconds add up to the wall time and shares to 1; before any time has passed there are no shares.
+  ends. Seconds add up to the wall time.
 - A log's spans are those in which something was under way. The union of several sources counts once, in whatever
   pieces and order they report; what all have reported is dropped, and a source that left holds up nothing.
 - The engine's activities are never negative and add up to the wall time. A push comes before the model, the model
@@ -35,24 +35,6 @@ def clock() -> VirtualClock:
 @pytest.fixture
 def account(clock: VirtualClock) -> TimeAccount:
     return TimeAccount(now=clock)
-
-
-def test_what_is_under_way_gets_the_time(account: TimeAccount, clock: VirtualClock) -> None:
-    clock.now_s = 1.0
-    with account.during("training"):
-        clock.now_s = 4.0
-        assert account.seconds() == {"other": 1.0, "training": 3.0}
-    clock.now_s = 5.0
-    assert account.seconds() == {"other": 2.0, "training": 3.0}
-
-
-def test_the_inner_activity_counts(account: TimeAccount, clock: VirtualClock) -> None:
-    with account.during("training"):
-        clock.now_s = 1.0
-        with account.during("saving"):
-            clock.now_s = 3.0
-        clock.now_s = 7.0
-    assert account.seconds() == {"other": 0.0, "training": 5.0, "saving": 2.0}
 
 
 def test_an_activity_that_raises_ends(account: TimeAccount, clock: VirtualClock) -> None:
@@ -89,12 +71,6 @@ def test_seconds_add_up_to_the_wall_time(events) -> None:
         elif event == "end" and under_way:
             under_way.pop(0).close()
         assert sum(account.seconds().values()) == clock.now_s
-        if clock.now_s:
-            assert sum(account.shares().values()) == pytest.approx(1.0)
-
-
-def test_without_time_there_are_no_shares(account: TimeAccount) -> None:
-    assert account.shares() == {}
 
 
 SECONDS = 40

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and what its rows add up to.
+"""metrics.jsonl, the metrics of a batch, and what rows add up to.
 
 - Rows come back in order and are in the file at once; non-finite numbers are null; numpy's numbers are numbers.
 - Readers skip a torn last line, and reopening removes it; a broken line before the last is an error that names it.
@@ -6,26 +6,38 @@
 - After a crash the last row of a step counts, and later steps of the dead lineage do not; other rows are no steps.
 - Tokens sampled before the rows began and trained in them count as generated, once.
 - Idle shares, and time over rows of every kind.
+- A batch: staleness of the tokens in the loss, by age; spans and interrupted completions; pass@k, the chance that one
+  of k samples succeeds; groups without spread; rewards by source and by named part; rollouts that were cut or forked;
+  latencies; tokens that were sampled and are not trained; numbers that a workflow logged; a batch of nothing.
 """
 
+import random
 import resource
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from areal_agent import RolloutBatch
+from areal_agent import RolloutBatch, Trajectory
 from areal_agent.errors import ArealAgentError
 from areal_agent.observe.metrics import (
     MetricsLog,
     Spent,
     Uncounted,
+    describe_batch,
     evaluation_rows,
     living_rows,
+    pass_at,
     read_metrics,
     step_rows,
     total,
 )
+from areal_agent.types import FinishReason, Rewards
 from tests.histories import batch_of, record, trajectory
 
 
@@ -113,11 +125,19 @@ def test_totals() -> None:
         "seconds/engine/generating": 8.0,
         "seconds/trainer/waiting_for_rollouts": 4.0,
     }
-    totals = total([row, row | {"step": 2, "staleness/max": 1}])
-    assert (totals.steps, totals.trained_tokens, totals.generated_tokens) == (2, 20, 24)
-    assert (totals.spanning_fraction, totals.interrupted_completions, totals.max_staleness_seen) == (0.25, 6, 2)
-    assert totals.num_skipped_updates == 2
-    assert totals.idle_fraction == {"engine": pytest.approx(0.2), "trainer": pytest.approx(0.4)}
+    totals = total([row, row | {"step": 2, "staleness/max": 1, "tokens/generated_before": 6}])
+    assert totals == {
+        "steps": 2,
+        "trained_tokens": 20,
+        "generated_tokens": 30,  # what the rows saw, and what they trained from before
+        "spanning_fraction": 0.25,
+        "interrupted_completions": 6,
+        "max_staleness_seen": 2,
+        "idle_fraction": {"engine": 0.2, "trainer": 0.4},
+        "loop_blocked_s": 0.0,
+        "num_skipped_updates": 2,
+    }
+    assert total([])["steps"] == 0
 
 
 @pytest.mark.parametrize(("row_ended_s", "num_tokens"), [(None, 3), (1.5, 3), (2.5, 0)])
@@ -125,15 +145,6 @@ def test_tokens_from_before_the_rows(batch: RolloutBatch, row_ended_s: float | N
     rows = [] if row_ended_s is None else [{"step": 4, "time": row_ended_s}, {"step": 5, "time": 9.0}]  # 5 is dead
     assert Uncounted.between(rows, 4, until_s=2.0).num_tokens(batch) == num_tokens
     assert Uncounted.between(rows, 4, until_s=1.0).num_tokens(batch) == 0  # its turns ended at 2.0, in the rows
-
-
-def test_generated_is_what_the_rows_saw_and_what_they_trained_from_before() -> None:
-    row = {"step": 1, "staleness/max": 0, "tokens/trained": 10, "tokens/generated": 4, "tokens/generated_before": 6}
-    assert total([row]).generated_tokens == 10
-
-
-def test_no_rows_add_up_to_nothing() -> None:
-    assert total([]).steps == 0
 
 
 def test_rows_of_other_kinds_are_no_steps() -> None:
@@ -152,3 +163,96 @@ def test_time_adds_up_over_rows_of_every_kind() -> None:
     assert spent.wall_s == 8.0
     assert spent.engine == {"starting": 3.0, "generating": 5.0}
     assert spent.trainer == {"starting": 3.0, "training": 5.0}
+
+
+def described(*trajectories: Trajectory, **more: Any) -> dict[str, Any]:
+    """Describe a batch in which each trajectory trains one token."""
+    records = [record(one.session_id, [1]) for one in trajectories]
+    return describe_batch(batch_of(trajectories, records), 1.0, **more)
+
+
+def test_staleness_of_tokens_in_the_loss_and_spans_over_versions(batch: RolloutBatch) -> None:
+    row = describe_batch(batch, success_reward=1.0)
+    assert (row["staleness/max"], row["staleness/mean"]) == (1, pytest.approx(1 / 3))
+    assert (row["staleness/share/0"], row["staleness/share/1"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert row["tokens/trained"] == 3
+    assert (row["rollouts/spanning"], row["rollouts/interrupted_completions"], row["rollouts/versions"]) == (1, 1, 1.5)
+    assert (row["reward/mean"], row["reward/success"]) == (0.5, 0.5)
+
+
+@given(successes=st.lists(st.booleans(), min_size=1, max_size=8), data=st.data())
+def test_pass_at_k_is_the_chance_that_one_of_k_succeeds(successes: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(successes)))
+    chosen = list(combinations(successes, k))
+    assert pass_at(k, len(successes), sum(successes)) == pytest.approx(sum(map(any, chosen)) / len(chosen))
+
+
+def test_pass_at_k_is_over_the_groups_that_have_k() -> None:
+    row = described(*groups_of({"a": (1.0, 0.0, 0.0, 0.0), "b": (1.0, 1.0)}))
+    assert row["reward/pass_at_2"] == pytest.approx((0.5 + 1.0) / 2)
+    assert row["reward/pass_at_4"] == 1.0  # the group of two says nothing of four
+    assert "reward/pass_at_8" not in row
+
+
+def groups_of(rewards: dict[str, tuple[float, ...]]) -> list[Trajectory]:
+    """Rollouts by group, whose names their tasks have, too."""
+    return [
+        replace(trajectory(f"{group}{number}", [1], reward), group_id=group, task_id=group)
+        for group, of_group in rewards.items()
+        for number, reward in enumerate(of_group)
+    ]
+
+
+def test_groups_without_spread() -> None:
+    assert described(*groups_of({"a": (1.0, 1.0), "b": (0.0, 1.0)}))["reward/zero_std_groups"] == 0.5
+
+
+def test_rewards_by_source() -> None:
+    sources = {"add": "maths", "sort": "code"}
+    row = described(*groups_of({"add": (1.0, 3.0), "sort": (5.0, 5.0)}), sources=sources)
+    assert (row["reward/mean/maths"], row["reward/std/maths"]) == (2.0, 1.0)
+    assert (row["reward/mean/code"], row["reward/std/code"]) == (5.0, 0.0)
+
+
+def test_rollouts_that_were_cut_or_forked() -> None:
+    cut, forked = trajectory("cut", [1], 0.0), trajectory("forked", [1], 0.0)
+    turn = cut.turns[0]
+    completion = replace(turn.completions[0], finish_reason=FinishReason.LENGTH)
+    cut = replace(cut, turns=(replace(turn, completions=(completion,)),))
+    branches = [record("forked", [1]), replace(record("forked", []), branch=1, parent_branch=0)]
+    row = describe_batch(batch_of([cut, forked], [record("cut", [1]), *branches]), 1.0)
+    assert (row["rollouts/truncated"], row["rollouts/forked"]) == (0.5, 0.5)
+
+
+def test_latencies() -> None:
+    seconds = list(range(1, 22))
+    random.Random(0).shuffle(seconds)
+    several = [replace(trajectory(f"s{n}", [1], 0.0), started_s=100.0, ended_s=100.0 + n) for n in seconds]
+    row = described(*several)
+    assert (row["rollouts/seconds"], row["rollouts/seconds_p50"], row["rollouts/seconds_p95"]) == (11.0, 11.0, 20.0)
+    assert (row["turns/seconds_p50"], row["turns/seconds_p95"]) == (1.0, 1.0)
+
+
+def test_tokens_that_were_sampled_and_are_not_trained() -> None:
+    one = record("a", [1, 1, 1, 1])
+    one.loss_mask[-1] = False
+    assert describe_batch(batch_of([trajectory("a", [1] * 4, 0.0)], [one]), 1.0)["tokens/masked_fraction"] == 0.25
+
+
+def test_named_parts_of_the_reward_and_numbers_that_a_workflow_logged() -> None:
+    parts = {"format": 1.0, "style": 0.25}
+    logged = {"tool_failures": 2, "is_hard": True, "answer": "42"}
+    first = replace(trajectory("a", [1], 0.0), rewards=Rewards(final=0.0, parts=parts), logged=logged)
+    rewards = Rewards(final=0.0, parts={"format": 0.0})
+    row = described(first, replace(first, session_id="b", rewards=rewards, logged={"is_hard": False}))
+    assert {name: value for name, value in row.items() if name.startswith(("reward/part/", "logged/"))} == {
+        "reward/part/format": 0.5,
+        "reward/part/style": 0.25,
+        "logged/tool_failures": 2.0,
+        "logged/is_hard": 0.5,
+    }
+
+
+def test_a_batch_of_nothing() -> None:
+    row = describe_batch(batch_of([], []), 1.0)
+    assert (row["rollouts/trained"], row["tokens/trained"], row["staleness/max"], row["reward/mean"]) == (0, 0, 0, 0.0)

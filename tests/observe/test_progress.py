@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import pytest
 
-from areal_agent.observe.metrics import Spent, StepView
-from areal_agent.observe.progress import Progress, advice, time_table
+from areal_agent.observe.metrics import Spent
+from areal_agent.observe.progress import Progress, StepView, advice, time_table
 
 
 def spent(engine: dict[str, float], trainer: dict[str, float]) -> Spent:

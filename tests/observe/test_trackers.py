@@ -11,7 +11,7 @@ import sqlite3
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -148,21 +148,13 @@ def test_one_that_cannot_be_opened_holds_up_nobody(caplog: pytest.LogCaptureFixt
 def test_one_that_hangs_loses_rows_and_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
     recorder = Recorder()
-    hanging = BackgroundTracker("hanging", after(release, recorder))
+    hanging = BackgroundTracker("hanging", lambda: release.wait() and recorder)
     for step in range(MAX_WAITING + 10):
         hanging.log(step, {"reward/mean": 0.0})
     hanging.close(deadline=0.0)  # long past
     (record,) = caplog.records
     assert f"rows are left out from step {MAX_WAITING} on" in record.message
     release.set()
-
-
-def after(event: threading.Event, recorder: Recorder) -> Callable[[], Recorder]:
-    def make() -> Recorder:
-        event.wait()
-        return recorder
-
-    return make
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

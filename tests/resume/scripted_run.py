@@ -18,9 +18,8 @@ from areal_agent.engine.fake import FakeEngine, Script
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.local import LocalSettings, RolloutExecutor, open_local
 from areal_agent.rollout.producer import Producer, run_all, sibling_specs
-from areal_agent.run.commits import Beginning, begin, commit, leases_of
 from areal_agent.run.preflight import Preflight
-from areal_agent.run.sources import TASKS, make_producer
+from areal_agent.run.sources import TASKS, Beginning, begin, leases_of, make_producer
 from areal_agent.trainer.checkpoint import CommitPoint, Passing, pass_by, publish_checkpoint
 from areal_agent.types import DiskWeights, GenerateRequest, RolloutBatch, Task, TrajectoryGroup, WeightVersion
 from areal_agent.weights.push import push
@@ -118,7 +117,8 @@ class ScriptedRun:
         step = self.version.step
         run_state = {TASKS: self.producer.draws.state(), **await leases_of(self.ledger, step)}
         path = await asyncio.to_thread(self.trainer.save, self.version, run_state)
-        await commit(self.ledger, step, path, self.passing)
+        await self.ledger.commit_checkpoint(step, str(path))
+        self.passing(CommitPoint.COMMITTED)
 
 
 def answer(request: GenerateRequest) -> list[int]:

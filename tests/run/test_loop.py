@@ -16,7 +16,7 @@ import pytest
 from areal_agent.errors import ArealAgentError
 from areal_agent.files import RunFolder
 from areal_agent.run.loop import Interruption, report_failure
-from areal_agent.run.results import RunFacts, RunStatus
+from areal_agent.run.results import Outcome
 
 
 async def signalled(
@@ -69,17 +69,8 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path)
     folder = RunFolder(tmp_path)
     folder.metrics.touch()
     folder.summary.mkdir()  # no file can be written there
-    facts = RunFacts(
-        status=RunStatus.FAILED,
-        wall_s=1.0,
-        success_before=None,
-        success_after=None,
-        num_eval_tasks=0,
-        checkpoint=None,
-        tokens=None,
-    )
     error = ArealAgentError("the disk is full")
-    report_failure(folder, facts, error)
+    report_failure(folder, Outcome(), error)
     report, hint = error.__notes__
     assert "report could not be written" in report
     assert hint == f"go on with: python -m areal_agent.train --resume {tmp_path}"

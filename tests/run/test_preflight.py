@@ -62,20 +62,14 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def test_fewer_steps_than_are_done(folder: RunFolder) -> None:
+def test_no_step_is_left(folder: RunFolder) -> None:
     with pytest.raises(ConfigError, match=r"4 steps are done and steps is 3, .*; set steps to more than 4"):
         require_steps_left(folder, 3)
-
-
-def test_as_many_of_a_completed_run(folder: RunFolder) -> None:
     folder.summary.write_text('{"status": "completed"}')
     with pytest.raises(ConfigError, match="nothing left to train"):
         require_steps_left(folder, 4)
     require_steps_left(folder, 5)
-
-
-def test_as_many_of_a_run_that_was_cut_off(folder: RunFolder) -> None:
-    folder.summary.write_text('{"status": "interrupted"}')
+    folder.summary.write_text('{"status": "interrupted"}')  # cut off after its last step
     require_steps_left(folder, 4)
 
 

@@ -51,13 +51,8 @@ def test_it_learns(quickstart: Path) -> None:
 
 def test_the_checkpoint_graded_again_gives_the_same_figure(quickstart: Path, tmp_path: Path) -> None:
     summary = summary_of(quickstart)
-    done = run(
-        "areal_agent.eval",
-        "--config",
-        "configs/quickstart.yaml",
-        f"model={summary['checkpoint']}",
-        f"run_dir={tmp_path / 'eval'}",
-    )
+    overrides = (f"model={summary['checkpoint']}", f"run_dir={tmp_path / 'eval'}")
+    done = run("areal_agent.eval", "--config", "configs/quickstart.yaml", *overrides)
     assert done.returncode == 0, done.stderr
     assert summary_of(tmp_path / "eval")["success"] == pytest.approx(summary["success_after"], abs=0.011)
 

@@ -16,7 +16,7 @@ import pytest
 from areal_agent.files import RunFolder
 from areal_agent.observe.metrics import MetricsLog
 from areal_agent.observe.progress import Progress
-from areal_agent.run.results import RunFacts, RunMetrics, RunStatus, closing_lines, write_report
+from areal_agent.run.results import Outcome, RunMetrics, RunStatus, closing_lines, write_report
 from areal_agent.trainer.wire import StepReport
 from areal_agent.types import Rewards, RolloutBatch
 from tests.histories import batch_of, record, trajectory
@@ -42,16 +42,6 @@ SUMMARY = {
     "num_skipped_updates": 0,
     "checkpoint": None,
 }
-
-
-FACTS = RunFacts(
-    status=RunStatus.COMPLETED,
-    wall_s=7.0,
-    success_before=None,
-    success_after=None,
-    num_eval_tasks=0,
-    checkpoint=None,
-)
 
 
 GRADED = {"num_eval_tasks": 4, "success_before": 0.25, "success_after": 0.75, "reward_before": 0.25}
@@ -88,7 +78,7 @@ def test_the_summary_has_the_mean_rewards_of_the_last_evaluations(tmp_path: Path
     for label, mean in (("before", 0.25), ("after", 0.5), ("after", 0.625)):
         log.append({"kind": "evaluation", "step": 0, "label": label, "eval/success": 0.0, "eval/reward_mean": mean})
     log.close()
-    summary = write_report(folder, replace(FACTS, success_before=0.0, success_after=0.0, num_eval_tasks=4))
+    summary = write_report(folder, Outcome(success_before=0.0, success_after=0.0, num_eval_tasks=4))
     assert (summary["reward_before"], summary["reward_after"]) == (0.25, 0.625)
 
 
@@ -110,7 +100,7 @@ def write(path: Path, *, with_evaluation: bool) -> dict[str, Any]:
     for row in rows:
         log.append(row)
     log.close()
-    return write_report(folder, FACTS)
+    return write_report(folder, Outcome(status=RunStatus.COMPLETED))
 
 
 def test_the_summary_has_the_seconds_of_all_rows_and_advice_of_the_steps(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import signal
 import tempfile
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,7 +29,7 @@ from areal_agent.errors import ConfigError, ProcessDied, RolloutsFailing, Traine
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run import Run
-from areal_agent.run.sources import OwnRollouts
+from areal_agent.run.sources import memory_lent
 from areal_agent.types import WeightVersion
 from tests.cluster.conftest import serving
 
@@ -282,22 +281,14 @@ class Memory:
         self.calls.append("resume")
 
 
-def rollouts_with(memory: Memory | None) -> OwnRollouts:
-    serving = SimpleNamespace(engine=SimpleNamespace(memory=memory))
-    return OwnRollouts(serving=serving, producer=None, ledger=None, batch_size=1)  # pyright: ignore[reportArgumentType]
-
-
 async def test_the_memory_comes_back_when_a_train_step_fails() -> None:
     memory = Memory()
     with pytest.raises(ValueError, match="training failed"):
-        async with rollouts_with(memory).memory_lent():
+        async with memory_lent(memory):
             assert memory.calls == ["release"]
             raise ValueError("training failed")
     assert memory.calls == ["release", "resume"]
-
-
-async def test_an_engine_whose_memory_is_not_to_be_lent_is_left_alone() -> None:
-    async with rollouts_with(None).memory_lent():
+    async with memory_lent(None):  # an engine that keeps its memory is left alone
         pass
 
 

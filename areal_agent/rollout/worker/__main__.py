@@ -12,8 +12,7 @@ from pathlib import Path
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ArealAgentError
 from areal_agent.ledger.shard import LedgerShard
-from areal_agent.observe.logging import log_to_output
-from areal_agent.process import collect_garbage_rarely, exit_with_parent
+from areal_agent.process import collect_garbage_rarely, exit_with_parent, start_logging
 from areal_agent.rollout.local import open_local
 from areal_agent.rollout.worker.messages import Channel, Ready, Refused, Warned, WorkerSettings, decode_settings, encode
 from areal_agent.rollout.worker.server import MeteredSampler, WorkerServer
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket that calls come over")
     arguments = parser.parse_args(None if argv is None else list(argv))
     exit_with_parent()
-    log_to_output()
+    start_logging()
     try:
         sock = socket.socket(fileno=arguments.fd)
     except OSError as error:
