@@ -10,8 +10,8 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from areal_agent.engine import wire
 from areal_agent.engine.transport import CONNECT_TIMEOUT_S, LATE_S, Transport, awake_timeout
+from areal_agent.engine.wire import control, generate
 
 from .slept import SleptLoop, run_in_slept_loop
 
@@ -74,11 +74,11 @@ async def _told(_: web.Request) -> web.Response:
 def test_calls_over_a_connection_that_was_slept_through(is_sampling: bool, num_steps: int) -> None:
     async def work(loop: SleptLoop) -> object:
         app = web.Application()
-        app.router.add_get(wire.SERVER_INFO, _told)
-        app.router.add_post(wire.GENERATE, _told)
+        app.router.add_get(control.SERVER_INFO, _told)
+        app.router.add_post(generate.GENERATE, _told)
         runner = await _serve(app)
         transport = Transport(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        ask = transport.sample(wire.GENERATE, {}) if is_sampling else transport.get(wire.SERVER_INFO)
+        ask = transport.sample(generate.GENERATE, {}) if is_sampling else transport.get(control.SERVER_INFO)
         try:
             call = asyncio.create_task(ask)
             await some_steps(num_steps)

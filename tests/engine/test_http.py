@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from areal_agent.engine import wire
 from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.wire import control, generate
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import DiskWeights, PauseMode, SharedMemoryWeights, TensorEntry, WeightVersion
 
@@ -25,7 +25,7 @@ async def answering(path: str, handler, **settings):
         return web.json_response(INFO)
 
     app = web.Application()
-    app.router.add_get(wire.SERVER_INFO, info)
+    app.router.add_get(control.SERVER_INFO, info)
     app.router.add_route("*", path, handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -62,7 +62,7 @@ async def test_large_weights_have_more_time_than_other_calls():
 
     async def answer(request: web.Request) -> web.Response:
         """A load counts as ended when a call that began after it goes unanswered; other calls never end one."""
-        if request.path == wire.SEND_PUSH:
+        if request.path == control.SEND_PUSH:
             is_loading.set()
             await has_run_out.wait()
             return web.json_response({})
@@ -85,7 +85,7 @@ async def test_a_server_that_hangs_up(ask):
         request.transport.abort()
         return web.Response()
 
-    async with answering(wire.GENERATE, hang_up) as engine:
+    async with answering(generate.GENERATE, hang_up) as engine:
         with pytest.raises(EngineUnreachable, match="no answer"):
             await engine.generate(ask())
 
@@ -104,7 +104,7 @@ async def test_answers_that_are_none(response, error, message, ask):
     async def answer(_: web.Request) -> web.Response:
         return response()
 
-    async with answering(wire.GENERATE, answer) as engine:
+    async with answering(generate.GENERATE, answer) as engine:
         with pytest.raises(error, match=message):
             await engine.generate(ask())
 
@@ -113,7 +113,7 @@ async def test_an_engine_with_too_much_to_do_refuses_nothing(ask):
     async def refuse(_: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "busy"}}, status=429)
 
-    async with answering(wire.GENERATE, refuse) as engine:
+    async with answering(generate.GENERATE, refuse) as engine:
         with pytest.raises(EngineUnreachable, match="429: busy"):
             await engine.generate(ask())
 
@@ -122,7 +122,7 @@ async def test_a_refused_update_is_a_weight_update_error():
     async def refuse(_: web.Request) -> web.Response:
         return web.json_response({"success": False, "message": "bad path", "num_paused_requests": 0}, status=400)
 
-    async with answering(wire.UPDATE_FROM_DISK, refuse) as engine:
+    async with answering(control.UPDATE_FROM_DISK, refuse) as engine:
         with pytest.raises(WeightUpdateError, match="bad path"):
             await engine.update_weights(DiskWeights(path="x"), WeightVersion(step=1))
 
@@ -132,7 +132,7 @@ async def test_cancelling_generate_sends_an_abort(ask):
     aborted: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     async def serve(request: web.Request) -> web.Response:
-        if request.path == wire.GENERATE:
+        if request.path == generate.GENERATE:
             arrived.set()
             await asyncio.Event().wait()
         aborted.set_result(await request.json())

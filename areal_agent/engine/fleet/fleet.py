@@ -34,7 +34,7 @@ from areal_agent.engine.fleet.member import (
 )
 from areal_agent.engine.fleet.pushes import FleetPushes
 from areal_agent.engine.fleet.relay import Relay
-from areal_agent.engine.wire import EngineStats
+from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, ServerRefused
 from areal_agent.types import EngineInfo, GenerateRequest, GenerateResult, PauseMode, TokenChunk, Weights, WeightVersion
 

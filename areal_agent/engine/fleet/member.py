@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from areal_agent.engine.wire import EngineStats
+from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineUnreachable, ServerRefused
 from areal_agent.process import count_cancellations
 from areal_agent.protocols import Engine

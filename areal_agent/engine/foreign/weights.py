@@ -10,17 +10,17 @@ failed   a server may report a failure although its weights have changed, so the
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Self
 
 import orjson
 
+from areal_agent.engine.foreign.server import ForeignServer, Held, Served
 from areal_agent.engine.foreign.weight_folders import WeightFolders, is_adapter, prove_adapter, prove_fits, read_shapes
 from areal_agent.engine.wire.fields import WireError, as_integer, as_object, decode_json
-from areal_agent.engine.wire.weights import encode_distributed
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import DistributedWeights, JsonObject, TensorEntry, Weights, WeightVersion
+from areal_agent.types import DistributedWeights, TensorEntry, Weights, WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,104 +77,25 @@ class ServedModel:
             )
 
 
-UNLABELLED = "default"
-"""The label of weights that a server of either kind was started with."""
-
-FIRST = str(WeightVersion())
-
-
-def label_spans(spans: Sequence[Any]) -> list[JsonObject]:
-    """Label the spans of an answer: unlabelled weights count as the first version.
-
-    Before the first push of a trainer elsewhere these are what serves. If this process pushes, it labels every server's
-    weights before the server samples, so an unlabelled span is an error and this is not used.
-
-    >>> label_spans([{"version": "default", "start": 0, "end": 2}, {"version": "1:0", "start": 2, "end": 3}])
-    [{'version': '0:0', 'start': 0, 'end': 2}, {'version': '1:0', 'start': 2, 'end': 3}]
-    """
-    return [_label(as_object(span, "a span of weight_versions"), "version") for span in spans]
-
-
-def label_meta(meta: JsonObject) -> JsonObject:
-    """Label SGLang's `meta_info` in the same way: the current label, and the spans."""
-    told = _label(meta, "weight_version")
-    spans = told.get("weight_versions")
-    return {**told, "weight_versions": label_spans(spans)} if isinstance(spans, list) else told
-
-
-def _label(fields: JsonObject, name: str) -> JsonObject:
-    return {**fields, name: FIRST} if fields.get(name) == UNLABELLED else fields
-
-
 FIRST_LOOK_S = 0.02
 LAST_LOOK_S = 0.5
 
 
-class Ask(Protocol):
-    """Calls a method of ours in each process of a server. Raises EngineError if a process lacks it."""
-
-    async def __call__(self, method: str, arguments: Sequence[str]) -> Sequence[str]: ...
-
-
-async def receive(ask: Ask, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
+async def receive(server: ForeignServer, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
     """Make all processes of a server receive, verify and hold these weights. Raises EngineError when one does not.
 
     Of the weights held before, they keep those of the push `beside`. A process receives in a thread of its own
     (reception.py), because a long call would hold up its requests; so it is asked for its progress, at growing
     intervals.
     """
-    told = {**encode_distributed(weights), "group": secrets.token_hex(8)}
-    await ask("receive_weights", [push_id, orjson.dumps(told).decode(), beside or ""])
+    told = {**asdict(weights), "group": secrets.token_hex(8)}
+    await server.ask("receive_weights", [push_id, orjson.dumps(told).decode(), beside or ""])
     look_s = FIRST_LOOK_S
-    while unproved := [state for state in await ask("received", [push_id]) if state != "proved"]:
+    while unproved := [state for state in await server.ask("received", [push_id]) if state != "proved"]:
         if failed := [state for state in unproved if state != "receiving"]:
             raise WeightUpdateError(f"the server did not take the weights: {failed[0]}")
         await asyncio.sleep(look_s)
         look_s = min(2 * look_s, LAST_LOOK_S)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """Weights of a push that the server's processes hold in memory besides the serving ones."""
-
-    push_id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """The current weights of a server, and its label for them."""
-
-    source: Path | Held | None
-    """None: somebody else loaded them, and this server does not say from where."""
-    label: str
-
-    @property
-    def version(self) -> WeightVersion | None:
-        """The version that the label names; None if it is not one of ours."""
-        try:
-            return WeightVersion.parse(self.label)
-        except ValueError:
-            return None
-
-
-class Loader(Protocol):
-    """Makes one server load weights."""
-
-    async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
-        ...
-
-
-class Receiver(Protocol):
-    """Makes the processes of one server receive weights from the trainer. They lose the weights when they end."""
-
-    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
-        """Call a method of ours in each process and return the answers. Raises EngineError if one fails."""
-        ...
-
-    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load what its processes hold. Raises EngineError unless it confirms the label."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -188,20 +109,10 @@ class _Push:
 class ServerWeights:
     """The weights that one server serves (`serving`), and those that it is to serve next."""
 
-    def __init__(
-        self,
-        loader: Loader,
-        receiver: Receiver,
-        folders: WeightFolders,
-        model: ServedModel,
-        serving: Served,
-        *,
-        base_url: str,
-    ) -> None:
+    def __init__(self, server: ForeignServer, folders: WeightFolders, model: ServedModel, serving: Served) -> None:
         self.serving = serving
-        self._base_url = base_url
-        self._loader = loader
-        self._receiver = receiver
+        self._server = server
+        self._base_url = server.transport.base_url
         self._folders = folders
         self._model = model
         self._push: _Push | None = None
@@ -284,7 +195,7 @@ class ServerWeights:
         self._model.prove_entries(weights.entries)
         serving = self.serving.source
         beside = serving.push_id if isinstance(serving, Held) else None
-        await receive(self._receiver.ask, push.id, weights, beside=beside)
+        await receive(self._server, push.id, weights, beside=beside)
         push.source = Held(push_id=push.id)
 
     async def _load(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
@@ -316,10 +227,7 @@ class ServerWeights:
 
     async def _tell(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
         try:
-            if isinstance(source, Path):
-                await self._loader.load(source, label, flush_cache=flush_cache)
-            else:
-                await self._receiver.load_received(source.push_id, label, flush_cache=flush_cache)
+            await self._server.load(source, label, flush_cache=flush_cache)
         except asyncio.CancelledError:
             self._broken = f"the load of version {label} was cancelled"
             raise

@@ -11,7 +11,7 @@ import pytest
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.engine.fleet.fleet import Fleet, MemberReport
 from areal_agent.engine.fleet.member import MemberState, Patience
-from areal_agent.engine.wire import EngineStats
+from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import EngineInfo, GenerateRequest, GenerateResult, SamplingParams, TokenChunk, WeightVersion
 

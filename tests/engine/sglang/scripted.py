@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from areal_agent.engine import wire
 from areal_agent.engine.sglang.server import CHECK_WEIGHTS
+from areal_agent.engine.wire import control, generate
 from areal_agent.types import WeightVersion
 
 OLD = WeightVersion(step=3)
@@ -94,14 +94,14 @@ class ScriptedServer:
 async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
     """Yield the URL of a scripted server."""
     app = web.Application(middlewares=[server.count])
-    app.router.add_get(wire.SERVER_INFO, server.server_info)
-    app.router.add_get(wire.MODEL_INFO, server.model_info)
-    app.router.add_get(wire.HEALTH, server.hang)
+    app.router.add_get(control.SERVER_INFO, server.server_info)
+    app.router.add_get(control.MODEL_INFO, server.model_info)
+    app.router.add_get(control.HEALTH, server.hang)
     app.router.add_get("/v1/loads", server.loads)
-    app.router.add_post(wire.UPDATE_FROM_DISK, server.update)
+    app.router.add_post(control.UPDATE_FROM_DISK, server.update)
     app.router.add_post(CHECK_WEIGHTS, server.check)
-    app.router.add_post(wire.GENERATE, server.generate)
-    for path in (wire.PAUSE_GENERATION, wire.CONTINUE_GENERATION, wire.ABORT_REQUEST):
+    app.router.add_post(generate.GENERATE, server.generate)
+    for path in (control.PAUSE_GENERATION, control.CONTINUE_GENERATION, control.ABORT_REQUEST):
         app.router.add_post(path, server.yes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from areal_agent.engine import wire
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.engine.sglang.server import SglangAnswer, SglangServer
+from areal_agent.engine.wire import control
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
 from areal_agent.weights.push import push
@@ -123,7 +123,7 @@ class PausedWithAFailure(ScriptedServer):
 
     async def yes(self, request: web.Request) -> web.Response:
         self.told.append(request.path)
-        return web.Response(status=500) if request.path == wire.PAUSE_GENERATION else await super().yes(request)
+        return web.Response(status=500) if request.path == control.PAUSE_GENERATION else await super().yes(request)
 
 
 async def test_a_pause_that_fails_is_ended(tiny, other):
@@ -131,7 +131,7 @@ async def test_a_pause_that_fails_is_ended(tiny, other):
     async with serving(server) as url, aclosing(ForeignEngine(SglangServer(url))) as engine:
         with pytest.raises(EngineUnreachable, match="500"):
             await engine.load(other, NEW)
-    assert server.told == [wire.PAUSE_GENERATION, wire.CONTINUE_GENERATION] and server.loaded == []
+    assert server.told == [control.PAUSE_GENERATION, control.CONTINUE_GENERATION] and server.loaded == []
 
 
 async def test_a_label_that_does_not_move_is_no_success(scripted, share, other):
