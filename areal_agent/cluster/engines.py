@@ -70,7 +70,7 @@ class RunningEngine:
             return await asyncio.get_running_loop().create_future()
         failure = await self.servers.failure()
         while not set(self.urls) <= set(self.servers.urls):
-            await self.client.changed()
+            await self.client.roster.changed()
         return failure
 
 
@@ -88,9 +88,9 @@ async def open_engine(
         servers = await stack.enter_async_context(_start(config, model, version, logs))
         fleet, address = await stack.enter_async_context(_connected(config, servers.urls))
         if config.backend == "vllm":
-            await fleet.load(model, version)  # so that the fleet can restore these weights
+            await fleet.pushes.load(model, version)  # so that the fleet can restore these weights
         else:
-            fleet.begin_with(model, version)
+            fleet.pushes.begin_with(model, version)
         memory = await stack.enter_async_context(memory_of(fleet, servers.urls)) if config.release_kv else None
         yield RunningEngine(client=fleet, address=address, servers=servers, memory=memory)
 
@@ -128,7 +128,7 @@ async def _take_over(fleet: Fleet, config: EngineConfig, model: Path, version: W
     try:
         await fleet.wait_ready(config.startup_timeout_s)
         await fleet.info()
-        await fleet.load(model, version)
+        await fleet.pushes.load(model, version)
     except EngineError as error:
         raise ConfigError(f"engine.urls: {error}") from error
 

@@ -244,7 +244,7 @@ class WorkerPool:
                 told = view
                 for seat in self.seats:
                     seat.tell_engines(view)
-            await engine.changed()
+            await engine.roster.changed()
 
     async def run(self, spec: RolloutSpec) -> EndedRollout:
         async with self._slots:
