@@ -7,12 +7,11 @@ only their owner may read.
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_agent.cluster.kept_server import KeptServers
-from areal_agent.cluster.servers import start_embedded, start_sglang, start_vllm
+from areal_agent.cluster.servers import KeptServers, start_embedded, start_sglang, start_vllm
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.config import EngineConfig
@@ -85,7 +84,8 @@ async def open_engine(
             await _take_over(fleet, config, model, version)
             yield RunningEngine(client=fleet, address=address)
             return
-        servers = await stack.enter_async_context(_start(config, model, version, logs))
+        start = {"embedded": start_embedded, "sglang": start_sglang, "vllm": start_vllm}[config.backend]
+        servers = await stack.enter_async_context(start(config, model, version, logs))
         fleet, address = await stack.enter_async_context(_connected(config, servers.urls))
         if config.backend == "vllm":
             await fleet.pushes.load(model, version)  # so that the fleet can restore these weights
@@ -93,18 +93,6 @@ async def open_engine(
             fleet.pushes.begin_with(model, version)
         memory = await stack.enter_async_context(memory_of(fleet, servers.urls)) if config.release_kv else None
         yield RunningEngine(client=fleet, address=address, servers=servers, memory=memory)
-
-
-def _start(
-    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
-) -> AbstractAsyncContextManager[KeptServers]:
-    match config.backend:
-        case "embedded":
-            return start_embedded(config, model, version, logs)
-        case "sglang":
-            return start_sglang(config, model, version, logs)
-        case "vllm":
-            return start_vllm(config, model, version, logs)
 
 
 @asynccontextmanager

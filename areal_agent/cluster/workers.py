@@ -23,8 +23,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from areal_agent.cluster.kept_server import MAX_DEATHS, WITHIN_S, DeathCount
 from areal_agent.cluster.local import start_worker
+from areal_agent.cluster.servers import MAX_DEATHS, WITHIN_S, DeathCount
 from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import FleetView
 from areal_agent.errors import ArealAgentError, LedgerError, ProcessDied, WorkerError

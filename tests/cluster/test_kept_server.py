@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.cluster.kept_server import DeathCount, KeptServer, KeptServers, keep_servers
+from areal_agent.cluster.servers import DeathCount, KeptServer, KeptServers, keep_servers
 from areal_agent.errors import EngineUnreachable, ProcessDied
 from areal_agent.process import ManagedProcess
 

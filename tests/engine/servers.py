@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
 
-from areal_agent.cluster.kept_server import KeptServers
+from areal_agent.cluster.servers import KeptServers
 from areal_agent.engine.config import EngineConfig
 from areal_agent.types import WeightVersion
 

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from areal_agent.engine.foreign.server import ForeignServer, ServerState
+from areal_agent.engine.foreign.server import ForeignServer, ServedModel, ServerState, ServerWeights
 from areal_agent.engine.foreign.weight_folders import WeightFolders
-from areal_agent.engine.foreign.weights import ServedModel, ServerWeights
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.transport import wait_until_healthy
 from areal_agent.engine.wire.control import EngineStats

@@ -6,7 +6,7 @@ How SGLang deviates from the common wire, and what is done about it:
     an abort takes ids by prefix, is lost at a pause     foreign/engine.py: ids of equal length, streams that are closed
     `/health` samples a token, so fails while paused     `/server_info` goes through the scheduler and needs no model
     a label only changes when it is given                every update gives one, and it is read back
-    it may answer 400 although the weights changed       foreign/weights.py pauses first and undoes whatever fails
+    it may answer 400 although the weights changed       foreign/server.py pauses first and undoes whatever fails
     idle connections are closed after 5 s                every call has its own connection
     events may hold all tokens so far                    refused; a flag of its start tells
     tensors that a folder lacks keep their old value     foreign/weight_folders.py checks the folder first

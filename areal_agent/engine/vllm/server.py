@@ -8,7 +8,7 @@ How vLLM deviates from what this project needs, and what is done about it:
     a load does not change the label                     it is set afterwards, and read back
     a flush may be refused with a success status         the answer is read; running requests are reset first
     the prefix cache is keyed by tokens alone            requests are salted with the label of the weights
-    the folder that serves is not reported after a load  foreign/weights.py remembers it
+    the folder that serves is not reported after a load  foreign/server.py remembers it
     `/health` answers while the scheduler hangs          `/is_paused` goes through the scheduler
     an answer ends at the model's end token              `encode_sampling` uses only the tokens of the request
     the likeliest tokens start with the sampled one      one more is requested, and they are ranked

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_agent.cluster.servers import StartedServer
+from areal_agent.cluster.servers import wait_until_it_serves
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.errors import EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
@@ -209,11 +209,11 @@ async def test_metrics_are_added_up(scripted):
 
 async def test_a_server_that_is_started_is_given_its_version(scripted, tiny):
     server, engine = scripted
-    await StartedServer(engine, tiny, OLD).wait_ready(60.0)
+    await wait_until_it_serves(engine, (tiny, OLD), 60.0)
     assert (server.loaded, server.label) == ([str(tiny)], str(OLD))
     server.load_statuses = [500]
     with pytest.raises(EngineUnreachable, match="refuses weights"):
-        await StartedServer(engine, tiny, NEW).wait_ready(60.0)
+        await wait_until_it_serves(engine, (tiny, NEW), 60.0)
 
 
 async def test_a_server_that_was_started_again_is_known_by_its_label(scripted, share, other):
