@@ -73,11 +73,7 @@ class Seat:
     """The place of one worker. `engine_busy` unites the busy time of all workers' requests."""
 
     def __init__(
-        self,
-        settings: WorkerSettings,
-        logs: Path,
-        engine_busy: SpanUnion,
-        on_warning: Callable[[str], None],
+        self, settings: WorkerSettings, logs: Path, engine_busy: SpanUnion, on_warning: Callable[[str], None]
     ) -> None:
         self.settings = settings
         self.name = f"worker {settings.number}"

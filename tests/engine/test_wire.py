@@ -124,11 +124,7 @@ def test_pushed_weights_arrive_as_they_were_sent(weights, push_id):
 @given(shared, versions, st.booleans())
 def test_weight_updates_arrive_as_they_were_sent(weights, version, flush):
     update = control.SharedMemoryUpdate(
-        path=weights.path,
-        entries=weights.entries,
-        crc32=weights.crc32,
-        weight_version=version,
-        flush_cache=flush,
+        path=weights.path, entries=weights.entries, crc32=weights.crc32, weight_version=version, flush_cache=flush
     )
     assert resent(update) == update and update.weights == weights
     from_disk = control.DiskUpdate(model_path=weights.path, weight_version=version, flush_cache=flush)
@@ -232,8 +228,7 @@ def test_answers_that_contradict_themselves_are_not_read(meta, message):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [{"error": {"message": "why"}}, {"success": False, "message": "why"}, {"error": "why"}],
+    "body", [{"error": {"message": "why"}}, {"success": False, "message": "why"}, {"error": "why"}]
 )
 def test_the_message_of_a_failure_is_found(body):
     assert fields.decode_failure(body, 400).message == "why"
@@ -244,11 +239,7 @@ SGLANG_INFO = {"model_path": "m", "weight_version": "default", "context_length":
 
 def test_what_sglang_says_of_itself_is_read():
     assert control.decode_info(SGLANG_INFO | {"grammar_backend": "xgrammar"}) == EngineInfo(
-        model_path="m",
-        weight_version=WeightVersion(),
-        vocab_size=2**31 - 1,
-        max_context_tokens=4090,
-        has_grammar=True,
+        model_path="m", weight_version=WeightVersion(), vocab_size=2**31 - 1, max_context_tokens=4090, has_grammar=True
     )
     assert control.decode_info(SGLANG_INFO | {"context_length": 8192}).max_context_tokens == 8192
     assert not control.decode_info(SGLANG_INFO | {"grammar_backend": "none"}).has_grammar

@@ -351,9 +351,5 @@ async def _until_nobody_uses(engine: MemberEngine) -> None:
 
 def _report(member: Member, num_requests: int) -> MemberReport:
     return MemberReport(
-        url=member.url,
-        state=member.state,
-        reason=member.reason,
-        version=member.version,
-        num_requests=num_requests,
+        url=member.url, state=member.state, reason=member.reason, version=member.version, num_requests=num_requests
     )

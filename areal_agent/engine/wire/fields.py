@@ -146,8 +146,7 @@ def decode_failure(body: object, status: int) -> Failure:
     nested = cast(dict[str, Any], error) if isinstance(error, dict) else {"message": error}
     message, code = nested.get("message") or fields.get("message"), nested.get("code")
     return Failure(
-        message=message if isinstance(message, str) else f"{body!r}",
-        status=code if type(code) is int else status,
+        message=message if isinstance(message, str) else f"{body!r}", status=code if type(code) is int else status
     )
 
 

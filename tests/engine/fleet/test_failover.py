@@ -140,10 +140,7 @@ async def test_it_may_move_more_than_once(open_stage):
 
 @pytest.mark.parametrize(
     ("sampling", "num_tokens", "reason"),
-    [
-        ({"max_tokens": 3}, 3, FinishReason.LENGTH),
-        ({"stop_token_ids": (1005,)}, 3, FinishReason.STOP),
-    ],
+    [({"max_tokens": 3}, 3, FinishReason.LENGTH), ({"stop_token_ids": (1005,)}, 3, FinishReason.STOP)],
 )
 async def test_nothing_is_sampled_beyond_the_end(open_stage, sampling, num_tokens, reason):
     """The server dies after the last token, before it has said that it was the last."""

@@ -16,14 +16,14 @@ OLD = WeightVersion(step=3)
 
 
 class ScriptedServer:
-    """Answers as SGLang does; `update_answers` are used one by one, then updates succeed."""
+    """Answers as SGLang does; `load_statuses` are used one by one, then updates succeed."""
 
     def __init__(self, model: str) -> None:
         self.started_with = model
         self.model = model
         self.label = str(OLD)
         self.loaded: list[tuple[str, str]] = []
-        self.update_statuses: list[int] = []
+        self.load_statuses: list[int] = []
         self.hangs_at = 0  # which update is never answered
         self.is_hanging = asyncio.Event()
         self.moves_label = True
@@ -56,7 +56,7 @@ class ScriptedServer:
         if self.hangs_at == len(self.loaded):
             self.is_hanging.set()
             await asyncio.Event().wait()
-        status = self.update_statuses.pop(0) if self.update_statuses else 200
+        status = self.load_statuses.pop(0) if self.load_statuses else 200
         self.model = body["model_path"]
         if status == 200 and self.moves_label:
             self.label = body["weight_version"]
