@@ -34,6 +34,8 @@ from ..sglang.test_receiving import (  # noqa: F401
 from ..transfers import parameters_of, serve
 from .scripted import OLD, ScriptedServer, answering
 
+__all__ = ["channel"]  # a fixture
+
 NUM_WORKERS = 2
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 
