@@ -1,9 +1,11 @@
-"""Real servers for tests, where their environments exist. A helper of tests."""
+"""Servers for tests: scripted ones, and real ones where their environments exist. A helper of tests."""
 
 import asyncio
-from collections.abc import Callable, Generator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+
+from aiohttp import web
 
 from areal_agent.cluster.servers import KeptServers
 from areal_agent.engine.config import EngineConfig
@@ -13,6 +15,18 @@ Start = Callable[[EngineConfig, Path, WeightVersion, Path], AbstractAsyncContext
 
 STARTUP_S = 600.0
 BEGUN_WITH = WeightVersion(step=7)
+
+
+@asynccontextmanager
+async def serving_app(app: web.Application) -> AsyncGenerator[str]:
+    """Serve an application; yield its URL."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 @contextmanager

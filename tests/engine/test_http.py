@@ -4,7 +4,7 @@ Its time limit grows with the time that its weights take from a slow disk.
 """
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -13,36 +13,35 @@ from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.wire import control, generate
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import DiskWeights, PauseMode, SharedMemoryWeights, TensorEntry, WeightVersion
+from tests.engine.servers import serving_app
 
 INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_context_tokens": 512}
+
+
+def saying(body: object, status: int = 200):
+    """Return a handler with this answer."""
+
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response(body, status=status)
+
+    return handler
 
 
 @asynccontextmanager
 async def answering(path: str, handler, **settings):
     """Yield a client of a server whose `path` is answered by `handler`."""
 
-    async def info(_: web.Request) -> web.Response:
-        return web.json_response(INFO)
-
     app = web.Application()
-    app.router.add_get(control.SERVER_INFO, info)
+    app.router.add_get(control.SERVER_INFO, saying(INFO))
     app.router.add_route("*", path, handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = HttpEngine(f"http://127.0.0.1:{runner.addresses[0][1]}", **settings)
-    try:
+    async with serving_app(app) as url, aclosing(HttpEngine(url, **settings)) as engine:
         yield engine
-    finally:
-        await engine.aclose()
-        await runner.cleanup()
 
 
 @pytest.fixture
 async def nobody(unused_tcp_port):
-    engine = HttpEngine(f"http://127.0.0.1:{unused_tcp_port}")
-    yield engine
-    await engine.aclose()
+    async with aclosing(HttpEngine(f"http://127.0.0.1:{unused_tcp_port}")) as engine:
+        yield engine
 
 
 async def test_nobody_there(nobody, ask):
@@ -110,19 +109,14 @@ async def test_answers_that_are_none(response, error, message, ask):
 
 
 async def test_an_engine_with_too_much_to_do_refuses_nothing(ask):
-    async def refuse(_: web.Request) -> web.Response:
-        return web.json_response({"error": {"message": "busy"}}, status=429)
-
-    async with answering(generate.GENERATE, refuse) as engine:
+    async with answering(generate.GENERATE, saying({"error": {"message": "busy"}}, status=429)) as engine:
         with pytest.raises(EngineUnreachable, match="429: busy"):
             await engine.generate(ask())
 
 
 async def test_a_refused_update_is_a_weight_update_error():
-    async def refuse(_: web.Request) -> web.Response:
-        return web.json_response({"success": False, "message": "bad path", "num_paused_requests": 0}, status=400)
-
-    async with answering(control.UPDATE_FROM_DISK, refuse) as engine:
+    refusal = {"success": False, "message": "bad path", "num_paused_requests": 0}
+    async with answering(control.UPDATE_FROM_DISK, saying(refusal, status=400)) as engine:
         with pytest.raises(WeightUpdateError, match="bad path"):
             await engine.update_weights(DiskWeights(path="x"), WeightVersion(step=1))
 

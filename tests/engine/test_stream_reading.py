@@ -8,6 +8,7 @@
 
 import asyncio
 import dataclasses
+from contextlib import AsyncExitStack, aclosing
 from itertools import pairwise
 
 import orjson
@@ -29,6 +30,7 @@ from areal_agent.types import (
     VersionSpan,
     WeightVersion,
 )
+from tests.engine.servers import serving_app
 
 INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_context_tokens": 512}
 SPANS = [{"version": "0:7", "start": 0, "end": 2}, {"version": "0:8", "start": 2, "end": 4}]
@@ -155,7 +157,7 @@ def test_events_that_contradict_themselves_are_not_read(events, message):
 @pytest.fixture
 async def scripted():
     """Yield a client of a server that answers `/generate` with these pieces of bytes, then does `after`."""
-    running: list[tuple[HttpEngine, web.AppRunner]] = []
+    stack = AsyncExitStack()
 
     async def start(pieces: list[bytes], after=None) -> tuple[HttpEngine, list[object]]:
         bodies: list[object] = []
@@ -181,17 +183,11 @@ async def scripted():
         app.router.add_get(control.SERVER_INFO, info)
         app.router.add_post(generate.GENERATE, sample)
         app.router.add_post(control.ABORT_REQUEST, abort)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        engine = HttpEngine(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        running.append((engine, runner))
-        return engine, bodies
+        url = await stack.enter_async_context(serving_app(app))
+        return await stack.enter_async_context(aclosing(HttpEngine(url))), bodies
 
-    yield start
-    for engine, runner in running:
-        await engine.aclose()
-        await runner.cleanup()
+    async with stack:
+        yield start
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])

@@ -165,6 +165,12 @@ class Stage:
         while not is_so():  # noqa: ASYNC110 (a fleet tells nobody of its servers' states)
             await asyncio.sleep(0.001)
 
+    async def kill_all(self) -> None:
+        """Kill all servers; return once the fleet knows."""
+        for server in self.servers.values():
+            server.kill()
+        await self.until(lambda: not any(one.state is MemberState.SERVING for one in self.fleet.report()))
+
     async def until_serving(self, server: Server) -> None:
         await self.until(lambda: self.state(server) is MemberState.SERVING)
 

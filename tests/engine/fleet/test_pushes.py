@@ -127,9 +127,7 @@ async def test_who_missed_a_version_does_not_sample(stage):
 
 async def test_with_nobody_serving_a_push_waits(stage):
     stage.fleet.pushes.begin_with(DiskWeights, OLD)  # type: ignore[arg-type]
-    for server in stage.servers.values():
-        server.kill()
-    await stage.until(lambda: not any(one.state is MemberState.SERVING for one in stage.fleet.report()))
+    await stage.kill_all()
     pushing = asyncio.ensure_future(push([stage.fleet], WEIGHTS, NEW))
     await asyncio.sleep(0)
     stage.one.restart(OLD)
@@ -143,9 +141,7 @@ async def test_with_nobody_serving_a_push_waits(stage):
 async def test_nobody_for_too_long_is_a_failed_push(open_stage):
     async with open_stage(*map(Server, URLS), patience=replace(PATIENT, wait_s=0.02)) as stage:
         await stage.fleet.info()
-        for server in stage.servers.values():
-            server.kill()
-        await stage.until(lambda: not any(one.state is MemberState.SERVING for one in stage.fleet.report()))
+        await stage.kill_all()
         with pytest.raises(WeightUpdateError, match="no server has served"):
             await push([stage.fleet], WEIGHTS, NEW)
 

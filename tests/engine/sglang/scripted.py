@@ -11,6 +11,8 @@ from areal_agent.engine.sglang.server import CHECK_WEIGHTS
 from areal_agent.engine.wire import control, generate
 from areal_agent.types import WeightVersion
 
+from ..servers import serving_app
+
 OLD = WeightVersion(step=3)
 """The version that serves at the beginning."""
 
@@ -103,13 +105,8 @@ async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
     app.router.add_post(generate.GENERATE, server.generate)
     for path in (control.PAUSE_GENERATION, control.CONTINUE_GENERATION, control.ABORT_REQUEST):
         app.router.add_post(path, server.yes)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving_app(app) as url:
+        yield url
 
 
 def event(ids: list[int], num_so_far: int, finish: dict | None = None, **meta: object) -> dict:

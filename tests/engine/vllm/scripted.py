@@ -10,6 +10,8 @@ from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.vllm.server import VllmServer
 from areal_agent.types import WeightVersion
 
+from ..servers import serving_app
+
 OLD = WeightVersion(step=3)
 """The version of what it samples."""
 
@@ -109,13 +111,8 @@ async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
     app.router.add_post("/inference/v1/generate", server.generate)
     for path in ("/pause", "/resume", "/abort_requests"):
         app.router.add_post(path, server.yes)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving_app(app) as url:
+        yield url
 
 
 @asynccontextmanager
