@@ -5,7 +5,9 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
+import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from areal_agent.cluster.servers import KeptServers
 from areal_agent.engine.config import EngineConfig
@@ -27,6 +29,42 @@ async def serving_app(app: web.Application) -> AsyncGenerator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+class ScriptedServer:
+    """Answers requests with `events`; what else it answers is that of its kind.
+
+    `load_statuses` are the answers to loads one by one, then loads succeed.
+    """
+
+    def __init__(self) -> None:
+        self.load_statuses: list[int] = []
+        self.moves_label = True
+        self.is_alive = True
+        self.num_broken = 0  # of the next answers, which end before their last event
+        self.events: list[dict[str, object]] = []
+        self.bodies: list[dict[str, object]] = []  # of requests
+        self.calls: list[str] = []
+        self.peers: set[object] = set()
+
+    @web.middleware
+    async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self.calls.append(request.path_qs)
+        self.peers.add(request.transport and request.transport.get_extra_info("peername"))
+        return await handler(request)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        response = web.StreamResponse()
+        await response.prepare(request)
+        self.num_broken, is_broken = max(0, self.num_broken - 1), self.num_broken > 0
+        for event in self.events[:-1] if is_broken else self.events:
+            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def yes(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """A server that answers as SGLang does, each time as a test wants it. A helper of tests."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -11,36 +10,24 @@ from areal_agent.engine.sglang.server import CHECK_WEIGHTS
 from areal_agent.engine.wire import control, generate
 from areal_agent.types import WeightVersion
 
-from ..servers import serving_app
+from .. import servers
 
 OLD = WeightVersion(step=3)
 """The version that serves at the beginning."""
 
 
-class ScriptedServer:
-    """Answers as SGLang does; `load_statuses` are used one by one, then updates succeed."""
+class ScriptedServer(servers.ScriptedServer):
+    """Answers as SGLang does."""
 
     def __init__(self, model: str) -> None:
+        super().__init__()
         self.started_with = model
         self.model = model
         self.label = str(OLD)
         self.loaded: list[tuple[str, str]] = []
-        self.load_statuses: list[int] = []
         self.hangs_at = 0  # which update is never answered
         self.is_hanging = asyncio.Event()
-        self.moves_label = True
-        self.is_alive = True
-        self.num_broken = 0  # of the next answers, which end before their last event
         self.is_incremental = True
-        self.events: list[dict] = []
-        self.peers: set[object] = set()
-        self.num_calls = 0
-
-    @web.middleware
-    async def count(self, request: web.Request, handler) -> web.StreamResponse:
-        self.num_calls += 1
-        self.peers.add(request.transport.get_extra_info("peername"))
-        return await handler(request)
 
     async def server_info(self, _: web.Request) -> web.Response:
         if not self.is_alive:
@@ -68,14 +55,6 @@ class ScriptedServer:
         action = (await request.json())["action"]
         return web.json_response({"success": False, "message": f"Unsupported action='{action}'"}, status=400)
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        self.num_broken, is_broken = max(0, self.num_broken - 1), self.num_broken > 0
-        for event in self.events[:-1] if is_broken else self.events:
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        return response
-
     def will_answer(self, ids: list[int]) -> None:
         """Answer each request with these tokens from now on."""
         ended = {"finish": {"type": "stop", "matched": ids[-1]}, "weight_versions": spans(len(ids))}
@@ -88,14 +67,11 @@ class ScriptedServer:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def yes(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
 
 @asynccontextmanager
 async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
     """Yield the URL of a scripted server."""
-    app = web.Application(middlewares=[server.count])
+    app = web.Application(middlewares=[server.note])
     app.router.add_get(control.SERVER_INFO, server.server_info)
     app.router.add_get(control.MODEL_INFO, server.model_info)
     app.router.add_get(control.HEALTH, server.hang)
@@ -105,7 +81,7 @@ async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
     app.router.add_post(generate.GENERATE, server.generate)
     for path in (control.PAUSE_GENERATION, control.CONTINUE_GENERATION, control.ABORT_REQUEST):
         app.router.add_post(path, server.yes)
-    async with serving_app(app) as url:
+    async with servers.serving_app(app) as url:
         yield url
 
 

@@ -173,7 +173,7 @@ async def test_every_call_has_a_connection_of_its_own(scripted, ask):
     for number in range(3):
         await engine.generate(ask(number))
     await engine.stats()
-    assert len(server.peers) == server.num_calls
+    assert len(server.peers) == len(server.calls)
 
 
 async def test_loads_are_added_up(scripted):
