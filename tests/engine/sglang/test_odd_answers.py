@@ -119,12 +119,7 @@ async def test_a_folder_that_serves_stays_when_its_call_is_cancelled(tiny, share
 class PausedWithAFailure(ScriptedServer):
     """A server that reports a failed pause."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self.told: list[str] = []
-
     async def yes(self, request: web.Request) -> web.Response:
-        self.told.append(request.path)
         return web.Response(status=500) if request.path == control.PAUSE_GENERATION else await super().yes(request)
 
 
@@ -133,7 +128,7 @@ async def test_a_pause_that_fails_is_ended(tiny, other):
     async with serving(server) as url, aclosing(ForeignEngine(SglangServer(url))) as engine:
         with pytest.raises(EngineUnreachable, match="500"):
             await engine.load(other, NEW)
-    assert server.told == [control.PAUSE_GENERATION, control.CONTINUE_GENERATION] and server.loaded == []
+    assert server.calls[-2:] == [control.PAUSE_GENERATION, control.CONTINUE_GENERATION] and server.loaded == []
 
 
 async def test_a_label_that_does_not_move_is_no_success(scripted, share, other):
